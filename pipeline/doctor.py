@@ -183,7 +183,8 @@ def shared_by_loader(gpus: int) -> int:
     ranks = setup.processes(known["train"], launch.processes_per_node())
     wanted = workers.wanted(gpus > 0, ranks)
     limit = min(train.max_keypoints, known["keypoints"].max_keypoints)
-    step = setup.step_size(train, setup.global_batch(train, ranks), ranks, limit, ORIENTED.itemsize)
+    pairs = -(-setup.global_batch(train, ranks) // ranks)
+    step = workers.StepSize(pairs, limit, ORIENTED.itemsize, train.accumulate)
     return ranks * workers.Plan(wanted, workers.AHEAD).shared(step)
 
 

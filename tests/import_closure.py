@@ -28,7 +28,6 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.prefetch",  # results of others, in their order
     "pipeline.processes.signals",
     "pipeline.tracking",
-    "pipeline.train.live_line",
     "superglue_sift.errors",
     "superglue_sift.files",
     # The same on every processor: tests/golden/test_processor.py holds its effect

@@ -11,7 +11,7 @@ from pipeline import compat
 from pipeline.errors import RequestError
 from pipeline.processes import distributed
 from pipeline.train import optimization, precision, setup
-from pipeline.train.state import TrainState
+from pipeline.train.checkpoint import TrainState
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111

@@ -27,7 +27,7 @@ from pipeline.train import optimization, precision, setup, trainer
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch, split_evenly
 from pipeline.train.pairs.order import PairOrder
-from pipeline.train.state import TrainState
+from pipeline.train.checkpoint import TrainState
 from pipeline.train.step import train_step
 from superglue_sift import normalization
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig

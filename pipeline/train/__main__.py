@@ -35,9 +35,10 @@ from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
-from pipeline.train import setup, unseen
+from pipeline.train import setup
 from pipeline.train.resume import TrainPaths
 from pipeline.train.trainer import Training
+from pipeline.train.validation import choose_pairs
 
 OPTIONS = "TRAIN_OPTIONS"  # environment: options that come before those of the command line
 
@@ -105,7 +106,7 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     setup.check_features(train, stores[0])
     if train.init_from:
         setup.read_model(train.init_from, "train.init_from")
-        unseen.validation(train, stores[1], Path(train.init_from), args.keep_seen)
+        choose_pairs(train, stores[1], Path(train.init_from), args.keep_seen)
     return stores
 
 

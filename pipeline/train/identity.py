@@ -23,20 +23,20 @@ Fingerprint = Dict[str, Any]
 OF_THE_RUN = ("world_size", "initial_weights", "data")
 CODE = "code"  # the commit, among the versions of a checkpoint
 
+PREFIX = "train."
 # Keys and options of `train` that affect no weight.
-OPERATIONAL = (
-    "log_every", "profile_steps", "save_every", "val_every", "val_pairs",
-)  # fmt: skip
+OPERATIONAL = {
+    f"{PREFIX}{key}"
+    for key in ("log_every", "profile_steps", "save_every", "val_every", "val_pairs")
+}
 # These change how a step is computed: with norm `layer` the same up to rounding.
-COMPUTED = ("accumulate", "checkpoint_layers", "compile", "parallel")
+COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}
 # These act only through the learning rate.
-SCHEDULE = ("decay_start", "lr", "schedule", "steps", "warmup_steps")
+SCHEDULE = {f"{PREFIX}{key}" for key in ("decay_start", "lr", "schedule", "steps", "warmup_steps")}
 
 
-def stated(train: TrainParams) -> Dict[str, Any]:
-    """The section as JSON values; of `init_from` only the file name, since `initial_weights` has
-    the digest.
-    """
+def describe(train: TrainParams) -> Dict[str, Any]:
+    """The section as JSON values; of `init_from` the file name: `initial_weights` is its digest."""
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
@@ -45,7 +45,7 @@ def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Finger
 
     It includes the number of processes only if that determines the batch or the learning rate.
     """
-    values: Fingerprint = {f"train.{k}": v for k, v in stated(train).items()}
+    values: Fingerprint = {f"{PREFIX}{key}": value for key, value in describe(train).items()}
     if train.batch_per_rank or train.lr_scaling != "none":
         values["world_size"] = world_size
     if train.init_from:
@@ -54,80 +54,58 @@ def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Finger
     return values
 
 
-def fingerprint_of(info: Dict[str, Any]) -> Fingerprint:
-    """The fingerprint of a checkpoint's or a best model's JSON."""
-    if "fingerprint" in info:
-        return info["fingerprint"]
-    values = {f"train.{k}": v for k, v in info.get("train", {}).items()}
-    return {**values, **{k: info[k] for k in OF_THE_RUN if k in info}}
+def fingerprint_of(best: Dict[str, Any]) -> Fingerprint:
+    """The fingerprint in the JSON of a best model."""
+    values = {f"{PREFIX}{key}": value for key, value in best["train"].items()}
+    return {**values, **{key: best[key] for key in OF_THE_RUN if key in best}}
 
 
 def name_of(values: Fingerprint) -> str:
-    """The name of a training with this fingerprint, on any machine and for any version of the
-    code.
-    """
+    """The name of a training, on any machine and for any version of the code."""
     free = _free_keys(values, values)
     return json_digest({key: value for key, value in values.items() if key not in free})
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
     """The keys that differ."""
-    return [key for key in sorted(set(saved) | set(ours)) if saved.get(key) != ours.get(key)]
+    return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
 
 
 def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
     """The keys that make the first `step` steps of our training differ from the saved ones."""
     free = _free_keys(saved, ours)
     differ = [key for key in changed_keys(saved, ours) if key not in free]
-    scheduled = {f"train.{key}" for key in SCHEDULE}
-    if scheduled & set(differ) and _same_rates(saved, ours, step):
-        return [key for key in differ if key not in scheduled]
+    if SCHEDULE.issuperset(differ) and step <= ours["train.steps"]:
+        return [] if _rates(saved, step) == _rates(ours, step) else differ
     return differ
 
 
 def _free_keys(one: Fingerprint, other: Fingerprint) -> Set[str]:
     """The keys that may differ at any time."""
-    free = {f"train.{key}" for key in OPERATIONAL}
+    free = set(OPERATIONAL)
     if one.get("train.norm") == other.get("train.norm") == "layer":
-        free |= {f"train.{key}" for key in COMPUTED}
+        free |= COMPUTED
     if "initial_weights" in one and "initial_weights" in other:
         free.add("train.init_from")  # only a file name
     return free
 
 
-def _same_rates(saved: Fingerprint, ours: Fingerprint, step: int) -> bool:
-    """Whether the learning rates of the first `step` steps are equal, and our training has as many
-    steps.
-    """
-    if any(f"train.{key}" not in values for key in SCHEDULE for values in (saved, ours)):
-        return False
-    one, other = (_schedule(values) for values in (saved, ours))
-    worlds = saved.get("world_size", 1), ours.get("world_size", 1)
-    return step <= other.steps and all(
-        learning_rate(one, done, worlds[0]) == learning_rate(other, done, worlds[1])
-        for done in range(step)
-    )
-
-
-def _schedule(values: Fingerprint) -> Any:
-    keys = {key: values[f"train.{key}"] for key in SCHEDULE}
-    return SimpleNamespace(lr_scaling=values.get("train.lr_scaling", "none"), **keys)
+def _rates(values: Fingerprint, steps: int) -> List[float]:
+    """Learning rates of the first steps of a training."""
+    keys = {key[len(PREFIX) :]: each for key, each in values.items() if key.startswith(PREFIX)}
+    train: Any = SimpleNamespace(**keys)
+    return [learning_rate(train, step, values.get("world_size", 1)) for step in range(steps)]
 
 
 def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
-    """A line for each key of a resumed training that has another value."""
-    lines = []
-    for key in changed_keys(saved, ours):
-        name = key.rpartition(".")[2]
-        line = f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}"
-        if not key.startswith("train.") or name == "init_from" or key not in saved:
-            continue
-        if name in SCHEDULE:
-            line += ": earlier steps have the same learning rates"
-        elif name in COMPUTED:
-            line += ": the same steps up to rounding"
-        lines.append(line)
-    return lines
+    """A line for each parameter of a resumed training that has another value."""
+    reasons = dict.fromkeys(SCHEDULE, ": earlier steps have the same learning rates")
+    reasons.update(dict.fromkeys(COMPUTED, ": the same steps up to rounding"))
+    return [
+        f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}{reasons.get(key, '')}"
+        for key in changed_keys(saved, ours)
+        if key.startswith(PREFIX) and key != "train.init_from"
+    ]
 
 
 def versions() -> Dict[str, str]:

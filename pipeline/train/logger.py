@@ -10,27 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import re
 import resource
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, TextIO
 
 import torch
+from torch import Tensor
 
 from pipeline import tracking
 from pipeline.features.store import Store
 from pipeline.files import write_atomic
 from pipeline.parameters import params
 from pipeline.processes import distributed
+from pipeline.train.checkpoint import Saved, TrainState, part
 from pipeline.train.precision import Choice
-from pipeline.train.resume import TrainPaths
+from pipeline.train.resume import CURVES, TrainPaths
 from pipeline.train.step import StepResult
+from superglue_sift.progress import Progress
 
-# In the folder `curves`, and in every checkpoint
-CURVES = {"train": "train.csv", "val": "validation.csv"}
 TIMING = "timing.csv"  # of this machine, so in no checkpoint
-NO_CURVES: Mapping[str, str] = {}
-Window = List[Dict[str, float]]  # each rank's sums since the last point
+PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
+SMOOTHING = 0.9  # of the printed loss from step to step
 
 
 class TrainingLogger:
@@ -38,13 +41,14 @@ class TrainingLogger:
 
     Args:
         writes: whether this rank writes curves; one rank does in each folder of reports.
-        identity: of the training (`identity.identity`).
+        identity: of the training (`identity.name_of`).
         precision: of the network's layers, and why.
         pairs: of a step, over all ranks.
         step: steps done before; 0: a training from scratch, which gets a new run.
-        window: `window()` of the checkpoint that the training resumes from.
-        curves: the text of each curve in that checkpoint.
+        saved: the checkpoint that the training resumes from.
     """
+
+    bar: Progress  # set by `log_start`
 
     def __init__(
         self,
@@ -54,41 +58,44 @@ class TrainingLogger:
         identity: str,
         precision: Choice,
         pairs: int,
-        step: int = 0,
-        window: Optional[Window] = None,
-        curves: Mapping[str, str] = NO_CURVES,
+        step: int,
+        saved: Optional[Saved],
     ) -> None:
         self.paths = paths
         self.context = context
         self.pairs = pairs
-        self.sums = _own_share(window or [], context)
-        self.last_sums: Dict[str, float] = {}  # of the last step
+        tensors, info = saved or ({}, {})
+        self.sums = _own_share(info.get("log_window", []), context)
         self._restart_clock()
         self.status = "FAILED"
         sections = params.load_all(paths.params, paths.options)
         self.data = params.data_name(sections)
         run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)
-        size = context.world_size
-        device = str(context.device.type)
-        chosen = {"precision": precision.precision, "precision_reason": precision.reason}
         self.run = tracking.open_run(
             paths.reports,
-            {**sections, "world_size": size},
-            tags={"device": device, **chosen, f"{tracking.HIDDEN}training": identity},
+            {**sections, "world_size": context.world_size},
+            tags={
+                "device": context.device.type,
+                "precision": precision.precision,
+                "precision_reason": precision.reason,
+                f"{tracking.HIDDEN}training": identity,
+            },
             resume=tracking.known_run(run_file, identity) if step else None,
             enabled=context.is_main,
             training=identity,
             noted_in=run_file,
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
-        files = {kind: paths.reports / "curves" / name for kind, name in CURVES.items()}
+        before = curves_of(tensors)
         self.curves = {
-            kind: Curve(file if writes else None, curves.get(kind, ""))
-            for kind, file in files.items()
+            kind: Curve(paths.reports / "curves" / name if writes else None, before.get(kind, ""))
+            for kind, name in CURVES.items()
         }
         timing = paths.reports / TIMING
         self.timing = Curve(timing, points_until(timing, step)) if writes else Curve(None)
+        self._loss = math.nan  # on the line of progress
+        self._validation = ""
 
     def __enter__(self) -> TrainingLogger:
         return self
@@ -100,53 +107,79 @@ class TrainingLogger:
             curve.close()
         self.run.close(self.status)
 
-    def log_start(self, weights: int, store: Store, messages: Sequence[str]) -> None:
-        """Print what is trained on which data; `weights` is their number."""
-        if not self.context.is_main:
-            return
-        what = (
-            f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
-            f" {store.views_per_image} views"
-        )
-        where = f"{self.context.world_size} process(es) on {self.context.device.type}"
-        print(f"{what}, {self.pairs} pairs a step, {where}", *messages, sep="\n")
-        self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
+    def log_start(
+        self, state: TrainState, steps: int, store: Store, messages: Sequence[str], baseline: float
+    ) -> None:
+        """Print what is trained on which data.
+
+        steps: of the whole training. baseline: F1 of the ratio test on the validation pairs.
+        """
+        is_main = self.context.is_main
+        if is_main:
+            weights = sum(p.numel() for p in state.model.parameters())
+            data = f"{len(store)} images of {store.views_per_image} views"
+            where = f"{self.context.world_size} process(es) on {self.context.device.type}"
+            what = f"training {weights / 1e6:.2f} M weights on {data}"
+            print(f"{what}, {self.pairs} pairs a step, {where}")
+            print(*messages, sep="\n")
+            self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
+        begun = {"initial": state.step, "disable": not is_main}
+        self.bar = Progress(total=steps, desc="train", unit="step", **begun)
+        self._baseline = baseline
 
     def add_step(self, result: StepResult, waited: float) -> None:
-        """Add a step that waited `waited` seconds for its batch; `log_point` reports them
-        together.
-        """
+        """Add a step that waited `waited` seconds for its batch to the next point."""
         _add(self.sums, result.sums)
-        self.last_sums = result.sums
         self.waited += waited
         self.timed_steps += 1
+        loss = result.sums["loss"] / max(result.sums["pairs"], 1.0)
+        if math.isfinite(loss):
+            before = loss if math.isnan(self._loss) else self._loss
+            self._loss = SMOOTHING * before + (1 - SMOOTHING) * loss
+        self._show()
+        self.bar.update(1)
 
     def log_point(self, step: int, metrics: Mapping[str, float]) -> None:
         """A point on the curves: means since the last one, and `metrics` of this step; all ranks
         call it.
         """
         weight = self.sums.pop("pairs", 0.0)
-        means = distributed.weighted_means(self.sums, weight)
-        self._point("train", step, {**means, **metrics})
+        self._point("train", step, {**distributed.weighted_means(self.sums, weight), **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        speed = self.pairs * self.timed_steps / seconds
-        wait = self.waited / seconds
         timing = {
-            "pairs_per_s": speed,
-            "data_wait": wait,
+            "pairs_per_s": self.pairs * self.timed_steps / seconds,
+            "data_wait": self.waited / seconds,
             "memory_gib": _memory_gib(self.context.device),
         }
-        self._track("train", step, timing)
-        self.timing.append(step, timing)
+        self._point("train", step, timing, self.timing)
         self._restart_clock()
         self.sums = {}
 
-    def log_validation(self, step: int, metrics: Dict[str, float]) -> None:
-        """A point of the validation curves."""
+    def log_validation(
+        self, step: int, metrics: Dict[str, float], best: Optional[float], untrained: bool
+    ) -> None:
+        """A point of the validation curves, also on the line of progress; in a log it has its own.
+
+        best: F1 of the best weights before. untrained: these weights are not kept.
+        """
         self._point("val", step, metrics)
+        gain = 0.0 if best is None else 100 * (metrics["f1"] - best)
+        self._validation = f"F1 {100 * metrics['f1']:.1f}" + (f" ({gain:+.1f}), " if best else ", ")
+        if self.context.is_main and not self.bar.terminal:
+            kind = " (untrained, not kept)" if untrained else ""
+            more = f", {gain:+.1f} from the best before" if best else ""
+            self.bar.say(
+                f"validation at step {step}{kind}: {_describe(metrics)}{more}; ratio test"
+                f" {100 * self._baseline:.1f} %"
+            )
+        self._show()
         self._restart_clock()  # validation is no training time
 
-    def window(self) -> Window:
+    def _show(self) -> None:
+        mark = f"ratio test {100 * self._baseline:.1f}, loss {self._loss:.2f}"
+        self.bar.show(self._validation + mark)
+
+    def window(self) -> List[Dict[str, float]]:
         """Each rank's sums since the last point, for the checkpoint; all ranks call it.
 
         They make the next point after a resume equal that of an uninterrupted run.
@@ -154,13 +187,21 @@ class TrainingLogger:
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
+    def tensors(self) -> Dict[str, Tensor]:
+        """The text of the curves, for the checkpoint."""
+        return {
+            f"{PREFIX}{kind}": torch.tensor(list(curve.text.encode()), dtype=torch.uint8)
+            for kind, curve in self.curves.items()
+            if curve.text
+        }
+
     def log_stop(self, step: int) -> None:
         """Report that the run stops on request; its checkpoint is saved."""
         self.status = "KILLED"
         if self.context.is_main:
             print(f"stopped at step {step}; the same command resumes there", flush=True)
 
-    def log_finish(self, best_step: int, metrics: Dict[str, float], init_from: str = "") -> None:
+    def log_finish(self, state: TrainState, init_from: str = "") -> None:
         """Write metrics.json, register the model, print the metrics of its validation.
 
         init_from: the initial weights; a line reports if they stayed the best.
@@ -171,13 +212,13 @@ class TrainingLogger:
         best = self.paths.out / "best.json"
         write_metrics(self.paths.reports, json.loads(best.read_text()))
         self.run.artifact(self.paths.reports / "metrics.json")
-        self.run.model(best.with_suffix(".safetensors"), best, step=best_step)
+        self.run.model(best.with_suffix(".safetensors"), best, step=state.best_step)
+        figures = state.best_figures
         print(
-            f"best validation at step {best_step}: F1 {metrics['f1']:.3f}, loss"
-            f" {metrics['loss']:.3f}, precision {metrics['precision']:.3f}, recall"
-            f" {metrics['recall']:.3f} ({metrics['pairs']:.0f} pairs)"
+            f"best validation at step {state.best_step}: {_describe(figures)}"
+            f" ({figures['pairs']:.0f} pairs)"
         )
-        if init_from and best_step == 0:
+        if init_from and state.best_step == 0:
             print(
                 f"validation kept the weights of {init_from}: training on these images did not"
                 " raise their F1"
@@ -188,16 +229,24 @@ class TrainingLogger:
         self.waited = 0.0
         self.timed_steps = 0
 
-    def _point(self, kind: str, step: int, point: Dict[str, float]) -> None:
-        self._track(kind, step, point)
-        self.curves[kind].append(step, point)
+    def _point(
+        self, kind: str, step: int, point: Dict[str, float], curve: Optional[Curve] = None
+    ) -> None:
+        """The only way of a point to MLflow, and to the curves of DVC or another `curve`."""
+        (curve or self.curves[kind]).append(step, point)
+        self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
 
-    def _track(self, kind: str, step: int, point: Dict[str, float]) -> None:
-        if self.context.is_main:
-            self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
+
+def _describe(metrics: Mapping[str, float]) -> str:
+    """F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581: of a validation, for a person."""
+    parts = [
+        f"{title} {100 * metrics[name]:.1f} %"
+        for name, title in (("f1", "F1"), ("precision", "precision"), ("recall", "recall"))
+    ]
+    return ", ".join([*parts, f"loss {metrics['loss']:.3f}"])
 
 
-def _own_share(window: Window, context: distributed.Context) -> Dict[str, float]:
+def _own_share(window: List[Dict[str, float]], context: distributed.Context) -> Dict[str, float]:
     """This rank's sums; rank 0 takes all of them if another number of ranks saved them."""
     if len(window) == context.world_size:
         return dict(window[context.rank])
@@ -218,8 +267,8 @@ def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
         "step": info["train"]["steps"],
         "best_step": info["step"],
         "skipped_steps": info["skipped_steps"],
+        **{f"val_{name}": value for name, value in info["validation"].items()},
     }
-    metrics.update({f"val_{name}": value for name, value in info["validation"].items()})
     write_atomic(reports / "metrics.json", json.dumps(metrics, indent=2) + "\n")
 
 
@@ -238,9 +287,11 @@ class Curve:
     """
 
     def __init__(self, path: Optional[Path], text: str = "") -> None:
-        self.path = path
         self._parts = [text] if text else []
         self._stream: Optional[TextIO] = None
+        if path is not None:
+            write_atomic(path, text)
+            self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
 
     @property
     def text(self) -> str:
@@ -248,48 +299,45 @@ class Curve:
         return "".join(self._parts)
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Append the point of `step`. Every point has the same metrics. Raises OSError (a full
-        disk).
-        """
-        row = {"step": str(step), **{name: f"{value:.6g}" for name, value in point.items()}}
-        if not self._parts:
-            self._parts.append(",".join(row) + "\n")
-        line = ",".join(row.values()) + "\n"
-        self._parts.append(line)
-        if self._stream is not None:
-            self._stream.write(line)
+        """Append a point, always with the same metrics. Raises OSError (a full disk)."""
+        lines = "" if self._parts else ",".join(["step", *point]) + "\n"
+        lines += ",".join([str(step), *(f"{value:.6g}" for value in point.values())]) + "\n"
+        self._parts.append(lines)
+        if self._stream:
+            self._stream.write(lines)
             self._stream.flush()
-        elif self.path is not None:
-            write_atomic(self.path, self.text)
-            self._stream = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (kept open from point to point)
 
     def close(self) -> None:
-        if self._stream is not None:
+        if self._stream:
             self._stream.close()
-        elif self.path is not None and self._parts:  # no new point
-            write_atomic(self.path, self.text)
+
+
+def curves_of(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
+    """The text of each curve in a checkpoint."""
+    texts = part(tensors, PREFIX).items()
+    return {kind: bytes(tensor.tolist()).decode() for kind, tensor in texts}
+
+
+def write_curves(reports: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the curves in a checkpoint to the folder of reports."""
+    for kind, text in curves_of(tensors).items():
+        write_atomic(reports / "curves" / CURVES[kind], text)
 
 
 def points_until(path: Path, step: int) -> str:
     """The whole lines of a curve's file up to `step`; "" without a file or at step 0."""
     if step <= 0 or not path.is_file():
         return ""
-    header, *lines = (
-        path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0].split("\n")
-    )
-    kept = [
-        line
-        for line in lines
-        if line.partition(",")[0].isdigit() and int(line.partition(",")[0]) <= step
-    ]
-    return "".join(f"{line}\n" for line in (header, *kept))
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = re.finditer(r"^(step|\d+),.*\n", text, re.MULTILINE)
+    return "".join(line[0] for line in lines if line[1] == "step" or int(line[1]) <= step)
 
 
-SKIPPED = 3  # first steps, which are slower
+NOT_PROFILED = 3  # first steps, which are slower
 
 
 @contextlib.contextmanager
-def profiled(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
+def profile(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
     """Profile `steps` steps after the first few, as a table and as a trace for Perfetto; 0: no
     profile.
 
@@ -307,6 +355,6 @@ def profiled(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
         (folder / "table.txt").write_text(table + "\n")
         print(f"profile of {steps} steps: {folder}/table.txt, trace.json")
 
-    schedule = torch.profiler.schedule(wait=SKIPPED - 1, warmup=1, active=steps, repeat=1)
+    schedule = torch.profiler.schedule(wait=NOT_PROFILED - 1, warmup=1, active=steps, repeat=1)
     with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
         yield profiler.step

@@ -24,14 +24,13 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 from pipeline.processes import distributed
 from pipeline.provenance import trained_on
-from pipeline.train import replicas
-from pipeline.train.checkpoint import Checkpoints
-from pipeline.train.identity import Fingerprint, fingerprint_of, misfits, name_of
-from pipeline.train.replicas import Saved
+from pipeline.train.checkpoint import Checkpoints, Saved
+from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
 BEST = "best.safetensors"
-CURVES = ("train.csv", "validation.csv")
+# In reports/train/curves, and in every checkpoint
+CURVES = {"train": "train.csv", "val": "validation.csv"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +59,19 @@ class Start(NamedTuple):
 
 
 def agree(ours: Fingerprint, is_main: bool) -> None:
-    """RequestError on rank 0 if another rank has other parameters, data or code; the others exit
-    silently.
+    """Compare parameters, data and code of all ranks.
+
+    Raises RequestError on rank 0, SystemExit on the others, if they differ.
     """
-    disagreement = replicas.disagreement(ours)
-    if disagreement and is_main:
-        raise RequestError(
-            f"{disagreement}; give every node the same parameters, keypoints and code"
-        )
-    if disagreement:
-        raise SystemExit(2)
+    first, *others = distributed.all_gather(ours)
+    for rank, other in enumerate(others, 1):
+        for key in changed_keys(first, other):
+            if not is_main:
+                raise SystemExit(2)
+            raise RequestError(
+                f"rank {rank} has {key}: {other.get(key)}, rank 0 {first.get(key)}; give every node"
+                " the same parameters, keypoints and code"
+            )
 
 
 def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
@@ -80,35 +82,39 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     """
     name = name_of(ours)
     last = max(distributed.all_gather(_last_number(paths.out, name)))
-    fresh = paths.fresh and not distributed.any_rank(_restarted)()
-    folder = _folder(paths.out, name, max(last, 1) + 1 if fresh and last else max(last, 1))
-    best = distributed.broadcast(None if fresh else _finished(folder, paths, name))
+    # torchrun restarts all ranks after a lost one: `--fresh` has taken effect already
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    fresh = paths.fresh and not distributed.any_rank(lambda: restarted)()
+    folder = _folder(paths.out, name, last + 1 if fresh else max(last, 1))
+    best = distributed.broadcast(None if fresh else _find_finished(folder, paths, name))
     if best:
         return Start(folder, best)
-    saved, damaged = (None, False) if fresh or not writes else _newest(folder)
-    source = replicas.furthest(saved[1]["step"] if saved else -1)
+    saved = None
+    damaged = False
+    if writes and not fresh:
+        saved, damaged = _load_newest(folder)
+    source = _find_furthest(saved)
     if source is None and distributed.any_rank(lambda: damaged)():
         folder = _folder(paths.out, name, last + 1)  # the damaged files stay as they are
     if source is None and not fresh:
-        saved = _of_another(paths.out, name, ours) if writes else None
-        source = replicas.furthest(saved[1]["step"] if saved else -1)
+        saved = _load_of_another(paths.out, name, ours) if writes else None
+        source = _find_furthest(saved)
     if writes:
         # Also before the first checkpoint: a restart goes on in it
         folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         return Start(folder)
-    newest = replicas.shared(saved, source)
-    step = newest[1]["step"]
-    if writes and not (folder / f"step-{step:08d}.safetensors").is_file():
+    tensors, info = saved or ({}, {})
+    tensors = distributed.broadcast_tensors(tensors, source)
+    info = distributed.broadcast(info, source)
+    if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
         # Of another training, or a node with a folder of its own that lacks it
-        Checkpoints(folder).save(step, *newest)
-    return Start(folder, saved=newest)
+        Checkpoints(folder).save(info["step"], tensors, info)
+    return Start(folder, saved=(tensors, info))
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Copy the best model of the training in `folder`, with its description and its list of
-    photographs, to `out`.
-    """
+    """Copy the best model in `folder`, its description and list of photographs, to `out`."""
     for partial in out.glob(".*.tmp"):  # of killed writers
         partial.unlink(missing_ok=True)
     best = folder / BEST
@@ -129,51 +135,44 @@ def _last_number(out: Path, name: str) -> int:
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 
 
-def _finished(folder: Path, paths: TrainPaths, name: str) -> Optional[Dict[str, Any]]:
-    """Description of the finished best model in `folder`, or of the one that is published; None
-    without one.
-    """
-    places = [folder]
-    if not folder.is_dir() and all(
-        (paths.reports / "curves" / curve).is_file() for curve in CURVES
-    ):
-        places.append(paths.out)  # as after `dvc pull`: outputs are there, checkpoints are not
-    for place in places:
-        with contextlib.suppress(FileNotFoundError, BadCheckpoint):
-            info = load_model_file(place / BEST)[1]
-            if info.get("finished") and name_of(fingerprint_of(info)) == name:
-                return info
+def _find_finished(folder: Path, paths: TrainPaths, name: str) -> Optional[Dict[str, Any]]:
+    """Description of the finished best model in `folder`, or of the published one; None without."""
+    if not folder.is_dir():  # as after `dvc pull`: outputs are there, checkpoints are not
+        if not all((paths.reports / "curves" / curve).is_file() for curve in CURVES.values()):
+            return None
+        folder = paths.out
+    with contextlib.suppress(FileNotFoundError, BadCheckpoint):
+        info = load_model_file(folder / BEST)[1]
+        if info.get("finished") and name_of(fingerprint_of(info)) == name:
+            return info
     return None
 
 
-def _newest(folder: Path) -> Tuple[Optional[Saved], bool]:
-    """The newest undamaged checkpoint in a folder, and whether there are damaged ones, each named
-    in a line.
-    """
+def _find_furthest(saved: Optional[Saved]) -> Optional[int]:
+    """The first rank with the checkpoint of most steps; None if no rank has one."""
+    steps = distributed.all_gather(saved[1]["step"] if saved else -1)
+    return steps.index(max(steps)) if max(steps) >= 0 else None
+
+
+def _load_newest(folder: Path) -> Tuple[Optional[Saved], bool]:
+    """The newest undamaged checkpoint, and whether there are damaged ones, which are printed."""
     saved, warnings = Checkpoints(folder).load_newest()
     for warning in warnings:
         print(f"warning: {warning}; {'the previous one is used' if saved else 'there is no other'}")
     return saved, bool(warnings)
 
 
-def _of_another(out: Path, name: str, ours: Fingerprint) -> Optional[Saved]:
-    """The undamaged checkpoint of most steps of another training whose steps so far are those of
-    ours.
-    """
+def _load_of_another(out: Path, name: str, ours: Fingerprint) -> Optional[Saved]:
+    """The undamaged checkpoint of most steps of another training that had the same steps so far."""
     fitting = []
     for path in out.glob("*/step-*.json"):
         if path.parent.name.partition("-")[0] == name:
             continue
         with contextlib.suppress(OSError, ValueError, KeyError):
             info = json.loads(path.read_text(encoding="utf-8"))
-            if not misfits(fingerprint_of(info), ours, info["step"]):
+            if not misfits(info["fingerprint"], ours, info["step"]):
                 fitting.append((info["step"], path.with_suffix(".safetensors")))
     for _, path in sorted(fitting, reverse=True):
         with contextlib.suppress(FileNotFoundError, BadCheckpoint):
             return load_model_file(path)
     return None
-
-
-def _restarted() -> bool:
-    """Whether torchrun restarted us after a lost rank: `--fresh` has taken effect already."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

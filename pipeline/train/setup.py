@@ -18,10 +18,9 @@ from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import precision
+from pipeline.train.checkpoint import TrainState, part
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
-from pipeline.train.pairs.workers import StepSize
-from pipeline.train.state import TrainState, initialize_from
 from superglue_sift import normalization, torch_compat
 from superglue_sift.descriptors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
@@ -64,15 +63,6 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     return train.batch_per_rank * world_size or train.batch
 
 
-def step_size(
-    train: TrainParams, pairs: int, world_size: int, keypoints: int, record: int
-) -> StepSize:
-    """Size of one rank's step: `pairs` over all ranks, of at most `keypoints` records of `record`
-    bytes a view.
-    """
-    return StepSize(-(-pairs // world_size), keypoints, record, train.accumulate)
-
-
 def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
     """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it
     cannot be read.
@@ -104,13 +94,17 @@ def check_features(train: TrainParams, store: Store) -> None:
         )
 
 
-def choose_precision(train: TrainParams, context: distributed.Context) -> precision.Choice:
-    """The precision of a training from scratch, the same on all ranks."""
-    return agreed(precision.on(train.precision, train.dim, context.device))
+def choose_precision(
+    train: TrainParams, context: distributed.Context, before: str = ""
+) -> precision.Choice:
+    """One precision for all ranks, whose devices may differ.
 
-
-def agreed(choice: precision.Choice) -> precision.Choice:
-    """One precision for all ranks, whose devices may differ."""
+    before: that of the checkpoint from which the training resumes (`precision.resumed`).
+    """
+    choice = precision.on(train.precision, train.dim, context.device)
+    if before:
+        gpu = context.device.type == "cuda"
+        choice = precision.resumed(train.precision, before, choice, gpu, compat.cpu_flags())
     choices = distributed.all_gather(tuple(choice))
     return precision.Choice(*min(choices, key=lambda choice: precision.BY_SUPPORT.index(choice[0])))
 
@@ -193,13 +187,21 @@ def set_deterministic() -> None:
 
 
 def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]]:
-    """Load what fits of the model file `path`. Returns messages and the file's match threshold, if
-    it has one.
+    """Load what fits of the model file `path`.
+
+    Returns messages and the file's match threshold, if it has one.
     """
     tensors, info = read_model(path, "train.init_from")
-    taken, skipped, missing = initialize_from(model, tensors)
+    given = part(tensors, "model.") or tensors  # of a checkpoint, of a model
+    weights = model.state_dict()
+    taken = {n: t for n, t in given.items() if n in weights and t.shape == weights[n].shape}
+    model.load_state_dict({**weights, **taken})
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
-    for title, names in (("skipped, another shape", skipped), ("missing there", missing)):
+    left = [name for name in weights if name not in taken]
+    for title, names in (
+        ("skipped, another shape", [name for name in left if name in given]),
+        ("missing there", [name for name in left if name not in given]),
+    ):
         if names:
             messages.append(f"  {title}: {', '.join(names)}")
     theirs = info.get("model", {})

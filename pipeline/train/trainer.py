@@ -7,80 +7,43 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Dict, Generator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional
 
-import torch
 from torch import Tensor
 
-from pipeline import compat, tracking
+from pipeline import tracking
 from pipeline.errors import STOPPED, LostPeer, WorkError, end_as_lost
 from pipeline.features.store import Store
-from pipeline.files import json_digest, write_atomic
+from pipeline.files import json_digest
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, precision, replicas, resume, setup, unseen
-from pipeline.train.checkpoint import Checkpoints
-from pipeline.train.live_line import LiveLine
-from pipeline.train.logger import CURVES, TrainingLogger, Window, profiled, write_metrics
+from pipeline.train import identity, resume, setup
+from pipeline.train.checkpoint import Checkpoints, Saved
+from pipeline.train.logger import TrainingLogger, profile, write_curves, write_metrics
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
-from pipeline.train.pairs.loader import choose, split_evenly
-from pipeline.train.pairs.order import PairOrder, Sample, rank_slice
+from pipeline.train.pairs.loader import StepBatches
 from pipeline.train.pairs.workers import a_process_died
-from pipeline.train.replicas import Saved, Writes
 from pipeline.train.step import CLIP_NORM, StepResult, train_step
-from pipeline.train.validation import MIN_IMAGES, HeldOut, ratio_test_f1, validate
+from pipeline.train.validation import (
+    MIN_IMAGES,
+    HeldOut,
+    choose_pairs,
+    list_photographs,
+    ratio_test_f1,
+    validate,
+)
 from superglue_sift.batch import PairBatch
 
-CURVE = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
-
-
-class StepBatches:
-    """The micro-batches of every step, a function of the step alone.
-
-    pairs: of a step over all ranks (`setup.global_batch`).
-    """
-
-    def __init__(
-        self, train: TrainParams, store: Store, pairs: int, context: distributed.Context
-    ) -> None:
-        self.train = train
-        self.store = store
-        self.pairs = pairs
-        self.context = context
-        self._order = PairOrder(train.seed, len(store), store.views_per_image)
-        self._augmentation = Augmentation.of(train)
-        keypoints = min(train.max_keypoints, int(store.counts.max(initial=1)))
-        size = setup.step_size(train, pairs, context.world_size, keypoints, store.dtype.itemsize)
-        self._load, self._prefetched = choose(train.loader, context.device, size)
-
-    def samples(self, step: int) -> List[List[Sample]]:
-        """This rank's pairs of global step `step`, in micro-batches."""
-        samples = self._order.step(step, self.pairs)
-        context = self.context
-        samples = samples[rank_slice(self.pairs, context.rank, context.world_size)]
-        return split_evenly(samples, self.train.accumulate)
-
-    def load(self, step: int) -> List[PairBatch]:
-        """The PairBatches of `samples`, on the host."""
-        train = self.train
-        return [
-            self._load(self.store, part, train.max_keypoints, self._augmentation)
-            for part in self.samples(step)
-        ]
-
-    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, in advance; closing the generator ends the thread or
-        processes.
-        """
-        return self._prefetched(self.load, steps)
 
 
 class Training:
     """One rank of one training run on the views of `store`, validated on those of `held_out`."""
+
+    logger: TrainingLogger  # set by `run`
 
     def __init__(
         self,
@@ -93,187 +56,291 @@ class Training:
         self.paths = paths
         self.context = context
         self.stop = stop
+        self.store = store
         self.train: TrainParams = params.load("train", paths.params, paths.options)
         self.pairs = setup.global_batch(self.train, context.world_size)
-        self.store = store
-        self.batches = StepBatches(self.train, store, self.pairs, context)
         initial = Path(self.train.init_from) if self.train.init_from else None
-        self.validation = unseen.validation(self.train, held_out, initial, paths.keep_seen)
+        samples, self.messages = choose_pairs(self.train, held_out, initial, paths.keep_seen)
         augmentation = Augmentation.of(self.train)
-        self.held_out = HeldOut(
-            held_out, self.validation.samples, self.train.max_keypoints, context, augmentation
-        )
-        self.trained_on = unseen.trained_with(self.train, store)
-        self.precision = setup.choose_precision(self.train, context)
-        parts, self.messages = setup.build(self.train, context, store, self.precision)
-        self.messages += self.validation.messages
-        self.objective, self.ddp_model, self.state, self._init_threshold = parts
-        self.checkpoints: Checkpoints  # set by `run`
-        self._compared = -1  # step at which the replicas were last compared
-        self.fingerprint = identity.fingerprint(self.train, self.store.digest, context.world_size)
-        # A longer schedule keeps that of the shorter one
+        limit = self.train.max_keypoints
+        self.held_out = HeldOut(held_out, samples, limit, context, augmentation)
+        self.trained_on = list_photographs(self.train, store)
+        self.fingerprint = identity.fingerprint(self.train, store.digest, context.world_size)
         self.identity = identity.name_of(self.fingerprint)
         # Of packages and code, from each step on
         self.versions = [{"step": 0, **identity.versions()}]
 
     def run(self) -> int:
         """Train to the last step, or until asked to stop; 0 or 143."""
-        self.writes = Writes(
-            *(
-                distributed.writes(folder, self.context)
-                for folder in (self.paths.out, self.paths.reports)
-            )
-        )
+        context = self.context
+        # One rank writes in each folder: nodes may share them or have their own
+        self.writes = distributed.writes(self.paths.out, context)
+        writes_curves = distributed.writes(self.paths.reports, context)
         decisive = {
-            "validation pairs": json_digest(self.validation.samples),
-            identity.CODE: identity.versions()[identity.CODE],
+            "validation pairs": json_digest(self.held_out.samples),
+            identity.CODE: self.versions[0][identity.CODE],
         }
-        resume.agree({**self.fingerprint, **decisive}, self.context.is_main)
-        start = resume.prepare(self.paths, self.fingerprint, self.writes.checkpoints)
+        resume.agree({**self.fingerprint, **decisive}, context.is_main)
+        start = resume.prepare(self.paths, self.fingerprint, self.writes)
         self.checkpoints = Checkpoints(start.folder)
         if start.best:
-            return self._already_finished(start.folder, start.best)
-        window, curves = self._resume(start.saved) if start.saved else (None, {})
-        self._compare_replicas()
-        about = (self.identity, self.precision, self.pairs, self.state.step, window, curves)
-        with TrainingLogger(self.paths, self.context, self.writes.curves, *about) as logger:
-            weights = sum(p.numel() for p in self.state.model.parameters())
-            logger.log_start(weights, self.store, [str(self.precision), *self.messages])
-            try:
-                finished = self._loop(logger)
-            except RuntimeError as error:
-                if a_process_died(error):
-                    where = f"rank {self.context.rank} at step {self.state.step}"
-                    end_as_lost(
-                        f"{where}: a process that loads batches died (killed, or out of memory):"
-                        f" {error}"
-                    )
-                if not distributed.lost_peer(error):
-                    raise
-                raise LostPeer(
-                    f"rank {self.context.rank} at step {self.state.step}: another rank died or"
-                    f" hangs ({str(error).splitlines()[0]})"
-                ) from error
+            return self._finish_again(start.best)
+        self._build(start.saved)
+        self.state.compare_ranks(context.is_main)
+        about = (self.identity, self.precision, self.pairs, self.state.step)
+        with TrainingLogger(self.paths, context, writes_curves, *about, start.saved) as self.logger:
+            baseline = ratio_test_f1(self.objective, self.held_out)
+            self.logger.log_start(self.state, self.train.steps, self.store, self.messages, baseline)
+            with contextlib.closing(self.logger.bar), self._watch_processes():
+                finished = self._loop()
             if not finished:
-                logger.log_stop(self.state.step)
+                self.logger.log_stop(self.state.step)
                 return STOPPED
             self._save_best(finished=True)
-            logger.log_finish(self.state.best_step, self.state.best_figures, self.train.init_from)
-        return 0
-
-    def _already_finished(self, folder: Path, info: Dict[str, Any]) -> int:
-        """Report that this training is finished, and publish it; `info` describes its best
-        model.
-        """
-        if self.context.is_main:
-            reports = self.paths.reports
-            saved = self.checkpoints.load_newest()[0]
-            if saved:
-                resume.publish(folder, self.paths.out)
-                for kind, text in _curves_of(saved[0]).items():
-                    write_atomic(reports / "curves" / CURVES[kind], text)
-            published = self.paths.out / resume.BEST
-            if not trained_on.list_of(published).is_file():
-                trained_on.write(published, self.trained_on)
-            write_metrics(reports, info)
-            print(
-                f"{folder}: trained with these parameters and data, to the last step: nothing to do"
-            )
-            other = identity.other_versions(saved[1] if saved else info)
-            if other:
-                print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
-            tracking.attach(reports.parent / "run.json", info["training"]).close()
+            self.logger.log_finish(self.state, self.train.init_from)
         return 0
 
     def validate_only(self) -> int:
         """Print the metrics of the best model so far, or of `train.init_from`; 0."""
-        source = self.train.init_from or self.paths.out / "best.safetensors"
+        source = self.train.init_from or self.paths.out / resume.BEST
+        self._build(None)
         if not self.train.init_from:
-            weights = setup.read_model(source, "--validate-only")[0] if self.context.is_main else {}
+            weights: Mapping[str, Tensor] = {}
+            chosen: Any = None
+            if self.context.is_main:
+                weights = setup.read_model(source, "--validate-only")[0]
+                chosen = choose_pairs(
+                    self.train, self.held_out.store, Path(source), self.paths.keep_seen
+                )
             self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
-        chosen = self.validation
+            samples, self.messages = distributed.broadcast(chosen)
+            self.held_out = self.held_out._replace(samples=samples)
+        metrics = validate(self.objective, self.held_out)
         if self.context.is_main:
-            chosen = unseen.validation(
-                self.train, self.held_out.store, Path(source), self.paths.keep_seen
-            )
-        metrics = validate(
-            self.objective, self.held_out._replace(samples=distributed.broadcast(chosen.samples))
-        )
-        if self.context.is_main:
-            print(*chosen.messages, sep="\n", end="\n" if chosen.messages else "")
-            print(
-                f"{source}: " + ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            )
+            figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+            print(*self.messages, f"{source}: {figures}", sep="\n")
         return 0
 
-    def _loop(self, logger: TrainingLogger) -> bool:
+    def _build(self, saved: Optional[Saved]) -> None:
+        """Build model and optimiser, and restore the checkpoint that `resume.prepare` found."""
+        train = self.train
+        before = saved[1]["precision"] if saved else ""
+        self.precision = setup.choose_precision(train, self.context, before)
+        parts, messages = setup.build(train, self.context, self.store, self.precision)
+        self.objective, self.ddp_model, self.state, self._init_threshold = parts
+        self.messages = [str(self.precision), *messages, *self.messages]
+        self.batches = StepBatches(train, self.store, self.pairs, self.context)
+        if saved:
+            self._restore(*saved)
+
+    def _restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
+        state = self.state
+        state.restore(tensors, info)
+        # A longer schedule goes on in the run of the shorter one
+        self.identity = info["training"]
+        self.versions = info["versions"]
+        other = identity.other_versions(info)
+        if other:
+            self.versions = [*self.versions, {"step": state.step, **identity.versions()}]
+        if self.context.is_main:
+            print(f"resuming at step {state.step} of {self.train.steps}")
+            for line in identity.changes(info["fingerprint"], self.fingerprint):
+                print(line)
+            if info["precision"] != self.precision.precision:
+                change = f"{info['precision']} -> {self.precision.precision}"
+                print(f"precision changed on resume: {change} ({self.precision.reason})")
+            if other:
+                bits = "the weights may differ in their last bits"
+                print(f"versions changed on resume: {other}: {bits}")
+        if state.best_weights:
+            if info["fingerprint"]["train.val_pairs"] != self.train.val_pairs:
+                state.best_figures = self._metrics_of(state.best_weights)
+                state.best = state.best_figures["f1"]
+            self._save_best()  # the published file may be another training's
+
+    def _finish_again(self, best: Dict[str, Any]) -> int:
+        """Report a training that is finished, and publish it; `best` is the JSON of its model."""
+        if self.context.is_main:
+            folder = self.checkpoints.folder
+            saved = self.checkpoints.load_newest()[0]
+            if saved:
+                resume.publish(folder, self.paths.out)
+                write_curves(self.paths.reports, saved[0])
+            published = self.paths.out / resume.BEST
+            if not trained_on.list_of(published).is_file():
+                trained_on.write(published, self.trained_on)
+            write_metrics(self.paths.reports, best)
+            done = "trained with these parameters and data, to the last step: nothing to do"
+            print(f"{folder}: {done}")
+            other = identity.other_versions(saved[1] if saved else best)
+            if other:
+                print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
+            tracking.attach(self.paths.reports.parent / "run.json", best["training"]).close()
+        return 0
+
+    def _loop(self) -> bool:
         """Train. True: the last step is done; False: stopped by a signal, after a checkpoint."""
         state = self.state
         train = self.train
+        profiled_steps = train.profile_steps if self.context.is_main else 0
         steps = range(state.step, train.steps)
-        profile_steps = train.profile_steps if self.context.is_main else 0
         with (
-            contextlib.closing(self._live_line()) as line,
             contextlib.closing(self.batches.prefetched(steps)) as loader,
-            profiled(profile_steps, self.paths.reports / "profile") as step_profiled,
+            profile(profiled_steps, self.paths.reports / "profile") as end_profiled_step,
         ):
-            initial = state.step == 0  # the curve begins at the initial weights
-            # Stopped before its last validation
-            if initial or (state.step == train.steps != state.validated):
-                self._report_validation(logger, line)
+            # The curve begins at the initial weights; a training may end where it was stopped
+            if state.step == 0 or (state.step == train.steps != state.validated):
+                self._validate()
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
-                stopping = distributed.any_rank(lambda: self.stop.requested)
-                self._step(micro_batches, logger, waited)
-                line.step(logger.last_sums)
-                step_profiled()
-                if state.step % train.val_every == 0 or state.step == train.steps:
-                    self._report_validation(logger, line)
-                stop = stopping()
-                if (
-                    state.step % (train.save_every or train.val_every) == 0
-                    or state.step == train.steps
-                    or stop
-                ):
-                    self._compare_replicas()
-                    self._save(logger)
-                if stop and state.step < train.steps:
+                # Asked now, answered below: on GPUs the exchange overlaps with the step
+                stop_requested = distributed.any_rank(lambda: self.stop.requested)
+                self._step(micro_batches, waited)
+                end_profiled_step()
+                last = state.step == train.steps
+
+                stop = stop_requested()
+                validating = last or state.step % train.val_every == 0
+                saving = last or stop or state.step % (train.save_every or train.val_every) == 0
+                if validating or saving:
+                    # Nothing is kept of ranks that differ
+                    state.compare_ranks(self.context.is_main)
+
+                # once in a while: validate, and keep the weights if they are the best
+                if validating:
+                    self._validate()
+
+                # once in a while, and before a stop: a checkpoint
+                if saving:
+                    self._save()
+                if stop and not last:
                     return False
                 waiting = time.perf_counter()
         return True
 
-    def _step(self, micro_batches: List[PairBatch], logger: TrainingLogger, waited: float) -> None:
+    def _step(self, micro_batches: List[PairBatch], waited: float) -> None:
+        """One step of the optimiser; `waited` seconds for its batches."""
         state = self.state
         train = self.train
+        world_size = self.context.world_size
         distributed.write_heartbeat(state.step)
-        lr = learning_rate(train, state.step, self.context.world_size)
+        lr = learning_rate(train, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        result = self._gradient_step([batch.to(self.context.device) for batch in micro_batches])
+        batches = [batch.to(self.context.device) for batch in micro_batches]
+        how = (self.ddp_model, state.optimizer, state.scaler)
+        with self._explain_lack_of_memory():
+            result = train_step(*how, batches, self.pairs, world_size, CLIP_NORM)
         if result.applied:
             state.ema.update(state.model, state.step)
         else:
-            self._skipped(result)
+            self._skip(result)
         state.step += 1
-        logger.add_step(result, waited)
+        self.logger.add_step(result, waited)
+
+        # once in a while: a point on the curves, the mean over all ranks
         if state.step % train.log_every == 0 or state.step == train.steps:
             dustbin = float(state.model.dustbin.detach())
             metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
-            logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
+            self.logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
 
-    def _live_line(self) -> LiveLine:
-        """The progress line, on rank 0."""
-        baseline = ratio_test_f1(self.objective, self.held_out)
-        return LiveLine(
-            self.train.steps, self.state.step, baseline, self.state.best, self.context.is_main
-        )
-
-    def _gradient_step(self, batches: List[PairBatch]) -> StepResult:
+    def _skip(self, result: StepResult) -> None:
+        """Print the pairs of a gradient that is not finite; WorkError after too many. All ranks
+        call it.
+        """
         state = self.state
-        arguments = (self.ddp_model, state.optimizer, state.scaler, batches, self.pairs)
+        samples = [sample for part in self.batches.samples(state.step) for sample in part]
+        names = [
+            f"{self.store.images[image]} views {view0} and {view1}"
+            for image, view0, view1, _ in (samples[index] for index in result.bad_pairs)
+        ]
+        bad = [name for names in distributed.all_gather(names) for name in names]
+        if self.context.is_main:
+            pairs = ", ".join(bad) or "none alone"
+            print(f"step {state.step}: the gradient is not finite, skipped; pairs: {pairs}")
+        if state.scaler.is_enabled() and not bad:
+            return  # the scaler searches for the largest scale that does not overflow
+        state.skipped += 1
+        if state.skipped > MAX_SKIPPED:
+            raise WorkError(
+                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more"
+                f" than {MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
+            )
+
+    def _validate(self) -> None:
+        """Validate the weights that would be shipped, and keep them if they are the best.
+
+        Initial weights of `init_from` may stay the best, an untrained network may not.
+        """
+        state = self.state
+        metrics = self._metrics_of(state.weights())
+        untrained = state.step == 0 and not self.train.init_from
+        self.logger.log_validation(state.step, metrics, state.best, untrained)
+        state.validated = state.step
+        if not untrained and state.keep_best(metrics):
+            self._save_best()
+
+    def _metrics_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
+        """Validation of `weights`; the model's own weights are restored."""
+        model = self.state.model
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(weights)
+        metrics = validate(self.objective, self.held_out)
+        model.load_state_dict(before)
+        return metrics
+
+    def _save(self) -> None:
+        """Write a checkpoint; all ranks call it."""
+        window = self.logger.window()
+        if self.writes:
+            info = {
+                **self.state.info(),
+                "fingerprint": self.fingerprint,
+                "log_window": window,
+                "precision": self.precision.precision,
+                "precision_reason": self.precision.reason,
+                "training": self.identity,
+                "versions": self.versions,
+            }
+            tensors = {**self.state.tensors(), **self.logger.tensors()}
+            self.checkpoints.save(self.state.step, tensors, info)
+        distributed.barrier()
+
+    def _save_best(self, finished: bool = False) -> None:
+        """Write the best model so far and its description, and publish them."""
+        if not self.writes:
+            return
+        state = self.state
+        info = {
+            "model": state.model.config.to_dict(),
+            "step": state.best_step,
+            "precision": self.precision.precision,
+            "validation": state.best_figures,
+            "match_threshold": self._threshold(),
+            "skipped_steps": state.skipped,
+            "finished": finished,
+            "training": self.identity,
+            "versions": identity.without_code(self.versions),
+            "train": identity.describe(self.train),
+            trained_on.KEY: trained_on.digest(self.trained_on or ()),
+            **{k: v for k, v in self.fingerprint.items() if k in identity.OF_THE_RUN},
+        }
+        trained_on.write(self.checkpoints.folder / resume.BEST, self.trained_on)
+        self.checkpoints.save_best(state.best_weights, info)
+        resume.publish(self.checkpoints.folder, self.paths.out)
+
+    def _threshold(self) -> float:
+        """The match threshold from validation; with few photographs that of the initial weights."""
+        photographs = {sample.image for sample in self.held_out.samples}
+        if len(photographs) < MIN_IMAGES and self._init_threshold is not None:
+            return self._init_threshold
+        return self.state.best_figures["threshold"]
+
+    @contextlib.contextmanager
+    def _explain_lack_of_memory(self) -> Iterator[None]:
         try:
-            return train_step(*arguments, self.context.world_size, CLIP_NORM)
+            yield
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -287,170 +354,19 @@ class Training:
                 f" {max(self.pairs // 2, world_size)}"
             ) from error
 
-    def _skipped(self, result: StepResult) -> None:
-        """Print the pairs of a gradient that was not finite, and give up after too many; all ranks
-        call it.
+    @contextlib.contextmanager
+    def _watch_processes(self) -> Iterator[None]:
+        """End as a lost rank when a process that loads batches died, with LostPeer when a rank did:
+        torchrun starts all again.
         """
-        state = self.state
-        samples = [sample for part in self.batches.samples(state.step) for sample in part]
-        names = [self._name(samples[index]) for index in result.bad_pairs]
-        bad = [name for names in distributed.all_gather(names) for name in names]
-        if self.context.is_main:
-            print(
-                f"step {state.step}: the gradient is not finite, skipped; pairs:"
-                f" {', '.join(bad) or 'none alone'}"
-            )
-        if state.scaler.is_enabled() and not bad:
-            return  # the scaler searches for the largest scale that does not overflow
-        state.skipped += 1
-        if state.skipped > MAX_SKIPPED:
-            raise WorkError(
-                f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more"
-                f" than {MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
-            )
-
-    def _name(self, sample: Sample) -> str:
-        return f"{self.store.images[sample.image]} views {sample.view0} and {sample.view1}"
-
-    def _report_validation(self, logger: TrainingLogger, line: LiveLine) -> None:
-        """Validate, log it and show it."""
-        metrics = self._validate()
-        logger.log_validation(self.state.step, metrics)
-        line.validated(self.state.step, metrics)
-
-    def _validate(self) -> Dict[str, float]:
-        """Metrics of the weights that would be shipped; kept as `best` if they are the best.
-
-        Initial weights of `init_from` may stay the best, an untrained network may not.
-        """
-        state = self.state
-        self._compare_replicas()
-        state.validated = state.step
-        metrics = self._metrics_of(state.weights())
-        if (state.step > 0 or self.train.init_from) and state.keep_best(metrics):
-            self._save_best()
-        return metrics
-
-    def _metrics_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
-        """Validation of `weights`; the model's own weights are restored."""
-        model = self.state.model
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        model.load_state_dict(weights)
-        metrics = validate(self.objective, self.held_out)
-        model.load_state_dict(before)
-        return metrics
-
-    def _compare_replicas(self) -> None:
-        """Once a step: end the run if the ranks hold different weights."""
-        if self._compared != self.state.step:
-            replicas.check(self.state, self.context.is_main)
-            self._compared = self.state.step
-
-    def _save_best(self, finished: bool = False) -> None:
-        """Write the best model so far and its description."""
-        if not self.writes.checkpoints:
-            return
-        state = self.state
-        info = {
-            "model": state.model.config.to_dict(),
-            "step": state.best_step,
-            "precision": self.objective.precision,
-            "validation": state.best_figures,
-            "match_threshold": self._threshold(),
-            "skipped_steps": state.skipped,
-            "finished": finished,
-            "training": self.identity,
-            "versions": identity.without_code(self.versions),
-            "train": identity.stated(self.train),
-            trained_on.KEY: trained_on.digest(self.trained_on or ()),
-            **{
-                key: self.fingerprint[key] for key in identity.OF_THE_RUN if key in self.fingerprint
-            },
-        }
-        folder = self.checkpoints.folder
-        trained_on.write(folder / resume.BEST, self.trained_on)
-        self.checkpoints.save_best(state.best_weights, info)
-        resume.publish(folder, self.paths.out)
-
-    def _threshold(self) -> float:
-        """The match threshold of the best model, from validation; with few images that of the
-        initial weights.
-        """
-        if self.validation.images < MIN_IMAGES and self._init_threshold is not None:
-            return self._init_threshold
-        return self.state.best_figures["threshold"]
-
-    def _save(self, logger: TrainingLogger) -> None:
-        window = logger.window()
-        if self.writes.checkpoints:
-            info = {**self.state.info(), "fingerprint": self.fingerprint, "log_window": window}
-            chosen = {
-                "precision": self.precision.precision,
-                "precision_reason": self.precision.reason,
-            }
-            info.update(chosen, training=self.identity, versions=self.versions)
-            curves = {
-                f"{CURVE}{kind}": curve.text for kind, curve in logger.curves.items() if curve.text
-            }
-            texts = {
-                name: torch.tensor(list(text.encode()), dtype=torch.uint8)
-                for name, text in curves.items()
-            }
-            self.checkpoints.save(self.state.step, {**self.state.tensors(), **texts}, info)
-        distributed.barrier()
-
-    def _resume(self, saved: Saved) -> Tuple[Optional[Window], Dict[str, str]]:
-        """Restore the checkpoint that `resume.prepare` found. Returns its `TrainingLogger.window`,
-        and its curves.
-        """
-        tensors, info = saved
-        self.state.restore(tensors, info)
-        before = info["fingerprint"]
-        other = identity.other_versions(info)
-        self.identity = info["training"]
-        self.versions = info["versions"]
-        if other:
-            self.versions = [*self.versions, {"step": self.state.step, **identity.versions()}]
-        began = info.get("precision", self.precision.precision)
-        self._keep_precision(began)
-        if self.context.is_main:
-            print(f"resuming at step {self.state.step} of {self.train.steps}")
-            for line in identity.changes(before, self.fingerprint):
-                print(line)
-            if began != self.precision.precision:
-                print(
-                    f"precision changed on resume: {began} -> {self.precision.precision}"
-                    f" ({self.precision.reason})"
-                )
-            if other:
-                print(
-                    f"versions changed on resume: {other}: the weights may differ in their last"
-                    " bits"
-                )
-        if self.state.best_weights:
-            if before.get("train.val_pairs") != self.train.val_pairs:
-                metrics = self._metrics_of(self.state.best_weights)
-                self.state.best = metrics["f1"]
-                self.state.best_figures = metrics
-            self._save_best()  # the published file may be another training's
-        return info.get("log_window"), _curves_of(tensors)
-
-    def _keep_precision(self, began: str) -> None:
-        """Go on in the precision in which the training began, where all ranks can
-        (`precision.resumed`).
-        """
-        gpu = self.context.device.type == "cuda"
-        kept = precision.resumed(
-            self.train.precision, began, self.precision, gpu, compat.cpu_flags()
-        )
-        self.precision = setup.agreed(kept)
-        self.objective.precision = self.precision.precision
-
-
-def _curves_of(tensors: Dict[str, Tensor]) -> Dict[str, str]:
-    """The text of each curve in a checkpoint."""
-    return {
-        name[len(CURVE) :]: bytes(tensor.tolist()).decode()
-        for name, tensor in tensors.items()
-        if name.startswith(CURVE)
-    }
+        try:
+            yield
+        except RuntimeError as error:
+            where = f"rank {self.context.rank} at step {self.state.step}"
+            if a_process_died(error):
+                reason = "a process that loads batches died (killed, or out of memory)"
+                end_as_lost(f"{where}: {reason}: {error}")
+            if distributed.lost_peer(error):
+                reason = f"another rank died or hangs ({str(error).splitlines()[0]})"
+                raise LostPeer(f"{where}: {reason}") from error
+            raise

@@ -5,18 +5,22 @@ and divided.
 from __future__ import annotations
 
 from functools import partial
-from typing import Callable, Dict, List, NamedTuple
+from pathlib import Path
+from typing import Callable, Dict, FrozenSet, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.features.store import Store
+from pipeline.errors import RequestError
+from pipeline.features.store import Store, read_index
+from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
+from pipeline.provenance import trained_on
 from pipeline.train.objective import MatchingObjective, assignment_loss
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import NO_CHANGE, load_batch
-from pipeline.train.pairs.order import Sample, rank_slice
+from pipeline.train.pairs.order import Sample, rank_slice, validation_pairs
 from superglue_sift.batch import PairBatch
 from superglue_sift.classical import neighbours
 from superglue_sift.descriptors import unit_vectors
@@ -31,6 +35,62 @@ CHUNK = 8
 # Fewest photographs to choose a threshold from; with fewer it is noise, and the initial weights'
 # threshold is kept.
 MIN_IMAGES = 16
+
+
+def choose_pairs(
+    train: TrainParams, store: Store, model: Optional[Path], keep_seen: bool
+) -> Tuple[List[Sample], List[str]]:
+    """Choose `train.val_pairs` pairs of photographs that `model` was not trained on.
+
+    model: None, or with `keep_seen`: photographs that it was trained on count too.
+
+    Returns:
+        The pairs, and messages about what was left out and why.
+
+    Raises:
+        RequestError: it was trained on all of them.
+    """
+    seen = trained_on.read(model) if model else frozenset()
+    messages = []
+    if seen is None and model:
+        messages.append(f"validation: {trained_on.unknown(model)}")
+    names = _photographs_of(store) or [""] * len(store)
+    left = [image for image, name in enumerate(names) if name not in (seen or ())]
+    out = len(names) - len(left)
+    if out and keep_seen:
+        left = list(range(len(names)))
+        messages.append(
+            f"validation: {out} of {len(names)} photographs are from the training of {model}"
+        )
+    elif out and not left:
+        raise RequestError(
+            f"{model}: was trained on all of the {out} validation photographs; validate on others"
+            ' (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
+            " --keep-seen"
+        )
+    elif out:
+        messages.append(
+            f"validation: {out} of {len(names)} photographs left out: {model} was trained on them"
+        )
+    pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
+    return [pair._replace(image=left[pair.image]) for pair in pairs], messages
+
+
+def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str]]:
+    """The photographs of a training on `store` and of its initial weights; None if not all are
+    known.
+    """
+    images = _photographs_of(store)
+    before = trained_on.read(Path(train.init_from)) if train.init_from else frozenset()
+    return None if images is None or before is None else (before | frozenset(images)) - {""}
+
+
+def _photographs_of(store: Store) -> Optional[List[str]]:
+    """Identifier of each image of a store (`Entry.photograph`); None if the store has none."""
+    shards = [shard for shard in read_index(store.path)["shards"] if shard["images"]]
+    if not all("photographs" in shard for shard in shards):
+        return None
+    return [name for shard in shards for name in shard["photographs"]]
 
 
 class HeldOut(NamedTuple):

@@ -11,10 +11,12 @@ import numpy as np
 import torch
 
 from pipeline.features.store import Store, View
+from pipeline.parameters.schema import TrainParams
+from pipeline.processes import distributed
 from pipeline.processes.prefetch import prefetched
 from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import Augmentation
-from pipeline.train.pairs.order import NO_AUGMENTATION, Sample, rank_slice
+from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice
 from pipeline.train.pairs.workers import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import compose, inverse
@@ -97,14 +99,51 @@ def choose(
     thread does: the step needs the cores, and handing a batch between processes takes longer than
     loading it.
     """
-    by_thread = (
-        prefetched_page_locked if device is not None and device.type == "cuda" else prefetched
-    )
+    by_thread: Callable[..., Generator] = prefetched
+    if device is not None and device.type == "cuda":
+        by_thread = prefetched_page_locked
     if name == "synthetic":
         from pipeline.train.pairs import synthetic
 
         return synthetic.load_batch, by_thread
     plan = workers.plan(device, step) if step else workers.BY_THREAD
-    return load_batch, (
-        functools.partial(workers.prefetched, plan=plan) if plan.processes else by_thread
-    )
+    if plan.processes:
+        return load_batch, functools.partial(workers.prefetched, plan=plan)
+    return load_batch, by_thread
+
+
+class StepBatches:
+    """The micro-batches of every step, a function of the step alone.
+
+    pairs: of a step over all ranks (`setup.global_batch`).
+    """
+
+    def __init__(
+        self, train: TrainParams, store: Store, pairs: int, context: distributed.Context
+    ) -> None:
+        self.train = train
+        self.store = store
+        self.pairs = pairs
+        self.context = context
+        self._order = PairOrder(train.seed, len(store), store.views_per_image)
+        self._augmentation = Augmentation.of(train)
+        most = min(train.max_keypoints, int(store.counts.max(initial=1)))
+        share = -(-pairs // context.world_size)
+        size = StepSize(share, most, store.dtype.itemsize, train.accumulate)
+        self._load, self._prefetched = choose(train.loader, context.device, size)
+
+    def samples(self, step: int) -> List[List[Sample]]:
+        """This rank's pairs of global step `step`, in micro-batches."""
+        mine = rank_slice(self.pairs, self.context.rank, self.context.world_size)
+        return split_evenly(self._order.step(step, self.pairs)[mine], self.train.accumulate)
+
+    def load(self, step: int) -> List[PairBatch]:
+        """The PairBatches of `samples`, on the host."""
+        limit = self.train.max_keypoints
+        return [
+            self._load(self.store, part, limit, self._augmentation) for part in self.samples(step)
+        ]
+
+    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
+        """`load` of each of `steps`, in advance; closing it ends the thread or processes."""
+        return self._prefetched(self.load, steps)
