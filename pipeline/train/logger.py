@@ -176,8 +176,8 @@ class TrainingLogger:
         self._restart_clock()  # validation is no training time
 
     def _show(self) -> None:
-        mark = f"ratio test {100 * self._baseline:.1f}, loss {self._loss:.2f}"
-        self.bar.show(self._validation + mark)
+        mark = f"ratio test {100 * self._baseline:.1f}"
+        self.bar.show(f"loss {self._loss:.2f}, {self._validation}{mark}")  # 80 columns cut the end
 
     def window(self) -> List[Dict[str, float]]:
         """Each rank's sums since the last point, for the checkpoint; all ranks call it.

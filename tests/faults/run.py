@@ -192,8 +192,8 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
         "9-12 files": lambda: of_pytest(
             "400 truncated or altered checkpoints, other files, another training: detected, never"
             " executed, never used",
-            "tests/test_checkpoint.py",
-            "tests/test_training.py",
+            "tests/train/test_checkpoint.py",
+            "tests/train/test_training.py",
             "-k",
             "checkpoint or Resume",
         ),

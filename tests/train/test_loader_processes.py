@@ -125,7 +125,7 @@ def test_they_end_with_a_training_that_is_killed(tmp_path):
         " flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     tests = os.path.dirname(__file__)
-    command = [sys.executable, "-c", code, tests, os.path.dirname(tests)]
+    command = [sys.executable, "-c", code, tests, os.path.dirname(tests), *sys.path]
     said, _ = psutil.Popen(command, stdout=-1).communicate(timeout=120)
     deadline = time.monotonic() + 10
     while (

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from made_params import file_of, words_of
-from made_views import made_keypoints, made_store
+from made_params import file_of
+from made_trainings import home, made_network, stop_after
+from made_views import made_store
 from processes import in_group
 
 from pipeline import compat, errors
@@ -24,30 +25,16 @@ from pipeline.parameters import params
 from pipeline.processes import distributed
 from pipeline.train import __main__ as train
 from pipeline.train import optimization, precision, setup, trainer
+from pipeline.train.checkpoint import TrainState
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch, split_evenly
-from pipeline.train.pairs.order import PairOrder
-from pipeline.train.checkpoint import TrainState
+from pipeline.train.pairs.order import PairOrder, Sample
 from pipeline.train.step import train_step
 from superglue_sift import normalization
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import save_model_file
 
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = {
-    "batch": 4,
-    "steps": 6,
-    "dim": 16,
-    "layers": 1,
-    "heads": 2,
-    "max_keypoints": 32,
-    "warmup_steps": 2,
-    "val_pairs": 4,
-    "val_every": 3,
-    "save_every": 2,
-    "log_every": 2,
-    "decay_start": 3,
-}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def one_step(
@@ -122,13 +109,11 @@ class TestGradients:
         assert total.item() == 0 and parts["loss"].shape == (0,)
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
-    def test_parameters_lie_in_the_order_in_which_they_work(self):
+    def test_parameters_lie_in_the_order_in_which_they_work(self, tmp_path):
         """DistributedDataParallel fills its buckets from the last to the first: none waits for a
         gradient of later.
         """
-        from test_matching import pair, related, scrambled
-
-        model = scrambled(SuperGlueConfig(dim=16, layers=3, heads=2)).train()
+        model = made_network(SuperGlueConfig(dim=16, layers=3, heads=2))
         objective = MatchingObjective(model, 3.0, 5.0)
         ready = []
         named = {}
@@ -136,8 +121,8 @@ class TestGradients:
             first = next(module.parameters())
             named[first] = len(named)
             first.register_hook(lambda _, place=named[first]: ready.append(place))
-        rng = np.random.default_rng(0)
-        objective(related([pair(rng, 20, 30)]))[0].sum().backward()
+        batch = load_batch(Store(made_store(tmp_path)), [Sample(3, 0, 1, 5)], 30)
+        objective(batch)[0].sum().backward()
         assert ready[:-2] == list(range(8, 1, -1)) and set(ready[-2:]) == {0, 1}  # the encoders
         assert [named[p] for p in objective.parameters() if p in named] == sorted(named.values())
 
@@ -213,50 +198,6 @@ class TestOptimization:
         assert {n for n, p in model.named_parameters() if not p.requires_grad} == set(frozen)
         with pytest.raises(RequestError, match="fits no parameter"):
             optimization.freeze(model, ["encoder*nothing"])
-
-
-@pytest.fixture
-def request_of(tmp_path, make_params, mlflow_store):
-    """A training on synthetic views: `request_of(out, **train_keys)` gives the arguments of
-    pipeline.train.
-    """
-    keypoints = made_keypoints(tmp_path / "keypoints")
-
-    def make(out: str, **keys) -> list:
-        section = make_params("train", **{**SMALL, **keys})
-        file = tmp_path / f"{out}.yaml"
-        file.write_text(json.dumps(file_of({"train": section.model_dump()})))  # JSON is YAML
-        return [
-            "--keypoints",
-            str(keypoints),
-            "--out",
-            str(tmp_path / out),
-            "--reports",
-            str(tmp_path / f"{out}-reports"),
-            "--params",
-            str(file),
-            *words_of(section.model_dump()),
-        ]
-
-    return make
-
-
-def home(out: Path) -> Path:
-    """The folder of the only training in `out`."""
-    (folder,) = (path for path in out.iterdir() if path.is_dir())
-    return folder
-
-
-def stop_after(monkeypatch, step: int) -> None:
-    """As if SIGTERM had come during `step`."""
-    inner = trainer.Training._step
-
-    def stepping(self, *arguments):
-        inner(self, *arguments)
-        if self.state.step == step:
-            self.stop.requested = True
-
-    monkeypatch.setattr(trainer.Training, "_step", stepping)
 
 
 class TestResume:

@@ -7,11 +7,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_matching import pair, related, scrambled
+from made_trainings import made_network
+from made_views import made_store
 
 from pipeline.compat import grad_scaler
+from pipeline.features.store import Store
 from pipeline.train import step
 from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import PairOrder
 from superglue_sift import sinkhorn, torch_compat
 from superglue_sift.superglue import SuperGlueConfig
 
@@ -53,12 +57,11 @@ def test_lists_of_tensors_count_by_the_launches_of_their_kernel(launches):
     assert counting.counted == {"zeros": 203 + 2 * 97, "_foreach_mul_": 2, "_foreach_lerp_": 2}
 
 
-def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(monkeypatch):
+def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monkeypatch):
     """Without waiting the gradient is nan; the second attempt waits, and does that pair alone in
     the log domain.
     """
-    rng = np.random.default_rng(0)
-    batch = related([pair(rng, *counts) for counts in ((20, 33), (25, 30), (9, 4))])
+    batch = load_batch(Store(made_store(tmp_path)), PairOrder(0, 5, 3).step(0, 3), 33)
     gradients = []
     seen = []
     steps = []
@@ -67,7 +70,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(monkeypatch):
         sinkhorn, "_log_domain", lambda *problem: seen.append(1) or log_domain(*problem)
     )
     for attempts in ((True,), (False, True)):
-        model = scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
+        model = made_network(SuperGlueConfig(dim=32, layers=1, norm="batch"))
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
             model.final_projection.weight.mul_(6)
         objective = MatchingObjective(model, 3.0, 5.0)

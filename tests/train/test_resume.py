@@ -5,105 +5,81 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Dict, List
+from typing import Dict
 
 import pytest
+from made_trainings import home, interrupt, newest, read_weights
 from made_views import made_keypoints
-from test_training import home, request_of, stop_after  # noqa: F401 (a fixture)
 
-from pipeline import tracking
-from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import identity, trainer
 from superglue_sift.weights import load_model_file
 
 
-@pytest.fixture(autouse=True)
-def untracked(monkeypatch) -> None:
-    """Other tests cover MLflow, and a new store for each of these would take most of their time."""
-    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
-
-
-def weights(path: Path) -> Dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
-
-
-def newest(folder: Path) -> Path:
-    return max(folder.rglob("step-*.safetensors"), key=lambda path: path.name)
-
-
-def interrupted(arguments: List[str], monkeypatch, step: int = 4) -> Dict[str, bytes]:
-    """A training stopped at `step`; what its newest checkpoint holds."""
-    with monkeypatch.context() as patch:
-        stop_after(patch, step)
-        assert train.main(arguments) == 143
-    return weights(newest(Path(arguments[arguments.index("--out") + 1])))
-
-
 @pytest.fixture
-def whole(tmp_path, request_of) -> Dict[str, bytes]:  # noqa: F811
+def whole(tmp_path, request_of) -> Dict[str, bytes]:
     """What the best model of a training is that nobody interrupts."""
     assert train.main(request_of("whole")) == 0
-    return weights(tmp_path / "whole" / "best.safetensors")
+    return read_weights(tmp_path / "whole" / "best.safetensors")
 
 
 class TestFolders:
     """Each training has a folder; what another one changes in it is nothing."""
 
     def test_each_of_two_trainings_is_resumed_where_it_was_stopped(
-        self, tmp_path, request_of, monkeypatch, capsys, whole  # noqa: F811
-    ):  # fmt: skip
-        saved = interrupted(request_of("run"), monkeypatch)
+        self, tmp_path, request_of, monkeypatch, capsys, whole
+    ):
+        saved = interrupt(request_of("run"), monkeypatch)
         first = home(tmp_path / "run")
         files = {path.name: path.read_bytes() for path in first.iterdir()}
-        interrupted(request_of("run", lr=0.001), monkeypatch, step=5)
+        interrupt(request_of("run", lr=0.001), monkeypatch, step=5)
         assert {path.name: path.read_bytes() for path in first.iterdir()} == files
-        assert weights(newest(first)) == saved
+        assert read_weights(newest(first)) == saved
         capsys.readouterr()
         assert train.main(request_of("run")) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
         assert train.main(request_of("run", lr=0.001)) == 0
         assert "resuming at step 5 of 6" in capsys.readouterr().out
 
-    def test_other_data_is_another_training(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
+    def test_other_data_is_another_training(self, tmp_path, request_of, monkeypatch, capsys, whole):
         arguments = request_of("run")
-        interrupted(arguments, monkeypatch)
+        interrupt(arguments, monkeypatch)
         capsys.readouterr()
         others = ["--keypoints", str(made_keypoints(tmp_path / "others", seed=5)), *arguments[2:]]
         assert train.main(others) == 0
         assert "resuming" not in capsys.readouterr().out
         assert train.main(arguments) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
 
-    def test_fresh_begins_anew_beside_it(self, tmp_path, request_of, monkeypatch, capsys, whole):  # noqa: F811
-        saved = interrupted(request_of("run"), monkeypatch)
+    def test_fresh_begins_anew_beside_it(self, tmp_path, request_of, monkeypatch, capsys, whole):
+        saved = interrupt(request_of("run"), monkeypatch)
         first = home(tmp_path / "run")
         capsys.readouterr()
-        interrupted([*request_of("run"), "--fresh"], monkeypatch, step=2)
+        interrupt([*request_of("run"), "--fresh"], monkeypatch, step=2)
         assert "resuming" not in capsys.readouterr().out
-        assert weights(newest(first)) == saved
+        assert read_weights(newest(first)) == saved
         assert sorted(path.name for path in (tmp_path / "run").iterdir() if path.is_dir()) == [
             first.name,
             f"{first.name}-2",
         ]
         assert train.main(request_of("run")) == 0  # the newest of both
         assert "resuming at step 2 of 6" in capsys.readouterr().out
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
 
     def test_fresh_is_obeyed_once_when_a_lost_rank_restarts_the_training(
-        self, tmp_path, request_of, monkeypatch, capsys  # noqa: F811
-    ):  # fmt: skip
-        interrupted([*request_of("run"), "--fresh"], monkeypatch)
+        self, tmp_path, request_of, monkeypatch, capsys
+    ):
+        interrupt([*request_of("run"), "--fresh"], monkeypatch)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
         assert train.main([*request_of("run"), "--fresh"]) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         home(tmp_path / "run")  # the only one
 
     def test_a_fresh_training_killed_before_its_first_checkpoint_is_still_fresh(
-        self, tmp_path, request_of, monkeypatch, capsys, whole  # noqa: F811
-    ):  # fmt: skip
+        self, tmp_path, request_of, monkeypatch, capsys, whole
+    ):
         assert train.main(request_of("run")) == 0
         with monkeypatch.context() as patch:
             patch.setattr(
@@ -115,11 +91,11 @@ class TestFolders:
         assert train.main(request_of("run")) == 0
         said = capsys.readouterr().out
         assert "resuming" not in said and "nothing to do" not in said
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
         assert len(list((tmp_path / "run").glob("*/step-00000006.safetensors"))) == 2
 
-    def test_damaged_checkpoints_stay_as_they_are(self, tmp_path, request_of, monkeypatch, capsys):  # noqa: F811
-        interrupted(request_of("run"), monkeypatch, step=1)
+    def test_damaged_checkpoints_stay_as_they_are(self, tmp_path, request_of, monkeypatch, capsys):
+        interrupt(request_of("run"), monkeypatch, step=1)
         damaged = newest(home(tmp_path / "run"))
         damaged.write_bytes(damaged.read_bytes()[:-1])
         before = damaged.read_bytes()
@@ -134,7 +110,7 @@ class TestFolders:
 class TestPublished:
     """checkpoints/best.*, reports/train: those of the training that ran last."""
 
-    def test_a_finished_training_is_published_again(self, tmp_path, request_of, capsys):  # noqa: F811
+    def test_a_finished_training_is_published_again(self, tmp_path, request_of, capsys):
         out = tmp_path / "run"
         reports = tmp_path / "run-reports"
         files = [
@@ -153,24 +129,24 @@ class TestPublished:
         assert "nothing to do" in capsys.readouterr().out
         assert before == [file.read_bytes() for file in files]
 
-    def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):  # noqa: F811
+    def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):
         """`dvc checkout` restores the best model and the curves of another training while one is
         interrupted.
         """
-        interrupted(request_of("run"), monkeypatch, step=5)
+        interrupt(request_of("run"), monkeypatch, step=5)
         for other in ("best.safetensors", "best.json"):
             (tmp_path / "run" / other).unlink()
         for curve in (tmp_path / "run-reports" / "curves").iterdir():
             curve.write_text("of another training")
         assert train.main(request_of("run")) == 0
-        assert weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
         for curve in (tmp_path / "run-reports" / "curves").iterdir():
             assert (
                 curve.read_bytes()
                 == (tmp_path / "whole-reports" / "curves" / curve.name).read_bytes()
             )
 
-    def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, capsys):  # noqa: F811
+    def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, capsys):
         """As in a clone after `dvc pull`: outputs are there, checkpoints are not."""
         assert train.main(request_of("run")) == 0
         shutil.rmtree(home(tmp_path / "run"))
@@ -186,7 +162,7 @@ def model_of(out: Path) -> Dict[str, bytes]:
     """Weights and optimiser of the newest checkpoint."""
     return {
         name: value
-        for name, value in weights(newest(out)).items()
+        for name, value in read_weights(newest(out)).items()
         if name.startswith(("model.", "optimizer."))
     }
 
@@ -253,14 +229,10 @@ class TestWhatMayChange:
         assert len(identity.changes(saved, ours)) == len(after)
 
     def test_what_only_reports_may_change_at_any_time(
-        self,
-        tmp_path,
-        request_of,  # noqa: F811
-        monkeypatch,
-        capsys,
+        self, tmp_path, request_of, monkeypatch, capsys
     ):
         assert train.main(request_of("whole")) == 0
-        interrupted(request_of("run"), monkeypatch)
+        interrupt(request_of("run"), monkeypatch)
         capsys.readouterr()
         assert (
             train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
@@ -275,7 +247,7 @@ class TestWhatMayChange:
         assert train.main(request_of("run", log_every=3)) == 0
         assert "nothing to do" in capsys.readouterr().out
 
-    def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, capsys):  # noqa: F811
+    def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, capsys):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
@@ -292,25 +264,25 @@ class TestWhatMayChange:
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
 
-    def test_it_may_end_where_it_was_stopped(self, tmp_path, request_of, monkeypatch):  # noqa: F811
+    def test_it_may_end_where_it_was_stopped(self, tmp_path, request_of, monkeypatch):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         # Before the first validation
-        interrupted(request_of("run", **constant), monkeypatch, step=2)
+        interrupt(request_of("run", **constant), monkeypatch, step=2)
         assert train.main(request_of("run", **constant, steps=2)) == 0
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["step"] == 2
 
     def test_other_versions_and_code_are_said_and_recorded(
-        self, tmp_path, request_of, monkeypatch, capsys  # noqa: F811
-    ):  # fmt: skip
+        self, tmp_path, request_of, monkeypatch, capsys
+    ):
 
         def under(torch: str, code: str) -> None:
             monkeypatch.setattr(identity, "versions", lambda: {"torch": torch, "code": code})
 
         under("1.0", "abc")
-        interrupted(request_of("run"), monkeypatch, step=2)
+        interrupt(request_of("run"), monkeypatch, step=2)
         under("1.0", "def")
-        interrupted(request_of("run"), monkeypatch, step=4)
+        interrupt(request_of("run"), monkeypatch, step=4)
         assert "changed on resume: code abc (now def)" in capsys.readouterr().out
         under("2.0", "def")
         assert train.main(request_of("run")) == 0

@@ -19,7 +19,7 @@ from pipeline.errors import RequestError
 from pipeline.parameters import params
 from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams, flatten
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="function")

@@ -66,11 +66,10 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     gathered = [tuple(precision.resolve("auto", 128, card, NO_AMX)) for card in cards]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
-    parts, _ = setup.build(
-        make_params("train", precision="auto", dim=16, heads=2), distributed.start()
-    )
+    train = make_params("train", precision="auto", dim=16, heads=2)
+    parts, _ = setup.build(train, distributed.start())
     assert parts.objective.precision == "float16"
-    assert "7.5" in str(setup.agreed(precision.on("auto", 128, torch.device("cpu"))))
+    assert "7.5" in str(setup.choose_precision(train, distributed.start()))
 
 
 def test_what_does_nothing_here_is_said(make_params):

@@ -13,16 +13,13 @@ from typing import Any, Dict
 
 import pytest
 from made_params import file_of, words_of
+from made_trainings import SMALL, home, newest, read_weights
 from made_views import made_keypoints
 from ruamel.yaml import YAML
-from test_resume import newest
-from test_training import SMALL, home
-
-from superglue_sift.weights import load_model_file
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"][
     "train"
 ]
@@ -97,14 +94,10 @@ class Clone:
     def killed(self) -> Dict[str, bytes]:
         """A training killed at step 5; what its checkpoint holds."""
         self.dvc("repro", code=1, SG_FAULT=KILL)
-        return weights(newest(self.folder / "checkpoints"))
+        return read_weights(newest(self.folder / "checkpoints"))
 
     def best(self) -> Dict[str, bytes]:
-        return weights(self.folder / "checkpoints" / "best.safetensors")
-
-
-def weights(path: Path) -> Dict[str, bytes]:
-    return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
+        return read_weights(self.folder / "checkpoints" / "best.safetensors")
 
 
 @pytest.fixture

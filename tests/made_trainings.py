@@ -1,0 +1,94 @@
+"""Small trainings on synthetic views, and networks whose every layer does something."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+import torch
+from made_params import file_of, words_of
+from made_views import made_keypoints
+
+from pipeline.train import __main__ as train
+from pipeline.train import trainer
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.weights import load_model_file
+
+SMALL = {
+    "batch": 4,
+    "steps": 6,
+    "dim": 16,
+    "layers": 1,
+    "heads": 2,
+    "max_keypoints": 32,
+    "warmup_steps": 2,
+    "val_pairs": 4,
+    "val_every": 3,
+    "save_every": 2,
+    "log_every": 2,
+    "decay_start": 3,
+}
+
+
+def request_maker(folder: Path, make_params: Callable[..., Any]) -> Callable[..., List[str]]:
+    """`request(out, **train_keys)`: arguments of pipeline.train on views in `folder`."""
+    keypoints = made_keypoints(folder / "keypoints")
+
+    def make(out: str, **keys: Any) -> List[str]:
+        values = make_params("train", **{**SMALL, **keys}).model_dump()
+        file = folder / f"{out}.yaml"
+        file.write_text(json.dumps(file_of({"train": values})))  # JSON is YAML
+        words = ["--keypoints", keypoints, "--out", folder / out]
+        words += ["--reports", folder / f"{out}-reports", "--params", file]
+        return [*map(str, words), *words_of(values)]
+
+    return make
+
+
+def home(out: Path) -> Path:
+    """The folder of the only training in `out`."""
+    (folder,) = (path for path in out.iterdir() if path.is_dir())
+    return folder
+
+
+def newest(out: Path) -> Path:
+    """The newest checkpoint of all trainings in `out`."""
+    return max(out.rglob("step-*.safetensors"), key=lambda path: path.name)
+
+
+def read_weights(path: Path) -> Dict[str, bytes]:
+    """The tensors of a model file."""
+    return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
+
+
+def stop_after(monkeypatch: Any, step: int) -> None:
+    """As if SIGTERM had come during `step`."""
+    inner = trainer.Training._step
+
+    def take_step(self: Any, *arguments: Any) -> None:
+        inner(self, *arguments)
+        if self.state.step == step:
+            self.stop.requested = True
+
+    monkeypatch.setattr(trainer.Training, "_step", take_step)
+
+
+def interrupt(arguments: List[str], monkeypatch: Any, step: int = 4) -> Dict[str, bytes]:
+    """A training stopped at `step`; what its newest checkpoint holds."""
+    with monkeypatch.context() as patch:
+        stop_after(patch, step)
+        assert train.main(arguments) == 143
+    return read_weights(newest(Path(arguments[arguments.index("--out") + 1])))
+
+
+def made_network(config: SuperGlueConfig, scale: float = 0.3) -> SuperGlue:
+    """A network whose every layer does something (an untrained one starts as the identity)."""
+    torch.manual_seed(0)
+    model = SuperGlue(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                noise = torch.randn_like(parameter) / parameter.shape[1] ** 0.5
+                parameter.add_(scale * noise)
+    return model

@@ -1,0 +1,70 @@
+"""The mark that a training has to beat: the F1 of the ratio test on its validation pairs."""
+
+from __future__ import annotations
+
+import made_views
+import numpy as np
+import pytest
+from processes import in_group
+
+from pipeline.features.store import Store
+from pipeline.processes import distributed
+from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.order import validation_pairs
+from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
+from superglue_sift.classical import neighbours, unit_rows
+from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.truth import IGNORED, ground_truth
+
+
+def objective() -> MatchingObjective:
+    return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
+
+
+def mark_of(context, folder: str) -> float:
+    store = Store(folder)
+    samples = validation_pairs(0, len(store), store.views_per_image, 12)
+    return ratio_test_f1(objective(), HeldOut(store, samples, 48, context))
+
+
+def by_hand(folder: str) -> float:
+    """The best F1 over the ratios of the bins, pair by pair with the matcher of the evaluation."""
+    store = Store(folder)
+    batch = choose_orientations(
+        load_batch(store, validation_pairs(0, len(store), store.views_per_image, 12), 48)
+    )
+    truth = ground_truth(batch, 3.0, 5.0).matches0.numpy()
+    records = [
+        [each[i, : counts[i]].numpy().reshape(-1).view(KEYPOINT) for i in range(len(batch))]
+        for each, counts in (
+            (batch.records0, batch.counts0.tolist()),
+            (batch.records1, batch.counts1.tolist()),
+        )
+    ]
+    best = 0.0
+    for ratio in 1.0 - np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS:
+        right = found = 0
+        for own, other, partners in zip(*records, truth):
+            near = neighbours(unit_rows(own), unit_rows(other))
+            passed = near.mutual & (near.ratio < min(ratio, 1.0 - 1e-9))
+            matches = np.where(passed, near.nearest, -1)
+            asked = partners[: len(matches)]
+            counted = (matches >= 0) & (asked != IGNORED)
+            found = found + counted.sum()
+            right = right + (counted & (matches == asked)).sum()
+        best = max(best, 2 * right / (found + (truth >= 0).sum()))
+    return best
+
+
+def test_the_mark_is_the_best_f1_of_the_ratio_test_whatever_the_ratio(tmp_path, monkeypatch):
+    """2 TP / (found + true) is the harmonic mean of precision and recall."""
+    easy = made_views.made_records
+    harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
+    monkeypatch.setattr(made_views, "made_records", harder)
+    folder = str(made_views.made_store(tmp_path))
+    mark = mark_of(distributed.start(), folder)
+    assert 0.2 < mark < 1.0 and mark == pytest.approx(by_hand(folder), abs=0.01)
+    assert in_group(2, mark_of, folder) == [mark, mark]
