@@ -57,7 +57,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add(
         "--mlflow-run",
         type=Path,
-        help="reports/run.json, to name the model in the run of the training",
+        help="reports/train/log.jsonl, to name the model in the run of the training",
     )
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     args = parser.parse_args(argv)

@@ -23,7 +23,7 @@ STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
 SHIPPED = ("pretrained/superglue-sift.safetensors", "pretrained/superglue-sift.trained_on.txt")
 # The MLflow run that metrics are added to, another in every clone and after each training;
 # downloads, which a clone that pulls need not have.
-NAMED_ONLY = ("reports/run.json", "data/archives")
+NAMED_ONLY = ("reports/train/log.jsonl", "data/archives")
 
 
 def paths(entries: List[Any]) -> Dict[str, Dict[str, Any]]:

@@ -587,7 +587,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
             events.append(pairs.name)
 
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
-    assert run(work, "--mlflow-run", "run.json") == 0
+    assert run(work, "--mlflow-run", "log.jsonl") == 0
     metrics, step = events[0]
     assert step == 7 and {"auc_5", "recall_at_p", "auc_5_gain"} <= set(metrics)
     assert (

@@ -114,9 +114,9 @@ def test_the_run_of_the_training_names_the_exported_file(work, monkeypatch):
     monkeypatch.setattr(
         tracking, "attach", lambda path, training: asked.append((path, training)) or Run()
     )
-    assert run(work, "--mlflow-run", work / "run.json") == 0
+    assert run(work, "--mlflow-run", work / "log.jsonl") == 0
     digest = hashlib.sha256((work / "models" / "superglue.safetensors").read_bytes()).hexdigest()
-    assert asked == [(work / "run.json", "0123abcd")]
+    assert asked == [(work / "log.jsonl", "0123abcd")]
     assert calls == [{"mlflow.superglue.export.sha256": digest}, "superglue.json"]
 
 

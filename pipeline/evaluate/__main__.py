@@ -72,7 +72,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add(
         "--mlflow-run",
         type=Path,
-        help="reports/run.json, to add the results to the run of the training",
+        help="reports/train/log.jsonl, to add the results to the run of the training",
     )
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     add(
@@ -339,7 +339,7 @@ def evaluate(
     settings = Settings(
         section, names, args.batch, args.resize, args.robustness, extractor, **options
     )
-    training = args.mlflow_run.parent / "train" / "curves" if args.mlflow_run else None
+    training = args.mlflow_run.parent / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *skipped), training)
     info = compared.networks[OURS].info
     if args.paper:

@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import List, Optional
 
 from pipeline import errors
-from pipeline.tracking import EventLog, now_ms, tracking_uri
-from pipeline.tracking.run import Run
+from pipeline.tracking.log import EventLog, now_ms
+from pipeline.tracking.run import Run, tracking_uri
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking", description=__doc__)
-    parser.add_argument("command", choices=["resend"])
-    parser.add_argument(
-        "--reports", type=Path, default=Path("reports"), help="folder with the logs"
-    )
-    parser.add_argument("--wait", type=float, default=3600, help="seconds for each run")
-    parser.add_argument("--to", metavar="URI", help="another server than that of each run")
+    add = parser.add_argument
+    add("command", choices=["resend"])
+    add("--reports", type=Path, default=Path("reports"), help="folder with the logs")
+    add("--wait", type=float, default=3600, help="seconds for each run")
+    add("--to", metavar="URI", help="another server than that of each run")
     args = parser.parse_args(argv)
     if not args.reports.is_dir():
         raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
@@ -30,20 +29,14 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 def resend(log: EventLog, wait: float, to: Optional[str] = None) -> bool:
     """Send what is missing of one run. True if the server has all of it then."""
-    uri = to or tracking_uri(log.header().get("tracking_uri", ""))
     if log.is_in_use():
         print(f"{log.path}: a process is writing it, and sends it itself")
         return True
-    events = [event for event, _ in log.read()]
-    if "params" in events[0] and not _has_ended(events):
+    # Whether its state was set after it was opened or resumed for the last time
+    marks = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
+    if not marks[-1]:
         log.append({"end": "KILLED", "time": now_ms()})  # its process is gone
-    return Run(log, uri, False).close(wait=wait)
-
-
-def _has_ended(events: List[dict]) -> bool:
-    """Whether the state of the run was set after it was opened or resumed for the last time."""
-    marks = ["end" in event for event in events if "end" in event or "resumed" in event]
-    return bool(marks) and marks[-1]
+    return Run(log, to or tracking_uri(log.header()["tracking_uri"]), False).close(wait=wait)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,9 @@
-"""The log of a run, which is its record, and the file that names a training's run.
+"""The log of a run, which is its record: a file of JSON lines, one event each.
 
-A log is a file of JSON lines, one event each: the header (`run`), `metrics`, `artifact`, `dataset`,
-`model`, `compare`, `tags`, `end` (the state of the run), and `sent`: the number of bytes before
-which everything has reached the server `place`. No line contains a secret.
-
-reports/run.json, in neither git nor DVC, maps trainings to runs. Checkpoints and models name their
-training, so metrics find their run also after `dvc checkout` of an older model.
+An event is the header (`run`), `metrics`, `artifact`, `dataset`, `model`, `compare`, `tags`, `end`
+(the state of the run), or `sent`: the number of bytes before which everything has reached the
+server `place`. No line contains a secret. The header names the training, as checkpoints and models
+do, so metrics find their run also after `dvc checkout` of an older model.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, Optional, Tuple
 
-from pipeline.files import write_atomic
 from pipeline.tracking.secrets import redact_all
 
 Event = Dict[str, Any]
@@ -45,7 +42,7 @@ class EventLog:
             self._stream = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (kept open)
             with contextlib.suppress(OSError):  # so that `resend` leaves it to this process
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = self.size()
+            size = self.path.stat().st_size
             if size and os.pread(self._stream.fileno(), 1, size - 1) != b"\n":
                 line = b"\n" + line  # a killed writer left a part of a line, which no reader takes
         if self._stream.write(line) < len(line):
@@ -59,11 +56,13 @@ class EventLog:
 
     def is_in_use(self) -> bool:
         """Whether a process of this machine has it open for writing."""
-        with contextlib.suppress(OSError), open(self.path, "rb") as stream:
+        with open(self.path, "rb") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
+            except OSError:  # a network file system without locks
+                return False
         return False
 
     def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
@@ -75,10 +74,6 @@ class EventLog:
                     return
                 offset += len(line)
                 yield _parse(line), offset
-
-    def size(self) -> int:
-        """Bytes in the log; 0 if there is none."""
-        return self.path.stat().st_size if self.path.is_file() else 0
 
     def header(self) -> Event:
         """The first event; {} for an empty or foreign file."""
@@ -94,52 +89,32 @@ class EventLog:
         """The last step logged under each metric's name."""
         last: Dict[str, int] = {}
         for event, _ in self.read():
-            last.update(
-                {name: max(last.get(name, 0), event["step"]) for name in event.get("metrics", {})}
-            )
+            for name in event.get("metrics", ()):
+                last[name] = max(last.get(name, 0), event["step"])
         return last
 
 
-def find_log(folder: Path, run: str) -> Optional[EventLog]:
-    """The log of a run among those in a folder."""
-    logs = map(EventLog, sorted(folder.glob("log*.jsonl")))
-    return next((log for log in logs if log.header().get("run") == run), None)
+def find_log(folder: Path, key: str, value: str) -> Optional[EventLog]:
+    """The log in a folder whose header has this value; of several the newest."""
+    logs = sorted(folder.glob("log*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return next((log for log in map(EventLog, logs) if log.header().get(key) == value), None)
 
 
-def take_log(folder: Path, run: Optional[str]) -> EventLog:
+def take_log(folder: Path, run: Optional[str] = None) -> EventLog:
     """`log.jsonl` for a run, with its events so far. The log of another run stays beside it."""
-    log = EventLog(folder / "log.jsonl")
-    known = find_log(folder, run) if run else None
-    if known is not None and known.path == log.path:
-        return log
-    if log.path.exists():
-        log.path.rename(folder / f"log-{log.path.stat().st_mtime_ns}.jsonl")
-    if known is not None:
-        known.path.rename(log.path)
-    return log
+    path = folder / "log.jsonl"
+    known = find_log(folder, "run", run) if run else None
+    if known is None or known.path != path:
+        if path.exists():
+            path.rename(folder / f"log-{path.stat().st_mtime_ns}.jsonl")
+        if known is not None:
+            known.path.rename(path)
+    return EventLog(path)
 
 
-def remember_run(path: Path, training: str, run: Event) -> None:
-    """Store the newest run of a training: key, experiment, name, tracking_uri, log."""
-    runs = {**_runs(path).get("runs", {}), training: run}
-    write_atomic(path, json.dumps({"latest": training, "runs": runs}, indent=2) + "\n")
-
-
-def recall_run(path: Path, training: Optional[str] = None) -> Optional[Event]:
-    """The run of a training (None: the latest); None if the file does not name it."""
-    content = _runs(path)
-    run = content.get("runs", {}).get(content.get("latest") if training is None else training)
-    return run if isinstance(run, dict) and {"key", "experiment", "log"} <= run.keys() else None
-
-
-def _runs(path: Path) -> Event:
-    content = _parse(path.read_bytes()) if path.is_file() else {}
-    return content if isinstance(content.get("runs"), dict) else {}
-
-
-def _parse(text: bytes) -> Event:
+def _parse(line: bytes) -> Event:
     try:
-        event = json.loads(text)
+        event = json.loads(line)
     except ValueError:
         return {}
     return event if isinstance(event, dict) else {}

@@ -1,23 +1,29 @@
-"""A run as the stages use it: log metrics, add files, close. Nothing here blocks or raises."""
+"""A run as the stages use it: open, log, add files, close. Nothing here blocks or raises."""
 
 from __future__ import annotations
 
 import atexit
 import math
+import os
+import time
+import uuid
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from pipeline.tracking.log import Event, EventLog, now_ms
-from pipeline.tracking.mlflow_store import MODEL, SEPARATOR
-from pipeline.tracking.secrets import say
+from pipeline.parameters.schema import flatten
+from pipeline.provenance import repro
+from pipeline.tracking.log import Event, EventLog, find_log, now_ms, take_log
+from pipeline.tracking.mlflow_store import HIDDEN
+from pipeline.tracking.secrets import redact, say
 from pipeline.tracking.sender import Sender
+
+EXPERIMENT = "superglue-sift"
+SEPARATOR = " · "  # between a run's name and its result
+MACHINE = ("version.", "image.", "host", "platform", "gpus")  # of provenance: parameters of the run
 
 
 class NullRun:
     """A run that does nothing: for ranks other than the first, and without tracking."""
-
-    key: Optional[str] = None  # by which the run is found again
-    name = ""
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
         """Log metrics of one step: name -> number (floats, tensors of one element), also NaN.
@@ -35,17 +41,14 @@ class NullRun:
 
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a Markdown note above its metrics."""
-        name = self.name.partition(SEPARATOR)[0]
-        self.tags({"mlflow.runName": f"{name}{SEPARATOR}{result}", "mlflow.note.content": note})
 
-    def compare_with_champion(self, pairs: Any, name: str = MODEL) -> None:
+    def compare_with_champion(self, pairs: Any) -> None:
         """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": {"name": name, "pairs": str(Path(pairs).resolve())}})
+        self._append({"compare": str(Path(pairs).resolve())})
 
-    def model(self, *paths: Any, name: str = MODEL, step: int = 0) -> None:
-        """Register the model under `name` at the end. paths: its weights, and their JSON."""
-        files = [str(Path(path).resolve()) for path in paths]
-        self._append({"model": {"name": name, "files": files, "step": int(step)}})
+    def model(self, *paths: Any, step: int = 0) -> None:
+        """Register the model at the end. paths: its weights, and their JSON."""
+        self._append({"model": [str(Path(path).resolve()) for path in paths], "step": int(step)})
 
     def tags(self, tags: Dict[str, Any]) -> None:
         """Set further tags. RUN_ID in a value is replaced by MLflow's id of the run."""
@@ -71,9 +74,8 @@ class NullRun:
 class Run(NullRun):
     """An open run: everything goes to its log, and a thread sends the log.
 
-    Created by `tracking.open_run` and `tracking.attach`. As a context manager it closes itself as
-    FINISHED, as FAILED on an exception, and as KILLED on Ctrl-C or sys.exit (by which a signal ends
-    a stage).
+    Created by `open_run` and `attach`. As a context manager it closes itself as FINISHED, as FAILED
+    on an exception, and as KILLED on Ctrl-C or sys.exit (by which a signal ends a stage).
     """
 
     def __init__(self, log: EventLog, uri: str, owner: bool, system_metrics: bool = False) -> None:
@@ -81,33 +83,29 @@ class Run(NullRun):
         self._log = log
         self._owner = owner
         self._known = log.last_steps()
-        self._has_metrics = bool(self._known)
         self._warned = False
-        self.key = log.header().get("run")
-        self.name = log.header().get("name", "")
-        self._sender: Optional[Sender] = Sender(log, uri, self._sample if system_metrics else None)
+        self.key = log.header()["run"]
+        self._sender: Optional[Sender] = Sender(log, uri, self.log if system_metrics else None)
         self._sender.start()
         atexit.register(self.close, "FAILED")  # for a stage that ends without closing
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        new = {name: value for name, value in metrics.items() if step > self._known.get(name, -1)}
+        points = {}
         try:
-            numbers = {name: float(value) for name, value in new.items()}
+            for name, value in metrics.items():
+                if step > self._known.get(name, -1):
+                    number = float(value)
+                    # JSON has no NaN and no infinity: as text
+                    points[name] = number if math.isfinite(number) else str(number)
         except (TypeError, ValueError) as error:
             self._warn(f"a metric is not a number: {error}")
-            return
-        if numbers:
-            # JSON has no NaN and no infinity: as text
-            kept = {
-                n: value if math.isfinite(value) else str(value) for n, value in numbers.items()
-            }
-            self._append({"metrics": kept, "step": int(step), "time": now_ms()})
-            self._has_metrics = True
+        else:
+            if points:
+                self._append({"metrics": points, "step": int(step), "time": now_ms()})
 
-    def _sample(self, metrics: Dict[str, Any], step: int) -> None:
-        """Log the use of the machine, but not first: MLflow compares runs by that metric."""
-        if self._has_metrics:
-            self.log(metrics, step)
+    def describe(self, result: str, note: str) -> None:
+        name = f"{self._log.header().get('name', '')}{SEPARATOR}{result}"
+        self.tags({"mlflow.runName": name, "mlflow.note.content": note})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         if self._sender is None:
@@ -136,3 +134,86 @@ class Run(NullRun):
 def ending(kind: Any) -> str:
     """FAILED or KILLED, from the exception that ended the work."""
     return "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
+
+
+def tracking_uri(stored: str = "") -> str:
+    """The address to use: that of a run, `stored` without its password, or the default.
+
+    The default is MLFLOW_TRACKING_URI, else `mlflow.db` in the user's clone (also from a DVC
+    experiment's copy). A run's own address comes first, since the environment may be an image's.
+    A file that is not there belongs to another machine or container, and does not count.
+    """
+    default = (
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+    )
+    scheme, _, path = stored.partition(":///")
+    is_lost = not stored or (scheme == "sqlite" and not Path(path).is_file())
+    return default if is_lost or stored == redact(default) else stored
+
+
+def open_run(
+    folder: Path,
+    params: Dict[str, Any],
+    tags: Optional[Dict[str, Any]] = None,
+    resume: Optional[str] = None,
+    enabled: bool = True,
+    system_metrics: bool = True,
+    training: str = "",
+    name: str = "",
+) -> NullRun:
+    """Open a run, or continue an interrupted one.
+
+    `folder` gets `log.jsonl`, in which `attach` and `known_run` find the run of this `training`.
+    The run's name is `name`, or the time. `params` may be nested: {"train": {"lr": 1}} becomes
+    `train.lr`. `resume` is `.key` of the interrupted run. With `enabled=False` (every rank but the
+    first) it does nothing.
+    """
+    if not enabled:
+        return NullRun()
+    log = take_log(folder, resume)
+    about = repro.provenance()
+    machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
+    tags = {
+        **{key: str(value) for key, value in (tags or {}).items()},
+        # hidden, as they would push a run's description down the page
+        **{f"{HIDDEN}{key}": value for key, value in about.items() if key not in machine},
+        "mlflow.source.name": f"pipeline.{about.get('dvc.stage', 'train')}",
+        "mlflow.source.type": "LOCAL",
+        "mlflow.source.git.commit": about["git.commit"],
+        "mlflow.user": os.environ.get("USER", str(os.getuid())),
+    }
+    uri = tracking_uri(log.header().get("tracking_uri", ""))
+    if log.header():
+        log.append({"tags": tags, "resumed": True})
+    else:
+        given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME") or name
+        log.append(
+            {
+                "run": resume or uuid.uuid4().hex,
+                "training": training,
+                "tracking_uri": uri,
+                "experiment": os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT,
+                "name": given or time.strftime("%Y-%m-%d %H.%M"),
+                "params": {**{k: str(value) for k, value in flatten(params).items()}, **machine},
+                "tags": tags,
+                "time": now_ms(),
+            }
+        )
+    return Run(log, uri, True, system_metrics)
+
+
+def known_run(folder: Path, training: str) -> Optional[str]:
+    """`resume` of a resumed training; None if its run is unknown (another clone or machine)."""
+    log = find_log(folder, "training", training)
+    return log.header()["run"] if log else None
+
+
+def attach(path: Path, training: Optional[str]) -> NullRun:
+    """Continue the run of a training from another stage; without one, do nothing.
+
+    path: `log.jsonl` of the training or of a later one in the same folder. Its log gets the events.
+    What the server does not have of it is sent first; if it has all, and nothing is added, it is
+    not called. Closing does not change the run's state.
+    """
+    log = find_log(path.parent, "training", training) if training else None
+    return Run(log, tracking_uri(log.header()["tracking_uri"]), False) if log else NullRun()

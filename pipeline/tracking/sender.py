@@ -7,6 +7,7 @@ step, value), so it stores a point once.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import textwrap
 import threading
@@ -15,14 +16,15 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
 from pipeline.tracking.log import Event, EventLog
-from pipeline.tracking.mlflow_store import Machine, MlflowStore, files_below, seconds_for
+from pipeline.tracking.mlflow_store import MlflowStore, make_monitor
 from pipeline.tracking.secrets import redact, say
 
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 10.0
 EVENTS_AT_ONCE = 500
 FILE_TRIES = 3
-FILES = ("artifact", "model", "compare")  # keys of events that send files, or that need sent files
+BYTES_PER_SECOND = 50_000  # of the slowest network on which files arrive before the work ends
+FILES = {"artifact", "model", "compare"}  # keys of events that send files, or that need sent files
 # MLflow will never accept what it answers so
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 Record = Callable[[Dict[str, Any], int], None]
@@ -43,14 +45,13 @@ class Sender(threading.Thread):
         self._log = log
         self._uri = uri
         self._record = record
-        self._store: Any = None
-        self._machine: Optional[Machine] = None
+        self._monitor: Any = None
+        self._sampled = time.monotonic()
+        self._store: Optional[MlflowStore] = None
         self._marked = log.sent(self.place)
         self._offset = self._marked  # of the log, up to which all but files is sent
         self._files: List[Event] = []  # whose turn comes when the run ends
         self._refused: List[str] = []
-        self._bytes = 0  # of the files, once their turn has come
-        self._missing = False  # a package, so that nothing can be sent
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._given_up = threading.Event()
@@ -59,28 +60,30 @@ class Sender(threading.Thread):
         pause = POLL_SECONDS
         while not self._given_up.is_set():
             last = self._stopping.is_set()  # read first: the run's last event is in the log by then
-            ok = self._try(last)
-            if self._missing or (last and ok):
-                return
-            pause = POLL_SECONDS if ok else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            self._wake.wait(min(pause, 1.0) if last else pause)
+            if self._try(last):
+                if last:
+                    return
+                pause = POLL_SECONDS
+            else:
+                pause = 1.0 if last else min(2 * pause, LONGEST_PAUSE_SECONDS)
+            self._wake.wait(pause)
             self._wake.clear()
 
     def stop(self, wait: Optional[float] = None) -> bool:
         """Send the rest. True if all has arrived; else what is missing is named.
 
-        Waits `wait` seconds. Default: 20 s for a server, 60 s to create a local store, 6 s for a
-        server that did not answer the last request; and for files, while it answers, one more
-        second for each 50 kB.
+        Waits `wait` seconds. Default: 6 s for a server that did not answer the last request; else
+        20 s (60 s for a local store, which may have to be created), and one more for each 50 kB of
+        files.
         """
-        is_server = self._uri.startswith(("http://", "https://"))
-        limit = (6.0 if self.error else 20.0 if is_server else 60.0) if wait is None else wait
+        size = sum(path.stat().st_size for event in self._waiting() for path in _paths(event))
+        limit = (20.0 if self._uri.startswith("http") else 60.0) + size / BYTES_PER_SECOND
         began = time.monotonic()
         self._stopping.set()
         self._wake.set()
         while self.is_alive():
-            more = seconds_for(self._bytes) if wait is None and not self.error else 0.0
-            if time.monotonic() > began + limit + more:
+            seconds = wait if wait is not None else 6.0 if self.error else limit
+            if time.monotonic() > began + seconds:
                 break
             self.join(0.1)
         self._given_up.set()
@@ -93,12 +96,15 @@ class Sender(threading.Thread):
             )
         return not missing
 
+    def _waiting(self) -> List[Event]:
+        rest = (event for event, _ in self._log.read(self._offset))
+        return [*self._files, *(event for event in rest if "sent" not in event)]
+
     def _name_unsent(self) -> List[str]:
-        waiting = [event for event, _ in self._log.read(self._offset) if "sent" not in event]
-        files = [*self._files, *filter(_has_files, waiting)]
-        others = sum(not _has_files(event) for event in waiting)
-        count = [f"{others} entries"] if others else []
-        return [*count, *self._refused, *map(_name, files)]
+        waiting = self._waiting()
+        files = [event for event in waiting if FILES & event.keys()]
+        others = len(waiting) - len(files)
+        return [*([f"{others} entries"] if others else []), *self._refused, *map(_name, files)]
 
     def _try(self, last: bool) -> bool:
         """Send what the log has, files only at last. False if the server does not answer."""
@@ -106,14 +112,13 @@ class Sender(threading.Thread):
             if self._record and not last:
                 self._sample(self._record)
             self._send_log()
-            if last and self._files:
+            if last:
                 self._send_files()
-            if self._offset != self._marked and last and not self._name_unsent():
-                self._log.append({"sent": self._offset, "place": self.place})
-        except ImportError as error:
-            self._missing = True
+                if self._offset != self._marked and not self._name_unsent():
+                    self._log.append({"sent": self._offset, "place": self.place})
+        except ImportError as error:  # without MLflow nothing can be sent
             self.error = str(error)
-            return False
+            self._given_up.set()
         except Exception as error:  # of any kind: the work continues
             if self.error is None:
                 say(f"{self.place} does not answer ({_reason(error)}); the log keeps all")
@@ -124,17 +129,16 @@ class Sender(threading.Thread):
     def _send_log(self) -> None:
         while not self._given_up.is_set():
             batch = list(itertools.islice(self._log.read(self._offset), EVENTS_AT_ONCE))
-            if all("sent" in event for event, _ in batch):
+            events = [event for event, _ in batch]
+            if all("sent" in event for event in events):
                 return
             if self._store is None:
-                store = MlflowStore(self._uri)
-                is_new = store.open(self._log.header())
-                self._store = store
-                if is_new:  # it gets all events
+                self._store = MlflowStore(self._uri, self._log.header())
+                if self._store.is_new:  # it gets all events
                     self._offset = 0
                     continue
-            self._send([event for event, _ in batch if not _has_files(event)])
-            self._files += [event for event, _ in batch if _has_files(event)]
+            self._send([event for event in events if not FILES & event.keys()])
+            self._files += [event for event in events if FILES & event.keys()]
             self._offset = batch[-1][1]
             if self.error is not None:
                 self.error = None
@@ -154,17 +158,12 @@ class Sender(threading.Thread):
 
     def _send_files(self) -> None:
         """Send files and models, each for itself: one that is refused holds up no other."""
-        paths = [path for event in self._files for path in _paths(event) if path.exists()]
-        self._bytes = sum(file.stat().st_size for path in paths for file in files_below(path))
-        if self._bytes > 1e6:
-            limit = seconds_for(self._bytes)
-            say(f"sending {self._bytes / 1e6:.1f} MB to {self.place}, for at most {limit:.0f} s")
-        for attempt in range(FILE_TRIES):
+        for _ in range(FILE_TRIES):
             for event in list(self._files):
                 if self._given_up.is_set():
                     return
                 try:
-                    self._store.send_files(event, 2**attempt)
+                    self._store.send_files(event)
                     self._files.remove(event)
                     self.error = None
                 except Exception as error:  # of MLflow, HTTP, an object store
@@ -174,28 +173,36 @@ class Sender(threading.Thread):
             self._given_up.wait(1.0)
 
     def _sample(self, record: Record) -> None:
-        if self._machine is None:
-            self._machine = Machine(self._log.last_steps())
-        self._machine.sample(record)
-
-
-def _has_files(event: Event) -> bool:
-    return any(key in event for key in FILES)
+        """Log the use of CPU, memory, disk, network and GPUs when the next sample is due."""
+        if self._monitor is None:
+            self._monitor = make_monitor(record, self._log.last_steps())
+        # Not first: MLflow compares runs by their first metric
+        is_due = time.monotonic() > self._sampled + self._monitor.sampling_interval
+        if is_due and self._log.last_steps():
+            self._sampled = time.monotonic()
+            with contextlib.suppress(Exception):  # a driver that fails: of various types
+                self._monitor.collect_metrics()
+                self._monitor.publish_metrics(self._monitor.aggregate_metrics())
 
 
 def _paths(event: Event) -> List[Path]:
-    """The files and folders that an event sends."""
-    names = [event["artifact"]] if "artifact" in event else event.get("model", {}).get("files", [])
-    return [Path(name) for name in names]
+    """The files that an event sends and that are there."""
+    paths = [Path(name) for name in event.get("model") or [event.get("artifact")] if name]
+    found = [file for path in paths for file in (path, *path.rglob("*"))]
+    return [file for file in found if file.is_file()]
 
 
 def _name(event: Event) -> str:
     """What an event is, for messages."""
-    if "compare" in event:
-        return "the comparison with the champion"
-    what = "the model " if "model" in event else ""
-    paths = _paths(event)
-    return what + paths[0].name if paths else ", ".join(event.get("metrics", event))
+    if "artifact" in event:
+        return Path(event["artifact"]).name
+    if "model" in event:
+        return f"the model {Path(event['model'][0]).name}"
+    return (
+        "the comparison with the champion"
+        if "compare" in event
+        else ", ".join(event.get("metrics", event))
+    )
 
 
 def _reason(error: Exception) -> str:

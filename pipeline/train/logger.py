@@ -70,7 +70,6 @@ class TrainingLogger:
         self.status = "FAILED"
         sections = params.load_all(paths.params, paths.options)
         self.data = params.data_name(sections)
-        run_file = paths.reports.parent / "run.json"
         names = (params.preset(paths.params), self.data)
         self.run = tracking.open_run(
             paths.reports,
@@ -81,10 +80,9 @@ class TrainingLogger:
                 "precision_reason": precision.reason,
                 f"{tracking.HIDDEN}training": identity,
             },
-            resume=tracking.known_run(run_file, identity) if step else None,
+            resume=tracking.known_run(paths.reports, identity) if step else None,
             enabled=context.is_main,
             training=identity,
-            noted_in=run_file,
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
         before = curves_of(tensors)

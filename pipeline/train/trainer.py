@@ -175,7 +175,7 @@ class Training:
             other = identity.other_versions(saved[1] if saved else best)
             if other:
                 print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
-            tracking.attach(self.paths.reports.parent / "run.json", best["training"]).close()
+            tracking.attach(self.paths.reports / "log.jsonl", best["training"]).close()
         return 0
 
     def _loop(self) -> bool:

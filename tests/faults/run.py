@@ -212,7 +212,7 @@ def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
         ),
         "22 MLflow": lambda: of_pytest(
             "MLflow down, hanging or unreliable: training does not wait, every point arrives once",
-            "tests/test_tracking.py",
+            "tests/tracking/test_tracking.py",
         ),
         "22 cost": lambda: hanging_server(bench),
         "nodes": lambda: of_pytest(

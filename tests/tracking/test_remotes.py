@@ -4,6 +4,7 @@ cache.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -15,7 +16,7 @@ from typing import Iterator
 import pytest
 from ruamel.yaml import YAML
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(sys.executable)
 STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
 
@@ -119,10 +120,8 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(
 
 def test_what_dvc_and_git_keep_names_no_machine_place_or_run(first: Clone) -> None:
     """Both clones of the test above share a host; so the words themselves are looked for."""
-    runs = (first.folder / "reports" / "run.json").read_text(encoding="utf-8")
-    key = next(
-        word for word in runs.split('"') if len(word) == 32 and set(word) <= set("0123456789abcdef")
-    )
+    log = (first.folder / "reports" / "train" / "log.jsonl").read_text(encoding="utf-8")
+    key = json.loads(log.splitlines()[0])["run"]
     commit = first.run("git", "rev-parse", "HEAD").strip()
     words = [key, commit, str(first.folder), socket.gethostname()]
     words = [word.encode() for word in words if len(word) > 5]

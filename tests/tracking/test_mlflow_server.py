@@ -15,7 +15,7 @@ from pipeline import tracking
 from pipeline.tracking import __main__ as command
 from pipeline.tracking import sender
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 
 
