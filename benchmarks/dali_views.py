@@ -40,16 +40,21 @@ def draw(rng: np.random.Generator, view: Tuple[int, int]) -> Draw:
     return Draw(size, corner, int(rng.integers(2)), float(rng.uniform(0.7, 1.3)))
 
 
+def draw_pair(seed: int, index: int, view: Tuple[int, int]) -> List[Draw]:
+    """The two views of photograph `index`."""
+    rng = np.random.default_rng((seed, index))
+    return [draw(rng, view), draw(rng, view)]
+
+
 def to_view(drawn: Draw, image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
     """(3, 3) float64: from pixels of a photograph of `image` (w, h) to those of the view; centres
     at whole numbers.
     """
     sx, sy = np.array(drawn.size) / np.array(image)
     x, y = drawn.corner
-    resized = np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1]])
-    cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
+    resize_and_cut = np.array([[sx, 0, (sx - 1) / 2 - x], [0, sy, (sy - 1) / 2 - y], [0, 0, 1]])
     mirror = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
-    return mirror @ cut @ resized
+    return mirror @ resize_and_cut
 
 
 def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
@@ -60,21 +65,18 @@ def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]
 
 def opencv_views(files: Sequence[bytes], view: Tuple[int, int], seed: int = 0) -> Iterator[Batch]:
     """One photograph at a time."""
+    how = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
     for index, data in enumerate(files):
-        gray = cv2.imdecode(
-            np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
-        )
-        drawn = _draws(seed, index, view)
-        made = [_by_opencv(gray, each, view)[None, None] for each in drawn]
+        gray = cv2.imdecode(np.frombuffer(data, np.uint8), how)
+        drawn = draw_pair(seed, index, view)
+        made = []
+        for each in drawn:
+            resized = cv2.resize(gray, each.size, interpolation=cv2.INTER_LINEAR)
+            x, y = each.corner
+            cut = resized[y : y + view[1], x : x + view[0]]
+            cut = cut[:, ::-1] if each.mirror else cut
+            made.append(cv2.convertScaleAbs(cut, alpha=each.brightness)[None, None])
         yield made[0], made[1], between(drawn, gray.shape[::-1], view)[None]
-
-
-def _by_opencv(gray: np.ndarray, drawn: Draw, view: Tuple[int, int]) -> np.ndarray:
-    x, y = drawn.corner
-    cut = cv2.resize(gray, drawn.size, interpolation=cv2.INTER_LINEAR)[
-        y : y + view[1], x : x + view[0]
-    ]
-    return cv2.convertScaleAbs(cut[:, ::-1] if drawn.mirror else cut, alpha=drawn.brightness)
 
 
 def dali_views(
@@ -92,66 +94,44 @@ def dali_views(
             f"NVIDIA DALI is not installed; `pip install {compat.dali_package()}`"
         ) from None
 
+    def feed(iteration: int) -> List[Any]:
+        """The bytes of a batch, and the numbers of both views; the last batch is padded."""
+        first = iteration * batch
+        if first >= len(files):
+            raise StopIteration
+        places = [min(first + i, len(files) - 1) for i in range(batch)]
+        pairs = [draw_pair(seed, i, view) for i in places]
+        encoded: List[Any] = [[np.frombuffer(files[i], np.uint8) for i in places]]
+        return sum(([*feed_view(drawn, view)] for drawn in zip(*pairs)), encoded)
+
+    pipeline = build_pipeline(feed, view, batch, device)
     names = ["view0", "view1", "shape"]
-    pipeline = _pipeline(_Source(files, view, batch, seed), view, batch, device)
-    iterator = DALIGenericIterator(
-        [pipeline], names, size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL
-    )
+    partial = LastBatchPolicy.PARTIAL
     index = 0
-    for (found,) in iterator:
+    for (found,) in DALIGenericIterator(
+        [pipeline], names, size=len(files), last_batch_policy=partial
+    ):
         shapes = found["shape"].tolist()
         H = [
-            between(_draws(seed, index + i, view), (width, height), view)
+            between(draw_pair(seed, index + i, view), (width, height), view)
             for i, (height, width, *_) in enumerate(shapes)
         ]
         index += len(H)
         yield found["view0"], found["view1"], np.stack(H)
 
 
-def _draws(seed: int, index: int, view: Tuple[int, int]) -> List[Draw]:
-    rng = np.random.default_rng((seed, index))
-    return [draw(rng, view), draw(rng, view)]
+def feed_view(drawn: Sequence[Draw], view: Tuple[int, int]) -> Iterator[np.ndarray]:
+    """Size, position of the crop, mirror and brightness of one view of each photograph."""
+    sizes = np.array([each.size for each in drawn], np.float32)
+    corners = np.array([each.corner for each in drawn], np.float32)
+    yield sizes[:, ::-1].copy()
+    # DALI gives the crop's position as a fraction of the space around it
+    yield from (corners / np.maximum(sizes - np.array(view, np.float32), 1)).T.copy()
+    yield np.array([each.mirror for each in drawn], np.int32)
+    yield np.array([each.brightness for each in drawn], np.float32)
 
 
-class _Source:
-    """The bytes of a batch, and for each of its two views size, crop position, mirror and
-    brightness.
-
-    The last batch is padded with its last photograph; the iterator cuts the padding off.
-    """
-
-    def __init__(
-        self, files: Sequence[bytes], view: Tuple[int, int], batch: int, seed: int
-    ) -> None:
-        self.files = files
-        self.view = view
-        self.batch = batch
-        self.seed = seed
-
-    def __call__(self, iteration: int) -> List[Any]:
-        first = iteration * self.batch
-        if first >= len(self.files):
-            raise StopIteration
-        places = [min(first + i, len(self.files) - 1) for i in range(self.batch)]
-        columns: List[Any] = [[np.frombuffer(self.files[i], np.uint8) for i in places]]
-        for side in range(2):
-            drawn = [_draws(self.seed, i, self.view)[side] for i in places]
-            # DALI gives the crop's position as a fraction of the space around it
-            room = [
-                [max(whole - side, 1) for whole, side in zip(each.size, self.view)]
-                for each in drawn
-            ]
-            columns.append(np.array([each.size[::-1] for each in drawn], np.float32))
-            columns += [
-                np.array([each.corner[k] / r[k] for each, r in zip(drawn, room)], np.float32)
-                for k in (0, 1)
-            ]
-            columns.append(np.array([each.mirror for each in drawn], np.int32))
-            columns.append(np.array([each.brightness for each in drawn], np.float32))
-        return columns
-
-
-def _pipeline(source: _Source, view: Tuple[int, int], batch: int, device: Optional[int]) -> Any:
+def build_pipeline(feed: Any, view: Tuple[int, int], batch: int, device: Optional[int]) -> Any:
     from nvidia.dali import fn, pipeline_def, types
 
     floats = types.FLOAT
@@ -161,7 +141,7 @@ def _pipeline(source: _Source, view: Tuple[int, int], batch: int, device: Option
     def viewing():
         given = [types.UINT8] + 2 * [floats, floats, floats, types.INT32, floats]
         encoded, *numbers = fn.external_source(
-            source, num_outputs=len(given), batch=True, dtype=given
+            feed, num_outputs=len(given), batch=True, dtype=given
         )
         image = fn.decoders.image(encoded, device=kind, output_type=types.GRAY)
         views = []

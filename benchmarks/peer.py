@@ -13,11 +13,10 @@ from typing import List, Sequence, Tuple
 import cv2
 import numpy as np
 import torch
-from torch import Tensor
 
 from benchmarks.plain import PlainSuperGlue
 from superglue_sift import sift
-from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import transform
 from superglue_sift.superglue import SuperGlueConfig
 
@@ -40,16 +39,15 @@ class PeerTraining:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
         self.random = np.random.default_rng(seed)
         self.count = 0
-        self.seen: List[int] = []  # keypoints of the views so far
 
     def __call__(self) -> float:
         """Train on one pair: load, forward, backward, step; the loss."""
         pair, H = self.load(self.images[self.count % len(self.images)])
         self.count += 1
-        self.seen += [len(pair.records0), len(pair.records1)]
-        matches, lone0, lone1 = _truth(pair, H)
         self.optimizer.zero_grad()
-        loss = _loss(self.model(_batch(pair).to(self.device)), matches, lone0, lone1)
+        log_P = self.model(from_pairs([pair]).to(self.device))[0]
+        entries = find_entries(pair, H)
+        loss = torch.stack([-torch.log(log_P[i][j].exp()) for i, j in entries]).mean()
         loss.backward()
         self.optimizer.step()
         return float(loss.detach())
@@ -67,26 +65,16 @@ class PeerTraining:
         return Pair(records[0], records[1], (width, height), (width, height)), H
 
 
-def _batch(pair: Pair) -> PairBatch:
-    """A batch of one pair: the plain network needs views of equal length on each side."""
-    return from_pairs([pair])
-
-
-def _truth(pair: Pair, H_0to1: np.ndarray):
-    points0 = np.stack([pair.records0["x"], pair.records0["y"]], 1).astype(np.float64)
-    points1 = np.stack([pair.records1["x"], pair.records1["y"]], 1).astype(np.float64)
+def find_entries(pair: Pair, H_0to1: np.ndarray) -> List[Tuple[int, int]]:
+    """Entries of the assignment in the loss: matches, and keypoints without one (-1: dustbin)."""
+    points0, points1 = (
+        np.stack([records["x"], records["y"]], 1).astype(np.float64) for records in pair[:2]
+    )
     distance = np.linalg.norm(transform(points0, H_0to1)[:, None] - points1[None], axis=-1)
-    best0 = distance.argmin(1)
     best1 = distance.argmin(0)
-    matches = [(i, int(j)) for i, j in enumerate(best0) if best1[j] == i and distance[i, j] < 3.0]
-    taken0 = {i for i, _ in matches}
-    taken1 = {j for _, j in matches}
-    lone0 = [i for i in range(len(points0)) if i not in taken0]
-    lone1 = [j for j in range(len(points1)) if j not in taken1]
-    return matches, lone0, lone1
-
-
-def _loss(log_P: Tensor, matches, lone0, lone1) -> Tensor:
-    entries = [*matches, *((i, -1) for i in lone0), *((-1, j) for j in lone1)]
-    losses = [-torch.log(log_P[0][i][j].exp()) for i, j in entries]
-    return torch.stack(losses).mean()
+    best0 = enumerate(distance.argmin(1).tolist())
+    matches = [(i, j) for i, j in best0 if best1[j] == i and distance[i, j] < 3.0]
+    taken0, taken1 = map(set, zip(*matches)) if matches else (set(), set())
+    lone0 = [(i, -1) for i in range(len(points0)) if i not in taken0]
+    lone1 = [(-1, j) for j in range(len(points1)) if j not in taken1]
+    return [*matches, *lone0, *lone1]

@@ -46,27 +46,22 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     return Z + u.unsqueeze(2) + v.unsqueeze(1) - norm
 
 
-class ChannelNorm(nn.Module):
+class ChannelNorm(nn.LayerNorm):
     """LayerNorm over the channels of (B, C, N); contiguous, because the next layer would copy it at
     more cost.
     """
 
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(channels)
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.transpose(1, 2)).transpose(1, 2).contiguous()
+        return super().forward(x.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.BatchNorm1d(channels) if kind == "batch" else ChannelNorm(channels)
+NORMS = {"batch": nn.BatchNorm1d, "layer": ChannelNorm}
 
 
 def _perceptron(widths: List[int], norm: str) -> nn.Sequential:
     layers: List[nn.Module] = []
     for a, b in zip(widths[:-2], widths[1:-1]):
-        layers += [nn.Conv1d(a, b, 1), _norm(norm, b), nn.ReLU()]
+        layers += [nn.Conv1d(a, b, 1), NORMS[norm](b), nn.ReLU()]
     return nn.Sequential(*layers, nn.Conv1d(widths[-2], widths[-1], 1))
 
 
@@ -98,23 +93,27 @@ class PlainSuperGlue(nn.Module):
         super().__init__()
         self.config = config
         dim = config.dim
-        self.projection = nn.Conv1d(SIFT_DIM, dim, 1)
+        self.descriptor_projection = nn.Conv1d(SIFT_DIM, dim, 1)
         inputs = 6 if config.scale_angle else 3
-        self.encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
-        self.layers = nn.ModuleList(
-            PlainLayer(dim, config.heads, config.norm) for _ in range(2 * config.layers)
+        self.keypoint_encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
+        self.self_attention, self.cross_attention = (
+            nn.ModuleList(PlainLayer(dim, config.heads, config.norm) for _ in range(config.layers))
+            for _ in range(2)
         )
-        self.final = nn.Conv1d(dim, dim, 1)
+        self.final_projection = nn.Conv1d(dim, dim, 1)
         self.dustbin = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, batch) -> Tensor:
         batch = choose_orientations(batch)
         x0, x1 = (self._encoded(batch, side) for side in "01")
-        for i, layer in enumerate(self.layers):
-            source0, source1 = (x0, x1) if i % 2 == 0 else (x1, x0)
-            x0 = x0 + layer(x0, source0)
-            x1 = x1 + layer(x1, source1)
-        scores = torch.einsum("bdn,bdm->bnm", self.final(x0), self.final(x1)) / self.config.dim**0.5
+        for within, across in zip(self.self_attention, self.cross_attention):
+            x0 = x0 + within(x0, x0)
+            x1 = x1 + within(x1, x1)
+            y0 = x0 + across(x0, x1)
+            x1 = x1 + across(x1, x0)
+            x0 = y0
+        projected = self.final_projection(x0), self.final_projection(x1)
+        scores = torch.einsum("bdn,bdm->bnm", *projected) / self.config.dim**0.5
         return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
 
     def _encoded(self, batch, side: str) -> Tensor:
@@ -126,7 +125,7 @@ class PlainSuperGlue(nn.Module):
             *(getattr(batch, name + side) for name in fields), size, Images([], [], [])
         )
         geometry = geometry_of(keypoints, self.config.scale_angle).to(dtype).transpose(1, 2)
-        return self.projection(descriptors) + self.encoder(geometry)
+        return self.descriptor_projection(descriptors) + self.keypoint_encoder(geometry)
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
@@ -145,43 +144,16 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
 
 
 def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """A plain network with the weights of ours, in the same mode. Raises ValueError for missing
-    options.
+    """A plain network with the weights of ours, in the same mode. Raises RuntimeError for weights
+    of options that it has not.
     """
     plain = PlainSuperGlue(model.config)
-    ours = dict(model.state_dict())
-    with torch.no_grad():
-        plain.dustbin.copy_(ours.pop("dustbin"))
-        _copy(plain.projection, ours, "descriptor_projection")
-        _copy(plain.final, ours, "final_projection")
-        _copy_all(plain.encoder, ours, "keypoint_encoder")
-        for i, layer in enumerate(plain.layers):
-            kind = ("self_attention", "cross_attention")[i % 2]
-            _copy_layer(layer, ours, f"{kind}.{i // 2}")
-    if ours:
-        raise ValueError(f"the plain network has no {', '.join(ours)}")
+    shapes = {name: value.shape for name, value in plain.state_dict().items()}
+    ours = {}
+    for name, value in model.state_dict().items():
+        kinds = ("query", "key", "value") if "query_key_value" in name else ("",)
+        for kind, part in zip(kinds, value.chunk(len(kinds)) if value.dim() else [value]):
+            own = name.replace("query_key_value", kind)
+            ours[own] = part.reshape(shapes.get(own, part.shape))
+    plain.load_state_dict(ours)
     return plain.train(model.training)
-
-
-def _copy_layer(layer: PlainLayer, ours: dict, name: str) -> None:
-    weights = ours.pop(f"{name}.query_key_value.weight").chunk(3)
-    biases = ours.pop(f"{name}.query_key_value.bias").chunk(3)
-    for conv, weight, bias in zip((layer.query, layer.key, layer.value), weights, biases):
-        conv.weight.copy_(weight.unsqueeze(-1))
-        conv.bias.copy_(bias)
-    _copy(layer.merge, ours, f"{name}.merge")
-    _copy_all(layer.mlp, ours, f"{name}.mlp")
-
-
-def _copy_all(sequence: nn.Sequential, ours: dict, name: str) -> None:
-    for place, module in enumerate(sequence):
-        if not isinstance(module, nn.ReLU):
-            _copy(module, ours, f"{name}.{place}")
-
-
-def _copy(module: nn.Module, ours: dict, name: str) -> None:
-    target = getattr(module, "norm", module)
-    for key in [key for key in ours if key.startswith(name + ".")]:
-        value = ours.pop(key)
-        held = getattr(target, key[len(name) + 1 :])
-        held.copy_(value.unsqueeze(-1) if held.dim() == 3 else value)

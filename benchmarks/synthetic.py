@@ -61,26 +61,18 @@ def made_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
     return from_pairs(*made_pairs(keypoints, pairs, seed))
 
 
-def ragged_batch(counts: Sequence[int], seed: int = 0) -> PairBatch:
-    """A batch whose pairs have `counts` keypoints in the first view, and in reverse order in the
-    second.
-    """
-    rng = np.random.default_rng(seed)
-    made = [made_pair(max(counts), rng) for _ in counts]
-    cut = [
-        Pair(pair.records0[:first], pair.records1[:second], SIZE, SIZE)
-        for (pair, _), first, second in zip(made, counts, reversed(counts))
-    ]
-    return from_pairs(cut, np.stack([H for _, H in made]))
-
-
 def made_store(folder: Path, keypoints: int, images: int = 64) -> Path:
     """A keypoint store of `images` images with two views of `keypoints` each."""
+    return write_store(folder, *made_pairs(keypoints, images))
+
+
+def write_store(folder: Path, pairs: Sequence[Pair], homographies: Sequence[np.ndarray]) -> Path:
+    """A keypoint store of an image for each pair: itself, and its view by the homography."""
     folder.mkdir(parents=True, exist_ok=True)
     made = [
-        store.ImageViews(f"{i:04d}", SIZE, np.stack([np.eye(3), H]), [p.records0, p.records1])
-        for i, (p, H) in enumerate(zip(*made_pairs(keypoints, images)))
+        store.ImageViews(f"{i:04d}", p.size0, np.stack([np.eye(3), H]), [p.records0, p.records1])
+        for i, (p, H) in enumerate(zip(pairs, homographies))
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, SIZE)))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, pairs[0].size0)))
     return folder

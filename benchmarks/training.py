@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -25,10 +24,11 @@ from benchmarks import timing
 from benchmarks.peer import PeerTraining
 from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting, run
-from benchmarks.synthetic import made_store
+from benchmarks.synthetic import made_store, write_store
 from pipeline.features import store
 from pipeline.launch import free_port
 from pipeline.parameters import params
+from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import setup
 from pipeline.train.pairs.loader import load_batch
@@ -58,39 +58,13 @@ class Trainer:
         context: Optional[distributed.Context] = None,
         **changes: Any,
     ) -> None:
-        config = setting.config
-        plain = {
-            "dim": config.dim,
-            "layers": config.layers,
-            "heads": config.heads,
-            "norm": config.norm,
-            "neighbours": config.neighbours,
-            "parallel": "single",
-            "compile": False,
-            "init_from": "",
-            "freeze": [],
-            "accumulate": 1,
-            "precision": "float32",
-            "loader": "plain",
-            "checkpoint_layers": False,
-            "deterministic": False,
-            "ema": 0.0,
-            "optimizer": "adam",
-            "max_keypoints": KEYPOINTS,
-            "keypoint_drop": 0.0,
-            "min_keypoints": 0,
-            "rotation_deg": 0.0,
-            "window": 1.0,
-            "negatives": 0.0,
-            "zoom": 0.0,
-        }
-        self.train = params.load("train", setting.params).model_copy(update={**plain, **changes})
+        config = setting.config.to_dict()
+        own = {name: config[name] for name in config if name in TrainParams.model_fields}
+        own.update(parallel="single", optimizer="adam", max_keypoints=KEYPOINTS, keypoint_drop=0.0)
+        sample = params.load("train", CLONE / "presets" / "sample.yaml")
+        self.train = sample.model_copy(update={**own, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)
         self.state_and_model, _ = setup.build(self.train, self.context)
-        model = self.state_and_model.state.model
-        model.config = dataclasses.replace(
-            model.config, sinkhorn_iterations=config.sinkhorn_iterations
-        )
         self.batches = StepBatches(self.train, store.Store(folder), pairs, self.context)
         self.pairs = pairs
         self.number = 0
@@ -124,88 +98,77 @@ def modes(setting: Setting) -> Iterator[Row]:
     """Pairs per second of each way to train, compared with the plain one: one process, float32."""
     on_gpu = setting.device.type == "cuda"
     places = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
-    ways: Dict[str, Tuple[Dict[str, Any], str]] = {
+    no_half = "" if on_gpu else "needs a GPU: its gradients are scaled there"
+    # changes to the plain way, or a number of processes; and why it cannot be measured here
+    ways: Dict[str, Tuple[Any, str]] = {
         "DataParallel": ({"parallel": "dp"}, "" if on_gpu and places > 1 else "needs two GPUs"),
         "AMP, bfloat16": ({"precision": "bfloat16"}, ""),
-        "AMP, float16": (
-            {"precision": "float16"},
-            "" if on_gpu else "needs a GPU: its gradients are scaled there",
-        ),
+        "AMP, float16": ({"precision": "float16"}, no_half),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, ""),
         "torch.compile": ({"compile": True}, torch_compat.no_compiler(setting.device.type)),
     }
-    pairs = PAIRS[setting.device.type]
+    for number in sorted({1, 2, places}):
+        reason = f"needs {number} GPUs or cores" if number > places else ""
+        ways[f"DDP, {number} process{'es' * (number > 1)}"] = (number, reason)
     with tempfile.TemporaryDirectory() as name:
         folder = made_store(Path(name), KEYPOINTS)
-        for way, (changes, reason) in ways.items():
+        for way, (what, reason) in ways.items():
+            title = f"mode: {way}"
             if reason:
-                yield Row(f"mode: {way}", skipped=reason)
-                continue
-            count = pairs * (places if changes.get("parallel") == "dp" else 1)
-            mode = functools.partial(
-                _time_mode, way=way, folder=folder, count=count, changes=changes
-            )
-            yield from run(f"mode: {way}", mode, setting)
-        for processes in sorted({1, 2, places}):
-            way = f"DDP, {processes} process{'es' * (processes > 1)}"
-            if processes > places:
-                yield Row(f"mode: {way}", skipped=f"needs {processes} GPUs or cores")
-                continue
-            mode = functools.partial(_time_ranks, way=way, folder=folder, processes=processes)
-            yield from run(f"mode: {way}", mode, setting)
+                yield Row(title, skipped=reason)
+            elif isinstance(what, int):
+                mode = functools.partial(_time_ranks, title=title, folder=folder, processes=what)
+                yield from run(title, mode, setting)
+            else:
+                count = places if what.get("parallel") == "dp" else 1
+                mode = functools.partial(
+                    _time_mode, title=title, folder=folder, count=count, changes=what
+                )
+                yield from run(title, mode, setting)
 
 
 def _time_mode(
-    setting: Setting, way: str, folder: Path, count: int, changes: Dict[str, Any]
+    setting: Setting, title: str, folder: Path, count: int, changes: Dict[str, Any]
 ) -> Iterator[Row]:
     pairs = PAIRS[setting.device.type]
-    calls = {
-        "plain": Trainer(setting, folder, pairs),
-        way: Trainer(setting, folder, count, **changes),
-    }
-    taken = setting.time(calls)
-    yield _mode_row(way, taken[way].wall, count, taken["plain"].wall, pairs)
+    plain = Trainer(setting, folder, pairs)
+    own = Trainer(setting, folder, pairs * count, **changes)
+    taken = setting.time({"plain": plain, "own": own})
+    yield _mode_row(title, taken["own"].wall, pairs * count, taken["plain"].wall, pairs)
 
 
-def _time_ranks(setting: Setting, way: str, folder: Path, processes: int) -> Iterator[Row]:
+def _time_ranks(setting: Setting, title: str, folder: Path, processes: int) -> Iterator[Row]:
     pairs = PAIRS[setting.device.type]
     plain = {"plain": Trainer(setting, folder, pairs)}
     before = setting.time(plain)["plain"].wall
     own = _run_ranks(setting, folder, processes)
     after = setting.time(plain)["plain"].wall
-    yield _mode_row(way, 2 * own, pairs * processes, before + after, pairs)
+    yield _mode_row(title, 2 * own, pairs * processes, before + after, pairs)
 
 
-def _mode_row(way: str, own: List[float], count: int, plain: List[float], pairs: int) -> Row:
+def _mode_row(title: str, own: List[float], count: int, plain: List[float], pairs: int) -> Row:
     rounds = min(len(plain), len(own))
     ratio = timing.speed_up(np.asarray(plain[:rounds]) / pairs, np.asarray(own[:rounds]) / count)
     rate = count / statistics.median(own)
     note = f"of plain, {pairs / statistics.median(plain):.3g} pairs/s"
-    return Row(f"mode: {way}", rate, "pairs/s", ratio, note=note)
+    return Row(title, rate, "pairs/s", ratio, note=note)
 
 
 def _run_ranks(setting: Setting, folder: Path, processes: int) -> List[float]:
     """Seconds of the steps of `processes` ranks. Raises RuntimeError."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.training",
-        str(folder),
-        "--params",
-        str(setting.params.resolve()),
-    ]
-    command += ["--config", json.dumps(setting.config.to_dict()), "--rounds", str(setting.rounds)]
+    command = [sys.executable, "-m", "benchmarks.training", str(folder), str(setting.rounds)]
+    command.append(json.dumps(setting.config.to_dict()))
     group = {
         "WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)),
     }
-    group["OMP_NUM_THREADS"] = str(max((os.cpu_count() or 1) // processes, 1))
     if setting.device.type == "cpu":
         group["CUDA_VISIBLE_DEVICES"] = ""
     ranks = []
-    for number in range(processes):
-        environment = {**os.environ, **group, "RANK": str(number), "LOCAL_RANK": str(number)}
+    for rank in map(str, range(processes)):
+        environment = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         ranks.append(subprocess.Popen(command, env=environment, cwd=CLONE, **pipes))
     answers = [each.communicate() for each in ranks]
@@ -215,23 +178,15 @@ def _run_ranks(setting: Setting, folder: Path, processes: int) -> List[float]:
     return json.loads(answers[0][0].splitlines()[-1])
 
 
-def run_rank(argv: Optional[List[str]] = None) -> int:
+def run_rank(folder: str, rounds: str, config: str) -> int:
     """One rank: the first prints the seconds of the steps as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folder", type=Path, help="of a keypoint store")
-    parser.add_argument("--params", type=Path, required=True)
-    parser.add_argument("--config", required=True, help="JSON of a SuperGlueConfig")
-    parser.add_argument("--rounds", type=int, required=True)
-    args = parser.parse_args(argv)
     with distributed.process_group() as context:
-        setting = Setting(
-            context.device, SuperGlueConfig(**json.loads(args.config)), params=args.params
-        )
+        setting = Setting(context.device, SuperGlueConfig(**json.loads(config)))
         pairs = PAIRS[context.device.type] * context.world_size
-        step = Trainer(setting, args.folder, pairs, context, parallel="ddp")
+        step = Trainer(setting, Path(folder), pairs, context, parallel="ddp")
         # every rank has to make the same number of rounds, so there is no limit of time
         wait = torch.cuda.synchronize if context.device.type == "cuda" else timing.nothing
-        taken = timing.alternate({"step": step}, args.rounds, float("inf"), wait)
+        taken = timing.alternate({"step": step}, int(rounds), float("inf"), wait)
     if context.is_main:
         print(json.dumps(taken["step"].wall))
     return 0
@@ -253,38 +208,20 @@ def peer(setting: Setting) -> Iterator[Row]:
         for precision in ("float32", "bfloat16"):
             ways[precision] = Trainer(small, folder, PEER_PAIRS, dim=128, precision=precision)
         taken = setting.time(ways)
+    base = taken["peer"]
+    note = f"of the peer's work, {statistics.median(base.wall):.2f} s/pair; D = 128, T = 20"
     for precision in ("float32", "bfloat16"):
-        each = [seconds / PEER_PAIRS for seconds in taken[precision].wall]
-        cpu = [seconds / PEER_PAIRS for seconds in taken[precision].cpu]
-        base = taken["peer"]
-        ratio = timing.speed_up(base.wall, each)
-        note = f"of the peer's work, {statistics.median(base.wall):.2f} s/pair; D = 128, T = 20"
+        wall, cpu = (np.asarray(seconds) / PEER_PAIRS for seconds in taken[precision])
+        ratios = timing.speed_up(base.wall, wall), timing.speed_up(base.cpu, cpu)
         name = f"end to end, {KEYPOINTS} keypoints, {precision}"
-        yield Row(
-            name,
-            1 / statistics.median(each),
-            "pairs/s",
-            ratio,
-            timing.speed_up(base.cpu, cpu),
-            note,
-        )
+        yield Row(name, 1 / statistics.median(wall), "pairs/s", *ratios, note)
 
 
 def _write_store(theirs: PeerTraining, images: List[np.ndarray], folder: Path) -> Path:
     """A store of the peer's own pairs, so that both sides see the same keypoints."""
-    made = []
-    for number, image in enumerate(images):
-        pair, H = theirs.load(image)
-        homographies = np.stack([np.eye(3), H])
-        made.append(
-            store.ImageViews(
-                f"{number:03d}", pair.size0, homographies, [pair.records0, pair.records1]
-            )
-        )
-    rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, made[0].size)))
-    return folder
+    made = [theirs.load(image) for image in images]
+    return write_store(folder, *zip(*made))
 
 
 if __name__ == "__main__":
-    raise SystemExit(run_rank())
+    raise SystemExit(run_rank(*sys.argv[1:]))

@@ -29,7 +29,6 @@ from pipeline import presets
 from pipeline.files import write_atomic
 from pipeline.parameters import params
 
-PYTHON = [sys.executable, "-m"]
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
 PATIENCE = 4
@@ -94,20 +93,23 @@ def write_params(out: Path, images: str, small: bool) -> None:
     """
     text = presets.render("folder" if images else "sample", images)
     base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
-    keypoints = 64 if small else 512
-    steps = 8 if small else 200
+    size = {"width": 320, "height": 240, "max_keypoints": 64 if small else 512}
     base["fetch"]["limit"] = 6 if small else 0
-    base["keypoints"].update(
-        width=320, height=240, max_keypoints=keypoints, views_per_image=4 if small else 12
-    )
+    base["keypoints"].update(size, views_per_image=4 if small else 12)
+    base["evaluate"].update(size)
     base["train"].update(
-        batch=4 if small else 64, max_keypoints=keypoints, init_from="", neighbours=False
+        max_keypoints=size["max_keypoints"],
+        batch=4 if small else 64,
+        layers=2 if small else 9,
+        init_from="",
+        neighbours=False,
+        optimizer="adam",
+        min_keypoints=0,
+        val_pairs=8,
     )
-    base["train"].update(layers=2 if small else 9, optimizer="adam", min_keypoints=0, val_pairs=8)
-    base["evaluate"].update(width=320, height=240, max_keypoints=keypoints)
-    curve = {"steps": steps, "val_every": steps}
+    steps = 8 if small else 200
     real = {"steps": 40 if small else 1_000_000, "val_every": 5 if small else 500}
-    for name, changes in (("curve", curve), ("real", real)):
+    for name, changes in (("curve", {"steps": steps, "val_every": steps}), ("real", real)):
         path = out / f"{name}.yaml"
         write_atomic(path, json.dumps({**base, "train": {**base["train"], **changes}}, indent=1))
         params.load_all(path)
@@ -116,71 +118,49 @@ def write_params(out: Path, images: str, small: bool) -> None:
 def list_parts(out: Path, device: str) -> List[Part]:
     """All parts, in order."""
     small = device == "cpu"
-    stage = ["--params", f"{out}/curve.yaml"]
-    fetch = ["--out", f"{out}/images", "--archives", f"{out}/archives", "--reports", f"{out}/fetch"]
-    extract = [
-        "--images",
-        f"{out}/images",
-        "--out",
-        f"{out}/keypoints",
-        "--reports",
-        f"{out}/keypoints-report",
-    ]
-    table = [*PYTHON, "pipeline.benchmark", "--device", device, "--params", f"{out}/curve.yaml"]
-    table += (
-        ["--dim", "16", "--iterations", "5", "--seconds", "0.5", "--rounds", "2"]
-        if small
-        else ["--dim", "256"]
-    )
+    file = f"--params {out}/curve.yaml"
+    fetch = f"pipeline.fetch {file} --out {out}/images --archives {out}/archives"
+    extract = f"pipeline.keypoints {file} --images {out}/images --out {out}/keypoints"
+    size = "--dim 16 --iterations 5 --seconds 0.5 --rounds 2" if small else "--dim 256"
+    table = f"pipeline.benchmark --device {device} {file} {size}"
     # only with --deterministic a GPU computes the same bytes twice
-    compared = ["--deterministic", "--log-every", "1", "--save-every", "2" if small else "50"]
-    comparison = [*PYTHON, "benchmarks.dev.first_gpu", "--compare", "--out", str(out)]
+    compared = f"--deterministic --log-every 1 --save-every {2 if small else 50}"
     rows = {
         "parity": 50,
         "step,sinkhorn,latency": 120,
         "peer,loader,memory": 200,
         "modes,views": 230,
     }
+    stopped = (0, 143)
+    tests = "tests/image_sets" if small else "tests"
+    saved = "curve/checkpoints/*/step-*.json"
     return [
-        Part("doctor", 30, [*PYTHON, "pipeline.doctor"]),
-        Part(
-            "tests",
-            120,
-            [
-                *PYTHON,
-                "pytest",
-                "-q",
-                "-m",
-                "gpu",
-                *(["tests/image_sets/test_dali.py"] if small else []),
-            ],
-        ),
-        Part("fetch", 30, [*PYTHON, "pipeline.fetch", *stage, *fetch]),
-        Part("keypoints", 90, [*PYTHON, "pipeline.keypoints", *stage, *extract]),
-        Part("train-cpu", 60, train(out, "curve", "cpu", compared), expected=(0, 143)),
-        Part(
-            "train-killed",
-            50,
-            train(out, "curve", "curve", compared),
-            "curve/checkpoints/*/step-*.json",
-            (0, 143),
-        ),
+        Part("doctor", 30, command("pipeline.doctor")),
+        Part("tests", 120, command(f"pytest -q -m gpu {tests}")),
+        Part("fetch", 30, command(f"{fetch} --reports {out}/fetch")),
+        Part("keypoints", 90, command(f"{extract} --reports {out}/keypoints-report")),
+        Part("train-cpu", 60, train(out, "curve", "cpu", compared), expected=stopped),
+        Part("train-killed", 50, train(out, "curve", "curve", compared), saved, stopped),
         Part("train-resumed", 60, train(out, "curve", "curve", compared)),
         Part("train-whole", 60, train(out, "curve", "whole", compared)),
-        Part("compare", 10, comparison),
+        Part("compare", 10, command(f"benchmarks.dev.first_gpu --compare --out {out}")),
         *(
-            Part(names, limit, [*table, "--only", names, "--json", f"{out}/{names}.json"])
+            Part(names, limit, command(f"{table} --only {names} --json {out}/{names}.json"))
             for names, limit in rows.items()
         ),
-        Part("real", 480, train(out, "real", "real", []), expected=(0, 143)),
+        Part("real", 480, train(out, "real", "real", ""), expected=stopped),
     ]
 
 
-def train(out: Path, file: str, name: str, more: List[str]) -> List[str]:
+def command(words: str) -> List[str]:
+    return [sys.executable, "-m", *words.split()]
+
+
+def train(out: Path, file: str, name: str, more: str) -> List[str]:
     """The command of a training in OUT/name."""
-    folders = ["--out", f"{out}/{name}/checkpoints", "--reports", f"{out}/{name}/reports/train"]
-    stage = [*PYTHON, "pipeline.launch", "pipeline.train", "--params", f"{out}/{file}.yaml"]
-    return [*stage, "--keypoints", f"{out}/keypoints", *folders, *more]
+    folders = f"--out {out}/{name}/checkpoints --reports {out}/{name}/reports/train"
+    stage = f"pipeline.launch pipeline.train --params {out}/{file}.yaml --keypoints {out}/keypoints"
+    return command(f"{stage} {folders} {more}")
 
 
 def run(part: Part, out: Path, log: str, small: bool) -> str:

@@ -12,7 +12,6 @@ import numpy as np
 
 from pipeline.errors import RequestError
 
-NUMBERS = 4 + 9 + 3  # on a line, after the name
 BAND_PX = 4.0  # distance from the true epipolar line up to which a verified match counts as right
 
 
@@ -40,26 +39,18 @@ def read_cameras(path: Path) -> Dict[str, Camera]:
     """Cameras of a text file by name: `name fx fy cx cy R(9) C(3)` in each line. Raises
     RequestError.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise RequestError(f"--cameras {path}: cannot be read: {error}") from None
     found = {}
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if not words or words[0].startswith("#"):
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name, *words = line.split() or ["#"]
+        if name.startswith("#"):
             continue
         try:
-            values = np.array([float(word) for word in words[1:]])
-        except ValueError as error:
-            raise RequestError(f"--cameras {path} line {number}: {error}") from None
-        if values.size != NUMBERS or not np.isfinite(values).all():
+            K, R, C = np.split(np.array(words, float), (4, 13))
+            found[name] = Camera(K, R.reshape(3, 3), C.reshape(3))
+        except ValueError:
             raise RequestError(
                 f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C"
-            )
-        found[words[0]] = Camera(values[:4], values[4:13].reshape(3, 3), values[13:])
-    if not found:
-        raise RequestError(f"--cameras {path}: holds no camera")
+            ) from None
     return found
 
 
@@ -87,29 +78,25 @@ def model_errors(model: Any, cameras: Dict[str, Camera]) -> Dict[str, float]:
     """Errors of a pycolmap.Reconstruction's camera centres and rotations, after the best similarity
     of the centres.
 
-    centre, centre_max: mean and largest distance, in the units of `cameras`; centre_percent: the
-    mean in percent of the largest distance between two true cameras of the scene. rotation: mean
-    angle in degrees.
+    centre: mean distance, in the units of `cameras`; centre_percent: in percent of the largest
+    distance between two true cameras of the scene; rotation: mean angle in degrees.
     """
-    names = [image.name for image in model.images.values() if image.has_pose]
     poses = {
         image.name: image.cam_from_world() for image in model.images.values() if image.has_pose
     }
-    true = np.array([cameras[name].C for name in names])
-    centres = np.array([poses[name].inverse().translation for name in names])
+    found = [cameras[name] for name in poses]
+    true = np.array([camera.C for camera in found])
+    centres = np.array([pose.inverse().translation for pose in poses.values()])
     s, R, t = similarity(centres, true)
-    distances = np.linalg.norm(s * centres @ R.T + t - true, axis=1)
-    turns = []
-    for name in names:
-        turn = poses[name].rotation.matrix() @ R.T @ cameras[name].R.T
-        turns.append(np.degrees(np.arccos(np.clip((np.trace(turn) - 1) / 2, -1, 1))))
+    distance = float(np.linalg.norm(s * centres @ R.T + t - true, axis=1).mean())
+    turns = [pose.rotation.matrix() @ R.T @ c.R.T for pose, c in zip(poses.values(), found)]
+    cosines = [(np.trace(turn) - 1) / 2 for turn in turns]
     every = np.array([camera.C for camera in cameras.values()])
     extent = float(np.linalg.norm(every[:, None] - every[None], axis=-1).max())
     return {
-        "centre": float(distances.mean()),
-        "centre_max": float(distances.max()),
-        "centre_percent": 100 * float(distances.mean()) / max(extent, 1e-12),
-        "rotation": float(np.mean(turns)),
+        "centre": distance,
+        "centre_percent": 100 * distance / extent,
+        "rotation": float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean()),
     }
 
 

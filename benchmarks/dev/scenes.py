@@ -3,7 +3,6 @@ benchmarks.dev.scenes`.
 
   python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
   python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
-  python -m benchmarks.dev.scenes DIR --cameras FILE --options "--accept 15" --name accept-15
 
 Three ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match
 --colmap`; `colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024
@@ -14,7 +13,7 @@ the largest distance between two cameras) and of rotations (degrees) after a sim
 pairs, and how many of them are false: fewer than half of the matches lie within 4 px of the true
 epipolar line; wall and processor seconds of extraction and matching, and seconds of mapping. With
 --seeds N each database is mapped N times: registered is the minimum, the rest are means, and the
-range of the centres follows the row. COLMAP's databases in --work are not computed again.
+range of the centres follows the row.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -39,24 +38,25 @@ from benchmarks.dev.scene_errors import Camera
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
+from superglue_sift.images import read_gray
 
-WAYS = ("ours", "colmap", "held")
-HELD = 1024  # COLMAP's features in `held`: as many as the network matches
-HEADS = (
-    "scene",
-    "way",
-    "registered",
-    "points",
-    "track",
-    "px",
-    "centre",
-    "%",
-    "rotation",
-    "pairs",
-    "false",
-    "matching s",
-    "cpu s",
-    "mapping s",
+# COLMAP's features; in `held` as many as the network matches
+WAYS = {"ours": 0, "colmap": 8192, "held": 1024}
+# heading, key, format
+COLUMNS = (
+    ("way", "way", "8"),
+    ("registered", "registered", "10"),
+    ("points", "points", "8.0f"),
+    ("track", "track", "6.2f"),
+    ("px", "px", "6.3f"),
+    ("centre", "centre", "8.4f"),
+    ("%", "centre_percent", "7.3f"),
+    ("rotation", "rotation", "8.3f"),
+    ("pairs", "pairs", "5"),
+    ("false", "false", "5"),
+    ("matching s", "matching", "10.0f"),
+    ("cpu s", "cpu", "6.0f"),
+    ("mapping s", "mapping", "9.0f"),
 )
 
 
@@ -73,143 +73,74 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line."""
     title, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
-        "python -m benchmarks.dev.scenes", description=title, epilog=more
+        "python -m benchmarks.dev.scenes",
+        description=title,
+        epilog=more,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add(
-        "images",
-        type=Path,
-        metavar="DIR",
-        help="photographs; those of one scene share what is before their number",
-    )
-    add(
-        "--cameras",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="`name fx fy cx cy R(9) C(3)` in each line",
-    )
+    add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
+    add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
     add("--only", action="append", metavar="SCENE", help="this scene alone; may be repeated")
-    add(
-        "--every",
-        type=int,
-        nargs="+",
-        default=[1],
-        metavar="N",
-        help="each N-th photograph (default 1)",
-    )
-    add(
-        "--width",
-        type=int,
-        default=1024,
-        help="photographs are reduced to this width in pixels (default 1024)",
-    )
-    add(
-        "--ways", nargs="+", default=list(WAYS), choices=WAYS, help="what is compared (default all)"
-    )
-    add(
-        "--seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of the mapper's random numbers, 0 to N - 1 (default 1)",
-    )
+    add("--every", type=int, nargs="+", default=[1], metavar="N", help="each N-th photograph")
+    add("--width", type=int, default=1024, help="of the reduced photographs, pixels")
+    add("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="what is compared")
+    add("--seeds", type=int, default=1, metavar="N", help="of the mapper, 0 to N - 1")
     add("--options", default="", metavar="WORDS", help="more words for superglue-match")
-    add(
-        "--name",
-        default="ours",
-        help="what our way is called in the table, where --options change it",
-    )
-    add(
-        "--work",
-        type=Path,
-        default=Path("scenes"),
-        metavar="DIR",
-        help="databases and models (default scenes)",
-    )
+    add("--work", type=Path, default=Path("scenes"), help="folder of databases and models")
     options = parser.parse_args(argv)
     if options.width < 64 or min(options.every) < 1 or options.seeds < 1:
         raise RequestError("--width must be 64 or more, --every and --seeds 1 or more")
     return options
 
 
-def scenes(options: argparse.Namespace) -> List[Scene]:
+def write_scenes(options: argparse.Namespace) -> Iterator[Scene]:
     """The scenes asked for, their photographs written below --work. Raises RequestError."""
     cameras = scene_errors.read_cameras(options.cameras)
     found = scene_errors.scenes_of([name for name in cameras if (options.images / name).is_file()])
-    unknown = set(options.only or ()) - set(found)
-    if unknown or not found:
-        raise RequestError(
-            f"{options.images}: no photographs of {sorted(unknown) or options.cameras}"
-        )
-    chosen = []
-    for (name, files), every in itertools.product(found.items(), options.every):
-        if options.only and name not in options.only:
-            continue
+    chosen = options.only or list(found)
+    if not chosen or not set(chosen) <= set(found):
+        raise RequestError(f"{options.images}: no photographs of {options.only or options.cameras}")
+    for name, every in itertools.product(chosen, options.every):
         title = name if every == 1 else f"{name} 1/{every}"
         folder = options.work / f"{name}-{every}-{options.width}" / "photos"
-        shrink = [
-            reduced(options.images / file, folder / file, options.width) for file in files[::every]
-        ]
-        chosen.append(
-            Scene(title, folder, shrink[0], {file: cameras[file] for file in files[::every]})
-        )
-    return chosen
+        files = found[name][::every]
+        scales = [reduce(options.images / file, folder / file, options.width) for file in files]
+        yield Scene(title, folder, scales[0], {file: cameras[file] for file in files})
 
 
-def reduced(source: Path, target: Path, width: int) -> float:
-    """Write a photograph in gray, reduced to `width`, unless it is there; returns the scale."""
-    image = cv2.imread(str(source), cv2.IMREAD_GRAYSCALE)
-    if image is None:
-        raise RequestError(f"{source}: cannot be read")
+def reduce(source: Path, target: Path, width: int) -> float:
+    """Write a photograph in gray, reduced to `width`; returns the scale."""
+    image = read_gray(source)
     scale = min(1.0, width / image.shape[1])
-    if not target.is_file():
-        size = (round(image.shape[1] * scale), round(image.shape[0] * scale))
-        small = cv2.resize(image, size, interpolation=cv2.INTER_AREA) if scale < 1 else image
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(
-            target, cv2.imencode(".jpg", small, [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
-        )
+    size = (round(image.shape[1] * scale), round(image.shape[0] * scale))
+    small = cv2.resize(image, size, interpolation=cv2.INTER_AREA) if scale < 1 else image
+    target.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(target), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
     return scale
 
 
-def ours(scene: Scene, folder: Path, words: Sequence[str]) -> Path:
-    """Build a database with the users' command."""
-    database = folder / "database.db"
-    command = [
-        sys.executable,
-        "-m",
-        "superglue_sift.apps.cli",
-        str(scene.folder),
-        "--out-dir",
-        str(folder / "found"),
-    ]
-    done = subprocess.run(
-        [*command, "--colmap", str(database), *words], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
-    return database
-
-
-def colmap(scene: Scene, folder: Path, most: Optional[int]) -> Path:
-    """Build a database with COLMAP's own SIFT, at most `most` features, and its exhaustive
-    matcher.
-    """
+def match(scene: Scene, way: str, folder: Path, words: Sequence[str]) -> Path:
+    """Build a database: ours with the users' command, COLMAP's with its defaults."""
     import pycolmap
 
     database = folder / "database.db"
+    if way == "ours":
+        command = [sys.executable, "-m", "superglue_sift.apps.cli", str(scene.folder), *words]
+        command += ["--out-dir", str(folder / "found"), "--colmap", str(database)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
+        return database
     extraction = pycolmap.FeatureExtractionOptions()
-    if most is not None:
-        extraction.sift.max_num_features = most
-    on = {"device": pycolmap.Device.cpu}
-    pycolmap.extract_features(database, scene.folder, extraction_options=extraction, **on)
-    pycolmap.match_exhaustive(database, **on)
+    extraction.sift.max_num_features = WAYS[way]
+    device = pycolmap.Device.cpu
+    pycolmap.extract_features(database, scene.folder, extraction_options=extraction, device=device)
+    pycolmap.match_exhaustive(database, device=device)
     return database
 
 
-def mapped(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, float]:
+def map_scene(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, float]:
     """Metrics of the largest model and the seconds of mapping; 0 registered without a model."""
     import pycolmap
 
@@ -228,26 +159,7 @@ def mapped(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, f
     return found
 
 
-def of_seeds(found: List[Dict[str, float]]) -> Dict[str, Any]:
-    """One row for all models of a database: the fewest registered, the range of the centres, means
-    of the rest.
-    """
-    row: Dict[str, Any] = {"registered": min(each["registered"] for each in found)}
-    for name in sorted({name for each in found for name in each} - {"registered"}):
-        row[name] = float(np.mean([each[name] for each in found if name in each]))
-    centres = [each["centre"] for each in found if "centre" in each]
-    if len(found) > 1 and centres:
-        row["centre_range"] = [min(centres), max(centres)]
-    return row
-
-
-def processor() -> float:
-    """Processor seconds of this process and of the children it waited for."""
-    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def pairs_of(database: Path, scene: Scene) -> Tuple[int, int]:
+def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
     """Numbers of verified pairs of a database and of the false ones among them."""
     import pycolmap
 
@@ -259,75 +171,53 @@ def pairs_of(database: Path, scene: Scene) -> Tuple[int, int]:
             matches = geometry.inlier_matches
             if not len(matches):
                 continue
-            first, second = pycolmap.pair_id_to_image_pair(pair)
-            F = scene_errors.true_fundamental(
-                *(scene.cameras[images[key]] for key in (first, second)), scene.scale
-            )
+            keys = pycolmap.pair_id_to_image_pair(pair)
+            cameras = [scene.cameras[images[key]] for key in keys]
+            F = scene_errors.true_fundamental(*cameras, scene.scale)
+            both = [points[key][matches[:, side]] for side, key in enumerate(keys)]
             verified += 1
-            right = scene_errors.right_fraction(
-                points[first][matches[:, 0]], points[second][matches[:, 1]], F
-            )
-            false += right < 0.5
+            false += scene_errors.right_fraction(*both, F) < 0.5
     return verified, false
+
+
+def measure_processor() -> float:
+    """Processor seconds of this process and of the children it waited for."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def measure(scene: Scene, way: str, options: argparse.Namespace) -> Dict[str, Any]:
     """The row of one scene matched in one way."""
-    folder = scene.folder.parent / (options.name if way == "ours" else way)
-    kept = folder / "row.json"
-    before = json.loads(kept.read_text()) if way != "ours" and kept.is_file() else {}
-    if before.get("seeds") == options.seeds:
-        return before
+    folder = scene.folder.parent / way
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started = time.perf_counter()
-    used = processor()
-    if way == "ours":
-        database = ours(scene, folder, shlex.split(options.options))
-    else:
-        database = colmap(scene, folder, HELD if way == "held" else None)
-    row: Dict[str, Any] = {"matching": time.perf_counter() - started, "cpu": processor() - used}
-    row.update(scene=scene.name, way=folder.name, of=len(scene.cameras), seeds=options.seeds)
-    row.update(of_seeds([mapped(database, scene, folder, seed) for seed in range(options.seeds)]))
-    row["pairs"], row["false"] = pairs_of(database, scene)
-    write_atomic(kept, json.dumps(row, indent=1) + "\n")
+    used = measure_processor()
+    database = match(scene, way, folder, shlex.split(options.options))
+    row: Dict[str, Any] = {
+        "scene": scene.name,
+        "way": way,
+        "of": len(scene.cameras),
+        "matching": time.perf_counter() - started,
+        "cpu": measure_processor() - used,
+    }
+    models = [map_scene(database, scene, folder, seed) for seed in range(options.seeds)]
+    for name in set().union(*models):
+        row[name] = float(np.mean([each[name] for each in models if name in each]))
+    row["registered"] = min(each["registered"] for each in models)
+    centres = [each["centre"] for each in models if "centre" in each]
+    if len(centres) > 1:
+        row["centre_range"] = [min(centres), max(centres)]
+    row["pairs"], row["false"] = count_pairs(database, scene)
     return row
 
 
-def cells(row: Dict[str, Any]) -> List[str]:
-    """A row of the table."""
-    numbers = (
-        ("points", ".0f"),
-        ("track", ".2f"),
-        ("px", ".3f"),
-        ("centre", ".4f"),
-        ("centre_percent", ".3f"),
-    )
-    shown = [
-        format(row[key], how) if key in row else "-" for key, how in (*numbers, ("rotation", ".3f"))
-    ]
-    seconds = [f"{row[key]:.0f}" if key in row else "-" for key in ("matching", "cpu", "mapping")]
-    registered = f"{row['registered']}/{row['of']}"
+def show(row: Dict[str, Any]) -> str:
+    """A line of the table."""
+    shown = {**row, "registered": f"{row['registered']}/{row['of']}"}
+    cells = [format(shown[key], f">{how}") if key in shown else "-" for _, key, how in COLUMNS]
     spread = "centre {:.4f} to {:.4f}".format(*row["centre_range"]) if "centre_range" in row else ""
-    counted = [str(row["pairs"]), str(row["false"])]
-    return [
-        row["scene"],
-        row["way"],
-        registered,
-        *shown,
-        *counted,
-        *seconds,
-        *filter(None, [spread]),
-    ]
-
-
-def line(words: Sequence[str], width: int) -> str:
-    """Words in columns; the first is as wide as the longest name of a scene."""
-    widths = (width, 8, 10, 6, 5, 5, 7, 6, 8, 5, 5, 10, 5, 9, 0)
-    return "  ".join(
-        word.rjust(w) if at > 1 else word.ljust(w)
-        for at, (word, w) in enumerate(zip(words, widths))
-    )
+    return "  ".join([f"{row['scene']:15}", *cells, spread]).rstrip()
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -339,13 +229,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             "mapping needs one more package: pip install 'superglue-sift[colmap]'"
         ) from None
     pycolmap.logging.minloglevel = 2  # errors alone
-    chosen = scenes(options)
-    width = max(len(scene.name) for scene in chosen)
-    print(f"photographs at most {options.width} px wide\n{line(HEADS, width)}", flush=True)
-    rows = []
-    for scene, way in itertools.product(chosen, options.ways):
+    heads = [f"{head:>{int(how.split('.')[0])}}" for head, _, how in COLUMNS]
+    print("  ".join([f"{'scene':15}", *heads]), flush=True)
+    rows: List[Dict[str, Any]] = []
+    for scene, way in itertools.product(write_scenes(options), options.ways):
         rows.append(measure(scene, way, options))
-        print(line(cells(rows[-1]), width), flush=True)
+        print(show(rows[-1]), flush=True)
     write_atomic(options.work / "rows.json", json.dumps(rows, indent=1) + "\n")
     return 0
 

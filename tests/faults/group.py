@@ -1,179 +1,122 @@
-"""Trainings that are killed, in processes forked from this one: no interpreter starts, so a kill
-costs a second.
+"""Trainings that are killed, in processes that start clean: a kill costs a second.
 
+A server, which has imported the stages and computed nothing, forks them (`forkserver`): libraries
+that have started threads, as torch and OpenCV do in a process of tests, cannot be forked.
 A group is started as by torchrun (RANK, WORLD_SIZE, a gloo group over loopback). `until_done`
-restarts it from the newest checkpoint whenever a process died, as the launcher does.
+starts it again whenever a process died, as the launcher does.
 """
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
-
-import torch
+from typing import Callable, Dict, List, NamedTuple, Sequence
 
 from faults import inject
 from pipeline import errors, tracking
 from pipeline.launch import free_port
-from pipeline.processes.signals import STOP_SIGNALS
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from superglue_sift.weights import load_model_file
 
-HANG_SECONDS = 60
+HANG_SECONDS = 180  # of a start; one takes two
+STAGES = ("fetch", "keypoints", "train", "evaluate")
+clean = multiprocessing.get_context("forkserver")
+clean.set_forkserver_preload([f"pipeline.{stage}.__main__" for stage in STAGES])
 
 
 class Outcome(NamedTuple):
-    """One start of a group: exit code of each rank (negative: the signal), and whether one had to
-    be killed.
-    """
+    """Exit code of each process (negative: the signal), and whether one had to be killed."""
 
     codes: List[int]
     hung: bool
 
 
-def fork(
-    main: Callable[..., int],
-    arguments: Sequence[str],
-    log: Path,
-    folder: Optional[Path] = None,
-    environment: Sequence[Tuple[str, str]] = (),
-    tracked: bool = False,
-) -> int:
-    """Fork a process that becomes a command: `main(arguments)` in `folder`, printing into `log`;
-    its id.
+def begin(
+    main: Callable[..., int], arguments: Sequence[str], log: Path, folder: Path, **environment: str
+):
+    """Start a process that becomes a command: `main(arguments)` in `folder`, printing into `log`.
 
-    tracked: with MLflow, which has tests of its own.
+    main: a function of a module. Returns the process when it is about to call it.
     """
-    # A signal finds the command, not what becomes it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    pid = os.fork()
-    if pid:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return pid
-    code = 1
-    try:
-        os.setsid()  # as torchrun's ranks have it
-        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(out, 1)
-        os.dup2(out, 2)
-        # pytest has replaced them
-        # As stderr is
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="backslashreplace")
-        os.chdir(folder or ".")
-        os.environ.update(environment)
-        inject.install()
-        torch.set_num_threads(1)
-        if not tracked:
-            tracking.open_run = lambda *_, **__: NullRun()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        code = errors.run(main, list(arguments))
-    except SystemExit as end:  # what a rank ends with when another one says why
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+    about_to, ready = clean.Pipe(False)
+    values = {**os.environ, **environment}
+    process = clean.Process(target=_become, args=(main, arguments, log, folder, values, ready))
+    process.start()
+    ready.close()
+    about_to.recv()
+    return process
 
 
-def start(world_size: int, arguments: Sequence[str], log: Path, **environment: str) -> List[int]:
-    """Fork the ranks of a training; their process ids."""
-    group = {"WORLD_SIZE": str(world_size), **rendezvous(), **environment}
+def _become(main, arguments, log, folder, environment, ready) -> None:
+    os.setsid()  # as torchrun's ranks have it
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.chdir(folder)
+    os.environ.update(environment)
+    inject.install()
+    tracking.open_run = lambda *_, **__: NullRun()  # MLflow has tests of its own
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback of a command that has not begun
+    ready.send(True)
+    sys.exit(errors.run(main, list(arguments)))
+
+
+def start(ranks: int, main: Callable[..., int], arguments, log, folder=".", **environment) -> List:
+    """Start the ranks of a group; their processes."""
+    if ranks > 1:
+        environment = {"WORLD_SIZE": str(ranks), **rendezvous(), **environment}
     return [
-        fork(
-            train.main,
-            arguments,
-            log,
-            None,
-            list({"RANK": str(i), "LOCAL_RANK": str(i), **group}.items()),
-        )
-        for i in range(world_size)
+        begin(main, arguments, log, folder, RANK=str(i), LOCAL_RANK=str(i), **environment)
+        for i in range(ranks)
     ]
 
 
 def rendezvous() -> Dict[str, str]:
     """Where the ranks of a group meet: a free port of this machine."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "20"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "60"}
 
 
-def wait(pids: List[int], limit: float = HANG_SECONDS) -> Outcome:
-    """Wait for all ranks; those that are still there after `limit` seconds are killed, and that
-    counts as a hang.
-    """
-    codes = {}
+def wait(processes: List, limit: float = HANG_SECONDS) -> Outcome:
+    """Wait for all; those that are still there after `limit` seconds are killed."""
     deadline = time.monotonic() + limit
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        for pid in set(pids) - set(codes):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                codes[pid] = (
-                    -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-                )
-        time.sleep(0.02)
-    hung = len(codes) < len(pids)
-    for pid in set(pids) - set(codes):
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        codes[pid] = -signal.SIGKILL
-    return Outcome([codes[pid] for pid in pids], hung)
+    for each in processes:
+        each.join(max(deadline - time.monotonic(), 0))
+    hung = any(each.is_alive() for each in processes)
+    for each in processes:
+        each.kill()
+        each.join()
+    return Outcome([each.exitcode for each in processes], hung)
 
 
 class Killed(NamedTuple):
-    """A training carried to its end through faults: digest of its last checkpoint, starts it took,
-    hangs seen.
-    """
+    """A training carried to its end through faults: digest of its weights, codes of each start."""
 
     digest: str
-    starts: int
-    hung: int
     codes: List[List[int]]
 
 
 def until_done(
-    folder: Path,
-    arguments: Sequence[str],
-    world_sizes: Sequence[int],
-    fault: str,
-    limit: int = 12,
-    seconds: float = HANG_SECONDS,
-    environment: Sequence[Tuple[str, str]] = (),
+    folder: Path, arguments: Sequence[str], ranks: int, fault: str = "", **environment: str
 ) -> Killed:
-    """Start a group again and again until the training is done. Start i has world_sizes[i] ranks,
-    then the last.
-
-    A start that takes more than `seconds` hangs. AssertionError when it is not done after `limit`
-    starts.
-    """
-    marks = folder / "marks"
-    out = folder / "checkpoints"
+    """Start a group until the training is done. AssertionError if it hangs or does not get done."""
     shutil.rmtree(folder, ignore_errors=True)
-    marks.mkdir(parents=True)
-    whole = [*arguments, "--out", str(out), "--reports", str(folder / "reports")]
-    seen: List[Outcome] = []
-    while not seen or any(seen[-1].codes):
-        assert len(seen) < limit, (
-            f"not done after {limit} starts: {seen}\n{(folder / 'log').read_text()[-3000:]}"
-        )
-        world_size = world_sizes[min(len(seen), len(world_sizes) - 1)]
-        pids = start(
-            world_size,
-            whole,
-            folder / "log",
-            SG_FAULT=fault,
-            SG_FAULT_ONCE=str(marks),
-            **dict(environment),
-        )
-        seen.append(wait(pids, seconds))
-    hung = sum(outcome.hung for outcome in seen)
-    return Killed(digest(out), len(seen), hung, [outcome.codes for outcome in seen])
+    folder.mkdir(parents=True)
+    faults = {"SG_FAULT": fault, "SG_FAULT_ONCE": str(folder), **environment}
+    whole = [*arguments, "--out", f"{folder}/checkpoints", "--reports", f"{folder}/reports"]
+    codes: List[List[int]] = []
+    while not codes or any(codes[-1]):
+        outcome = wait(start(ranks, train.main, whole, folder / "log", **faults))
+        codes.append(outcome.codes)
+        assert not outcome.hung and len(codes) < 12, f"{codes}\n{(folder / 'log').read_text()}"
+    return Killed(digest(folder / "checkpoints"), codes)
 
 
 def digest(checkpoints: Path) -> str:

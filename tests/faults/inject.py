@@ -1,93 +1,65 @@
-"""Fault injection: `install` patches the training of this process, which a test started.
+"""Fault injection: `install` patches the stage of this process, which a test started.
 
-SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults, each a kind and a place
-(rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault leaves a
-mark, so that it does not strike again after a restart.
+SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults of a training, each a kind
+and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault
+leaves a mark, so that it does not strike again after a restart. SG_FULL=N fills the disk of any
+stage: its writes fail from the N-th file on.
 
 Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun
 (SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a
-number).
-Phases, in the order of a step: `PHASES`.
+number). Phases, in the order of a step: `PHASES`.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import itertools
 import math
 import os
 import signal
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Optional
 
 SIGNALS = {
     name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")
 }
 GROUP = "group-"
 KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full", "nan")
-PHASES = (
-    "load_batch",
-    "forward",
-    "backward",
-    "opt_step",
-    "eval",
-    "ckpt_fsync",
-    "ckpt_replace",
-    "ckpt_prune",
-)
+COMPUTING = ("load_batch", "forward", "backward", "opt_step", "eval")
+PHASES = (*COMPUTING, "ckpt_fsync", "ckpt_replace", "ckpt_prune")
 
 _now: Dict[str, Any] = {"step": 0, "saving": False}
 
 
-class Fault(NamedTuple):
-    """One fault of SG_FAULT: its kind and its conditions by name."""
-
-    kind: str
-    conditions: Dict[str, str]
-    index: int
-
-
-def parse(text: str) -> List[Fault]:
-    """The faults named by `text`. Raises ValueError."""
-    faults = []
-    for index, part in enumerate(filter(None, text.split(";"))):
-        kind, _, rest = part.strip().partition(":")
-        conditions = dict(item.split("=", 1) for item in rest.split(",") if item)
-        if kind not in KINDS or not set(conditions) <= {"rank", "step", "phase"}:
-            raise ValueError(
-                f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)} with rank, step, phase"
-            )
-        if conditions.get("phase", PHASES[0]) not in PHASES:
-            raise ValueError(
-                f"SG_FAULT: phase {conditions['phase']!r}: must be one of {', '.join(PHASES)}"
-            )
-        faults.append(Fault(kind, conditions, index))
-    return faults
-
-
 def at(phase: str, step: Optional[int] = None) -> bool:
-    """Inject the faults planned for this place. True if the caller has to carry one out (nan)."""
+    """Inject the faults planned for this place. True if the caller has to carry one out (nan).
+
+    Raises ValueError for a kind that is not known.
+    """
     here = {"rank": os.environ.get("RANK", "0"), "phase": phase}
     here["step"] = str(_now["step"] if step is None else step)
     struck = False
-    for fault in parse(os.environ["SG_FAULT"]):
+    for index, part in enumerate(os.environ["SG_FAULT"].split(";")):
+        kind, _, rest = part.partition(":")
+        if kind not in KINDS:
+            raise ValueError(f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)}")
         # a fault without a phase strikes at the start of the forward pass
-        wanted = {"phase": "forward", **fault.conditions}
-        if all(here[name] == value for name, value in wanted.items()) and _is_first_time(fault):
-            struck = _strike(fault.kind) or struck
+        wanted = {"phase": "forward", **dict(item.split("=") for item in rest.split(",") if item)}
+        if all(here[name] == value for name, value in wanted.items()) and _is_first_time(index):
+            struck = _strike(kind) or struck
     return struck
 
 
-def _is_first_time(fault: Fault) -> bool:
+def _is_first_time(index: int) -> bool:
     folder = os.environ.get("SG_FAULT_ONCE")
-    if not folder:
-        return True
-    # a fault without a rank strikes every rank once
-    mark = os.path.join(folder, f"fault-{fault.index}-rank-{os.environ.get('RANK', '0')}")
-    try:
-        os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return False
+    if folder:
+        # a fault without a rank strikes every rank once
+        mark = Path(folder, f"fault-{index}-rank-{os.environ.get('RANK', '0')}")
+        try:
+            mark.touch(exist_ok=False)
+        except FileExistsError:
+            return False
     return True
 
 
@@ -106,24 +78,29 @@ def _strike(kind: str) -> bool:
 
 
 def install() -> None:
-    """Patch the training of this process, if SG_FAULT names faults."""
+    """Patch this process, if SG_FAULT names faults or SG_FULL a file."""
+    if os.environ.get("SG_FULL"):
+        count = itertools.count(1)
+        limit = int(os.environ["SG_FULL"])
+        _wrap(os, "fsync", lambda inner, fd: _strike("full" if next(count) >= limit else ""))
     if not os.environ.get("SG_FAULT"):
         return
     from pipeline.train import checkpoint, objective, trainer
 
     _wrap(
-        trainer.StepBatches,
-        "load",
-        lambda inner, self, step: (at("load_batch", step), inner(self, step))[1],
+        trainer.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1]
     )
     _wrap(trainer.Training, "_step", _step)
     _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])
     _wrap(objective.MatchingObjective, "forward", _forward)
     for name in ("save", "save_best"):
         _wrap(checkpoint.Checkpoints, name, _save)
-    for name, phase in (("fsync", "ckpt_fsync"), ("replace", "ckpt_replace")):
-        _wrap(os, name, functools.partial(_write, phase))
-    _wrap(Path, "unlink", _unlink)
+    for owner, name, phase in (
+        (os, "fsync", "ckpt_fsync"),
+        (os, "replace", "ckpt_replace"),
+        (Path, "unlink", "ckpt_prune"),  # of the oldest of three
+    ):
+        _wrap(owner, name, functools.partial(_write, phase))
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -141,17 +118,13 @@ def _step(inner: Callable[..., Any], self: Any, *arguments: Any) -> Any:
     _now["step"] = self.state.step
     optimizer = self.state.optimizer
     if "step" not in vars(optimizer):
-        _wrap(
-            optimizer,
-            "step",
-            lambda step, *given, **named: (at("opt_step"), step(*given, **named))[1],
-        )
+        _wrap(optimizer, "step", lambda step, *given: (at("opt_step"), step(*given))[1])
     return inner(self, *arguments)
 
 
-def _forward(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _forward(inner: Callable[..., Any], *arguments: Any) -> Any:
     is_poisoned = at("forward")
-    total, parts = inner(*arguments, **named)
+    total, parts = inner(*arguments)
     at("backward")
     if is_poisoned:
         total = total * math.nan
@@ -167,13 +140,7 @@ def _save(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         _now["saving"] = False
 
 
-def _write(phase: str, inner: Callable[..., Any], *arguments: Any) -> Any:
-    if _now["saving"]:
+def _write(phase: str, inner: Callable[..., Any], first: Any, *arguments: Any, **named: Any) -> Any:
+    if _now["saving"] and (phase != "ckpt_prune" or first.name.startswith("step-")):
         at(phase)
-    return inner(*arguments)
-
-
-def _unlink(inner: Callable[..., Any], self: Path, *arguments: Any, **named: Any) -> Any:
-    if _now["saving"] and self.name.startswith("step-"):
-        at("ckpt_prune")
-    return inner(self, *arguments, **named)
+    return inner(first, *arguments, **named)

@@ -1,11 +1,7 @@
-"""`make faults`: run the matrix of faults and write the results to docs/faults.md.
+"""Run the campaign of faults and write docs/faults.md: `python tests/faults/run.py [--random N]`.
 
-    python tests/faults/run.py [--report docs/faults.md] [--only ROW] [--every N]
-    python tests/faults/run.py --random 1000 [--seed 0] [--results FILE] [--render]
-
---every N runs each N-th cell of the long rows, for a quick look, and notes it in the report.
---random N: N random faults over all stages, with a section of the report. Each result is appended
-to FILE, and the same command resumes. --render: only write the section from FILE.
+The rows of the matrix are tests. Each random fault is appended to --results, and the same command
+goes on after the last one.
 """
 
 from __future__ import annotations
@@ -21,310 +17,158 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple
+from typing import Any, Dict, List
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from faults import campaign, cells  # noqa: E402 (the path must be set first)
-from faults.group import until_done  # noqa: E402
+from faults import random_faults  # noqa: E402 (the path must be set first)
 from superglue_sift.progress import Progress  # noqa: E402
 
-
-class Result(NamedTuple):
-    """Result of one row of the matrix."""
-
-    promise: str
-    runs: int
-    kills: int
-    failures: List[str]
-    hangs: int
-    seconds: float
-    skipped: List[str]
-
-
-def of_cells(promise: str, chosen: List[cells.Cell], bench: cells.Workbench) -> Result:
-    """Run every cell with its faults; the weights must equal those of a run without faults."""
-    began = time.monotonic()
-    failures = []
-    kills = 0
-    hangs = 0
-    for cell in Progress(chosen, total=len(chosen), desc=promise[:40], unit="run"):
-        try:
-            arguments = (bench.arguments(cell.keys), cell.worlds, cell.fault)
-            done = until_done(bench.folder / "cell", *arguments, environment=cell.environment)
-            kills += done.starts - 1
-            hangs += done.hung
-            if done.digest != bench.clean(cell.worlds[-1], cell.keys):
-                failures.append(f"{cell}: other bytes")
-            elif done.starts == 1:
-                failures.append(f"{cell}: the fault did not strike")
-        except AssertionError as error:
-            failures.append(f"{cell}: {str(error).splitlines()[0]}")
-    return Result(promise, len(chosen), kills, failures, hangs, time.monotonic() - began, [])
-
-
-def repeats(promise: str, bench: cells.Workbench) -> Result:
-    """Repeat a training for each seed and number of ranks; the bytes must be equal."""
-    began = time.monotonic()
-    failures = []
-    runs = 0
-    for seed in (0, 1, 2):
-        for world in (1, 2, 4):
-            keys = (("seed", seed),)
-            again = until_done(bench.folder / "cell", bench.arguments(keys), [world], "")
-            runs += 2
-            if again.digest != bench.clean(world, keys):
-                failures.append(f"seed {seed}, {world} ranks: other bytes")
-    return Result(promise, runs, 0, failures, 0, time.monotonic() - began, [])
-
-
-def of_pytest(promise: str, *selection: str) -> Result:
-    """Run the tests that cover a row, and count them."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "junit.xml"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={file}",
-            *selection,
-        ]
-        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
-        if not file.is_file():
-            return Result(promise, 0, 0, ["pytest did not run"], 0, time.monotonic() - began, [])
-        tests = list(ElementTree.parse(file).iter("testcase"))
-    failures = [
-        t.get("name", "")
-        for t in tests
-        if t.find("failure") is not None or t.find("error") is not None
-    ]
-    skipped = [
-        f"{t.get('name')}: {t.find('skipped').get('message')}"
-        for t in tests
-        if t.find("skipped") is not None
-    ]
-    return Result(
-        promise, len(tests) - len(skipped), 0, failures, 0, time.monotonic() - began, skipped
-    )
-
-
-def hanging_server(bench: cells.Workbench, steps: int = 300) -> Result:
-    """Cost of a tracking server that never answers, as a fraction of the time of small, fast
-    steps.
-    """
-    began = time.monotonic()
-    keys = (("steps", steps), ("log_every", 10), ("val_every", 100), ("save_every", 100))
-    folders = [
-        "--out",
-        str(bench.folder / "recording"),
-        "--reports",
-        str(bench.folder / "recording-reports"),
-    ]
-    command = [
-        sys.executable,
-        str(ROOT / "tests/faults/telemetry.py"),
-        *bench.arguments(keys),
-        *folders,
-    ]
-    quick = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=quick, stdout=subprocess.PIPE, text=True, check=False
-    )
-    if done.returncode:
-        return Result(
-            "a server that never answers",
-            1,
-            0,
-            ["the training failed"],
-            0,
-            time.monotonic() - began,
-            [],
-        )
-    t = json.loads(done.stdout.splitlines()[-1])
-    fraction = t["recording"] / t["loop"]
-    promise = (
-        f"a tracking server that never answers costs {fraction:.2%} of the training's time:"
-        f" {t['recording']:.3f} s in {t['calls']} calls, of {t['loop']:.1f} s for {t['steps']}"
-        f" steps of {1e3 * t['loop'] / t['steps']:.0f} ms; once, {t['thread']:.1f} s of processor"
-        f" time in another thread, and {t['closing']:.0f} s of waiting at the end"
-    )
-    failures = [f"{fraction:.2%} of the training's time, more than 1 %"] if fraction > 0.01 else []
-    return Result(promise, 1, 0, failures, 0, time.monotonic() - began, [])
-
-
-def rows(bench: cells.Workbench, every: int) -> Dict[str, Callable[[], Result]]:
-    """Functions that run the rows, by name."""
-    return {
-        "1 repeat": lambda: repeats("two runs give the same bytes, with 1, 2 and 4 ranks", bench),
-        "4 kill": lambda: of_cells(
-            "SIGKILL of any rank in any phase, from the first to the last step: the same bytes",
-            cells.kills()[::every],
-            bench,
-        ),
-        "5 launcher": lambda: of_pytest(
-            "a rank, torchrun, the launcher or `dvc repro` killed, a rank that hangs, SLURM:"
-            " resumes, the same bytes",
-            "tests/test_launch.py",
-            "-k",
-            "TestFaults",
-        ),
-        "6 again": lambda: of_cells(
-            "killed several times, also while resuming, with each option: the same bytes",
-            cells.repeated(),
-            bench,
-        ),
-        "7 signals": lambda: of_cells(
-            "SIGTERM, SIGINT or SIGUSR1 to one rank: a checkpoint, then the same bytes",
-            cells.signals(),
-            bench,
-        ),
-        "7 all": lambda: of_cells(
-            "signals to loader processes and their rank, and one of them killed: a checkpoint, the"
-            " same bytes",
-            cells.loaders(),
-            bench,
-        ),
-        "9-12 files": lambda: of_pytest(
-            "400 truncated or altered checkpoints, other files, another training: detected, never"
-            " executed, never used",
-            "tests/train/test_checkpoint.py",
-            "tests/train/test_training.py",
-            "-k",
-            "checkpoint or Resume",
-        ),
-        "13, 25, 10": lambda: of_pytest(
-            "NaN on one rank, out of memory, disk full: all ranks stop with one message, nothing is"
-            " lost",
-            "tests/faults/test_faults.py",
-            "-k",
-            "number or many or fix",
-        ),
-        "15 few": lambda: of_pytest(
-            "0, 1 or 2 keypoints: finite loss, right shapes",
-            "tests/test_matching.py",
-            "-k",
-            "few or empty or alone",
-        ),
-        "22 MLflow": lambda: of_pytest(
-            "MLflow down, hanging or unreliable: training does not wait, every point arrives once",
-            "tests/tracking/test_tracking.py",
-        ),
-        "22 cost": lambda: hanging_server(bench),
-        "nodes": lambda: of_pytest(
-            "two nodes; an elastic job loses one and gets it back",
-            "tests/test_launch.py",
-            "-k",
-            "TestNodes",
-        ),
-        "GPU": lambda: of_pytest("NCCL, float16, two devices", "tests", "-m", "gpu"),
-    }
-
-
-RANDOM = campaign.TABLE.partition("\n")[0]  # each command keeps the other's section
+# promise: a file of tests, and a selection of its tests
+MATRIX = {
+    "two runs give the same bytes": ("test_faults.py", "runs"),
+    "SIGKILL in any phase of a step, also several times: the same bytes": (
+        "test_faults.py",
+        "killed",
+    ),
+    "SIGTERM, SIGINT or SIGUSR1 to a rank or to all processes: saved, then the same bytes": (
+        "test_faults.py",
+        "signal or batches",
+    ),
+    "NaN on one rank, out of memory, disk full: one message, nothing is lost": (
+        "test_faults.py",
+        "number or many or fix",
+    ),
+    "nodes with separate folders lose one and get it back: the same bytes": ("test_nodes.py", ""),
+    "a rank, torchrun, the launcher or `dvc repro` killed: resumes, the same bytes": (
+        "test_launch.py",
+        "TestFaults",
+    ),
+    "an elastic job loses a node and gets it back": ("test_launch.py", "TestNodes"),
+    "400 truncated or altered checkpoints: detected, never executed, never used": (
+        "test_checkpoint.py",
+        "",
+    ),
+    "a download that breaks off, stalls or brings other bytes: resumed, or reported": (
+        "test_download.py",
+        "",
+    ),
+    "0, 1 or 2 keypoints: finite loss, right shapes": ("test_matching.py", "few or empty or alone"),
+    "MLflow down, hanging or unreliable: training does not wait, every point arrives once": (
+        "test_tracking.py",
+        "",
+    ),
+    "a tracking server that never answers costs less than 1 % of the training's time": (
+        "test_faults.py",
+        "costs",
+    ),
+}
 HEAD = """# Faults
 
-Written by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}.{note}
+Written by `make faults` on {date}: {machine}, Python {python}, {cores} cores, torch {torch}.
 
-Each run interrupts a training of {steps} steps, by SIGKILL of one rank or by the named signal, and
-starts it again until it ends. Weights, optimizer state and best model must then have the SHA-256
-of an uninterrupted training. Ranks are forked processes in a gloo group, or processes of torchrun
-in the rows that name it. Tests that cannot run on this machine are listed as SKIP and do not count
-as passed.
+Trainings of 8 steps are interrupted and started again until they end. Weights, optimizer state and
+best model must then have the SHA-256 of an uninterrupted training. Tests that cannot run on this
+machine are skipped and do not count.
 
-| row | promise | runs | kills | hangs | failures | time |
-|---|---|---|---|---|---|---|
+| promise | tests | runs | failures | time |
+|---|---|---|---|---|
+"""
+RANDOM = """
+## Random faults
+
+{done} of {count} cells of seed {seed}, at {commits}. A cell runs a stage on small inputs with a
+fault at a random moment, and repeats it until it succeeds. Tried: the fault occurred before the
+stage ended. Held: the promise was kept.
+
+| promise | stage | tried | held |
+|---|---|---|---|
 """
 
 
-def report(results: Dict[str, Result], every: int) -> str:
-    """Text of docs/faults.md."""
-    import torch
+def run_tests(promise: str, name: str, selection: str) -> str:
+    """Run the tests of a row; the row of the table, with the names of tests that failed."""
+    began = time.monotonic()
+    (file,) = (ROOT / "tests").rglob(name)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+        command += [f"--junitxml={folder}/junit.xml", "-k", selection]
+        subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL)
+        cases = list(ElementTree.parse(f"{folder}/junit.xml").iter("testcase"))
+    failed = [c.get("name") for c in cases if {"failure", "error"} & {child.tag for child in c}]
+    runs = sum(c.find("skipped") is None for c in cases)
+    words = f"{len(failed)} {' '.join(map(str, failed))}".strip()
+    shown = f"{name} {f'-k {selection!r}' if selection else ''}".strip()
+    taken = Progress.format_interval(time.monotonic() - began)
+    return f"| {promise} | `{shown}` | {runs} | {words} | {taken} |"
 
-    text = HEAD.format(
-        date=datetime.date.today(),
-        machine=f"{platform.system()} {platform.machine()}",
-        steps=cells.STEPS,
-        python=platform.python_version(),
-        cores=os.cpu_count(),
-        torch=torch.__version__,
-        note=f" Only each {every}th cell of row 4 was run." if every > 1 else "",
+
+def read(results: Path, seed: int) -> List[Dict[str, Any]]:
+    """Cells of this seed so far, without a last line that a kill cut off."""
+    lines = results.read_text().splitlines(keepends=True) if results.is_file() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each for each in found if each["seed"] == seed]
+
+
+def run_random(count: int, seed: int, results: Path) -> None:
+    """Run the cells 0 to count - 1 that are not in `results` yet, and append each."""
+    done = {each["number"] for each in read(results, seed)}
+    numbers = [number for number in range(count) if number not in done]
+    commit = subprocess.check_output(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, text=True
     )
-    for name, r in results.items():
-        cells_of_row = (
-            name,
-            r.promise,
-            r.runs,
-            r.kills,
-            r.hangs,
-            len(r.failures),
-            Progress.format_interval(r.seconds),
-        )
-        text += "| " + " | ".join(map(str, cells_of_row)) + " |\n"
-    kills, hangs = (sum(getattr(r, f) for r in results.values()) for f in ("kills", "hangs"))
-    failures = [f"{name}: {line}" for name, r in results.items() for line in r.failures]
-    skipped = [f"{name}: {line}" for name, r in results.items() for line in r.skipped]
-    text += f"\n**{kills} kills, {hangs} hangs, {len(failures)} failures.**\n"
-    for title, lines in (("Failures", failures), ("SKIP", skipped)):
-        if lines:
-            text += f"\n## {title}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
-    return text
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
+        base = random_faults.Base(Path(folder)) if numbers else None
+        for number in Progress(numbers, total=len(numbers), desc="faults", unit="fault"):
+            found = {**random_faults.run(base, seed, number), "commit": commit.strip()}
+            with results.open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
 
-def random_faults(options: argparse.Namespace) -> int:
-    """Run the remaining random faults and write their section of the report; returns 1 if a promise
-    is broken.
-    """
-    if not options.render:
-        campaign.run(options.random, options.seed, options.results, tuple(options.only))
-    text = campaign.table(options.random, options.seed, options.results)
-    before = options.report.read_text() if options.report.is_file() else ""
-    options.report.write_text(before.partition(RANDOM)[0].rstrip() + "\n\n" + text)
-    print(text[text.index("| promise") :])
-    return (
-        1 if any(each["problems"] for each in campaign.read(options.results, options.seed)) else 0
-    )
+def show_random(count: int, seed: int, results: Path) -> str:
+    """The section of docs/faults.md about these results."""
+    every = read(results, seed)
+    commits = ", ".join(sorted({each["commit"] for each in every}))
+    text = RANDOM.format(done=len(every), count=count, seed=seed, commits=commits)
+    for kind, fault in random_faults.FAULTS.items():
+        for stage in random_faults.STAGES:
+            tried = [e for e in every if e["struck"] and (e["kind"], e["stage"]) == (kind, stage)]
+            held = sum(not each["problems"] for each in tried)
+            text += f"| {fault.__doc__} | {stage} | {len(tried)} | {held} |\n"
+    broken = [each for each in every if each["problems"]]
+    lines = [f"- cell {e['number']}, {e['kind']}, {e['stage']}: {e['problems']}\n" for e in broken]
+    return text + "".join(["\n", *lines] if lines else [])
 
 
 def main() -> int:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, default=ROOT / "docs" / "faults.md")
+    parser.add_argument("--random", type=int, default=100, metavar="N", help="of random faults")
+    parser.add_argument("--seed", type=int, default=0, help="of the random faults")
     parser.add_argument(
-        "--only", action="append", default=[], help="name of a row; repeat it for more"
+        "--results", type=Path, default=ROOT / "faults.jsonl", help="of random faults"
     )
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument(
-        "--random", type=int, metavar="N", help="N random faults instead of the matrix"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random faults")
-    parser.add_argument(
-        "--results", type=Path, default=ROOT / "faults.jsonl", help="results of the random faults"
-    )
-    parser.add_argument(
-        "--render", action="store_true", help="only write their section from the file"
-    )
+    parser.add_argument("--only-random", action="store_true", help="keep the matrix of the report")
     options = parser.parse_args()
-    if options.random:
-        return random_faults(options)
-    with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        matrix = rows(cells.Workbench(Path(folder)), options.every)
-        unknown = set(options.only) - set(matrix)
-        if unknown:
-            parser.error(f"--only: no row {', '.join(sorted(unknown))}; rows: {', '.join(matrix)}")
-        results = {
-            name: run() for name, run in matrix.items() if not options.only or name in options.only
-        }
-    text = report(results, options.every)
-    before = options.report.read_text() if options.report.is_file() else ""
-    options.report.write_text(
-        text + "".join(("\n" * (RANDOM in before), *before.partition(RANDOM)[1:]))
-    )
-    print(text[text.index("| row") :])
-    return 1 if any(r.failures or r.hangs for r in results.values()) else 0
+    head = options.report.read_text().partition(RANDOM[:20])[0]
+    if not options.only_random:
+        head = HEAD.format(
+            date=datetime.date.today(),
+            machine=f"{platform.system()} {platform.machine()}",
+            python=platform.python_version(),
+            cores=os.cpu_count(),
+            torch=torch.__version__,
+        )
+        for promise, tests in MATRIX.items():
+            head += run_tests(promise, *tests) + "\n"
+    run_random(options.random, options.seed, options.results)
+    text = head + show_random(options.random, options.seed, options.results)
+    options.report.write_text(text)
+    print(text)
+    return 0
 
 
 if __name__ == "__main__":

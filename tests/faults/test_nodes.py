@@ -5,14 +5,13 @@ bytes.
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
-from typing import List, Sequence
 
 import pytest
 
-from faults import cells, group
-from faults.group import Outcome, digest, wait
+from faults import cells
+from faults.group import begin, digest, rendezvous, wait
 from pipeline.train import __main__ as train
+from pipeline.train.trainer import Training
 from superglue_sift.weights import load_model_file
 
 
@@ -22,7 +21,7 @@ def bench(tmp_path_factory):
 
 
 @pytest.fixture
-def nodes(bench) -> List[Path]:
+def nodes(bench):
     """The disks of two nodes, empty."""
     folders = [bench.folder / name for name in "ab"]
     for folder in folders:
@@ -30,55 +29,33 @@ def nodes(bench) -> List[Path]:
     return folders
 
 
-def run(
-    folders: Sequence[Path],
-    arguments: Sequence[str],
-    fault: str = "",
-    more: Sequence[Sequence[str]] = (),
-):
-    """A rank on each node, with separate folders; more: arguments of each rank."""
-    where = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **group.rendezvous()}
-    pids = []
+def run(folders, arguments, fault="", more=((), ()), main=train.main):
+    """Exit codes of a rank on each node; more: arguments of each."""
+    group = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **rendezvous()}
+    ranks = []
     for rank, folder in enumerate(folders):
-        own = [
-            *arguments,
-            "--out",
-            str(folder / "checkpoints"),
-            "--reports",
-            str(folder / "reports"),
-        ]
-        own += more[rank] if more else []
-        folder.mkdir(parents=True, exist_ok=True)
-        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), **where}
-        pids.append(
-            group.fork(train.main, own, folder / "log", environment=list(environment.items()))
-        )
-    return wait(pids)
+        folder.mkdir(exist_ok=True)
+        words = [*arguments, "--out", "checkpoints", "--reports", "reports", *more[rank]]
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **group}
+        ranks.append(begin(main, words, folder / "log", folder, **own))
+    return wait(ranks).codes
 
 
-def killed(folders: Sequence[Path], arguments: Sequence[str], step: int) -> Outcome:
+def kill(folders, arguments, step):
     """Training on both until one is killed at `step`."""
-    outcome = run(folders, arguments, f"kill:rank=1,step={step},phase=backward")
-    assert -9 in outcome.codes and not outcome.hung
-    return outcome
+    assert -9 in run(folders, arguments, f"kill:rank=1,step={step},phase=backward")
 
 
-def text(folder: Path) -> str:
+def text(folder):
     return (folder / "log").read_text()
 
 
-def test_a_training_that_was_killed_goes_on_from_one_step_on_every_node(bench, nodes):
-    killed(nodes, bench.arguments(), 5)
-    assert run(nodes, bench.arguments()).codes == [0, 0]
-    assert "resuming at step 4 of 8" in text(nodes[0])
-    assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
-
-
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_node_that_returns_with_an_empty_disk_gets_the_state_of_the_other(bench, nodes, lost):
-    killed(nodes, bench.arguments(), 5)
-    shutil.rmtree(nodes[lost])
-    assert run(nodes, bench.arguments()).codes == [0, 0]
+@pytest.mark.parametrize("lost", [None, pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes, lost):
+    kill(nodes, bench.arguments(), 5)
+    if lost is not None:
+        shutil.rmtree(nodes[lost])
+    assert run(nodes, bench.arguments()) == [0, 0]
     assert "resuming at step 4 of 8" in text(nodes[0])
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
 
@@ -89,64 +66,54 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     checkpoint.
     """
     arguments = bench.arguments()
-    killed(nodes, arguments, 3)
-    assert run(nodes[1:], arguments, "term:rank=0,step=5,phase=forward").codes == [143]
-    assert run(nodes, arguments).codes == [0, 0]
-    assert "resuming at step 6 of 8" in text(nodes[0]) and "resuming at step 2 of 8" in text(
-        nodes[1]
-    )
+    kill(nodes, arguments, 3)
+    assert run(nodes[1:], arguments, "term:rank=0,step=5,phase=forward") == [143]
+    assert run(nodes, arguments) == [0, 0]
+    assert "resuming at step 6 of 8" in text(nodes[0])
+    assert "resuming at step 2 of 8" in text(nodes[1])
     assert digest(nodes[0] / "checkpoints") == digest(nodes[1] / "checkpoints")
-    curves = [(folder / "reports" / "curves" / "train.csv").read_bytes() for folder in nodes]
-    assert curves[1].count(b"\n") == 5  # a point every other step
+    curve = (nodes[1] / "reports" / "curves" / "train.csv").read_bytes()
+    assert curve.count(b"\n") == 5  # a point every other step
 
 
 @pytest.mark.slow
 def test_another_training_on_one_of_the_disks_stays_there(bench, nodes):
-    other = bench.arguments((("lr", 0.001),))
-    killed(nodes, other, 5)
+    kill(nodes, bench.arguments((("lr", 0.001),)), 5)
     (saved,) = (nodes[1] / "checkpoints").glob("*/step-00000004.safetensors")
     before = saved.read_bytes()
     shutil.rmtree(nodes[0])
-    assert run(nodes, bench.arguments()).codes == [0, 0]
+    assert run(nodes, bench.arguments()) == [0, 0]
     assert digest(nodes[0] / "checkpoints") == bench.clean(2)
     assert saved.read_bytes() == before
 
 
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
-    logged = [["--log-every", str(every)] for every in (2, 4)]
-    assert run(nodes, bench.arguments(), more=logged).codes == [2, 2]
-    (line,) = [
-        line for folder in nodes for line in text(folder).splitlines() if line.startswith("error")
-    ]
+    more = [["--log-every", str(every)] for every in (2, 4)]
+    assert run(nodes, bench.arguments(), more=more) == [2, 2]
+    lines = "".join(map(text, nodes)).splitlines()
+    (line,) = [line for line in lines if line.startswith("error")]
     assert "rank 1 has train.log_every: 4, rank 0 2" in line
 
 
-def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(
-    bench, nodes, monkeypatch
-):
-    from pipeline.train.trainer import Training
-
+def train_with_a_flipped_bit(argv):
     inner = Training._step
 
     def step(self, *arguments):
         inner(self, *arguments)
         if self.state.step == 5 and self.context.rank == 1:
-            # As a flipped bit would
             next(self.state.model.parameters()).data.view(-1)[0] *= 1 + 2**-20
 
-    monkeypatch.setattr(Training, "_step", step)
-    assert run(nodes, bench.arguments()).codes == [1, 1]
-    lines = [line for folder in nodes for line in text(folder).splitlines() if "differ" in line]
-    assert len(lines) == 1 and lines[0].startswith(
-        "failed: step 6: weights or optimiser of rank 1 differ"
-    )
-    assert "Traceback" not in text(nodes[0]) + text(nodes[1])
-    monkeypatch.undo()
-    assert (
-        load_model_file(next((nodes[1] / "checkpoints").glob("*/step-00000004.safetensors")))[1][
-            "step"
-        ]
-        == 4
-    )
-    assert run(nodes, bench.arguments()).codes == [0, 0]
+    Training._step = step
+    return train.main(argv)
+
+
+def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(bench, nodes):
+    assert run(nodes, bench.arguments(), main=train_with_a_flipped_bit) == [1, 1]
+    both = "".join(map(text, nodes))
+    (line,) = [line for line in both.splitlines() if "differ" in line]
+    assert line.startswith("failed: step 6: weights or optimiser of rank 1 differ")
+    assert "Traceback" not in both
+    saved = next((nodes[1] / "checkpoints").glob("*/step-00000004.safetensors"))
+    assert load_model_file(saved)[1]["step"] == 4
+    assert run(nodes, bench.arguments()) == [0, 0]
     assert digest(nodes[0] / "checkpoints") == bench.clean(2)

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from faults.cells import Workbench
 from faults.group import digest
-from faults.telemetry import Gate, Silent
 from made_scenes import write_model
+from mlflow_gate import Gate, Silent
 
 from pipeline import tracking
 from pipeline.errors import RequestError

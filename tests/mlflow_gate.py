@@ -1,27 +1,13 @@
-"""Measure the cost to a training of a tracking server that accepts connections and never answers.
-
-    python tests/faults/telemetry.py [arguments of pipeline.train]
-
-Prints JSON: `steps`; `loop`, seconds of the training loop, validation and checkpoints included;
-`calls` to the run from the training's thread and `recording`, the seconds they took; `thread`,
-processor seconds of the uploading thread (nearly all of it is importing MLflow); `opening` and
-`closing`, seconds before the first and after the last step.
-"""
+"""Tracking servers that misbehave: one that never answers, and MLflow's own behind a gate."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
-from typing import Dict, Sequence
-
-ROOT = Path(__file__).resolve().parents[2]
-RECORDED_BY = ("log", "artifact", "dataset", "model", "tags")
 
 
 class Silent:
@@ -109,70 +95,3 @@ class Gate:
             self.server.shutdown()
             self.server.server_close()
             self.server = None
-
-
-class Stopwatch:
-    """Adds up the seconds of calls from the main thread, by name."""
-
-    def __init__(self) -> None:
-        self.seconds: Dict[str, float] = {}
-        self.calls: Dict[str, int] = {}
-
-    def around(self, owner: object, method: str, name: str) -> None:
-        """Replace `owner.method` by itself, timed."""
-        inner = getattr(owner, method)
-
-        def timed(*arguments, **named):
-            begun = time.perf_counter()
-            try:
-                return inner(*arguments, **named)
-            finally:
-                if threading.current_thread() is threading.main_thread():
-                    self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
-                    self.calls[name] = self.calls.get(name, 0) + 1
-
-        setattr(owner, method, timed)
-
-
-def measure(arguments: Sequence[str]) -> Dict[str, float]:
-    """Train in this process, against a server that hangs."""
-    from pipeline import tracking
-    from pipeline.tracking import run
-    from pipeline.train import __main__ as train
-    from pipeline.train.trainer import Training
-
-    silent = Silent()
-    watch = Stopwatch()
-    thread = {}
-    os.environ["MLFLOW_TRACKING_URI"] = silent.uri
-    for method in RECORDED_BY:
-        watch.around(run.Run, method, "recording")
-    closing = run.Run.close
-
-    def close(self, *given):
-        clock = time.pthread_getcpuclockid(self._sender.ident)
-        thread["seconds"] = time.clock_gettime(clock)
-        return closing(self, *given)
-
-    run.Run.close = close
-    watch.around(run.Run, "close", "closing")
-    watch.around(tracking, "open_run", "opening")
-    watch.around(Training, "_loop", "loop")
-    watch.around(Training, "_step", "step")
-    code = train.main(list(arguments))
-    if code or not silent.taken:
-        raise SystemExit(
-            f"the training ended with {code}, {len(silent.taken)} connections were taken"
-        )
-    return {
-        "steps": watch.calls["step"],
-        "calls": watch.calls["recording"],
-        "thread": thread["seconds"],
-        **{name: watch.seconds[name] for name in ("loop", "recording", "opening", "closing")},
-    }
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(ROOT)]
-    found = measure(sys.argv[1:])
-    print(json.dumps(found))
