@@ -91,7 +91,7 @@ def torchvision_io() -> Any:
         raise RequestError(
             "keypoints.decoder = torchvision: torchvision is not installed, or is one for another"
             f" torch than {torch.__version__}, and cannot decode; install the one for this torch,"
-            " or set keypoints.decoder: opencv"
+            " or set keypoints.decoder: pillow"
         ) from None
     return io
 

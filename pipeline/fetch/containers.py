@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import zipfile
 from dataclasses import dataclass, field
@@ -124,24 +125,35 @@ def _chosen(path: Path, root: Path, names: List[str]) -> Container:
 
     COCO's annotations name files without their folder.
     """
-    for name in names:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise RequestError(
-                f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
-            )
+    names = [_relative(name, root, path) for name in names]
     if not root.exists():
         raise RequestError(
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
-    whole = zip_container(root) if root.suffix.lower() == ".zip" else _folder(root)
-    paths = set(whole.names)
-    by_file = {name.rpartition("/")[2]: name for name in reversed(whole.names)}
-    chosen = {name if name in paths else by_file.get(name, name) for name in names}
-    missing = [name for name in names if name not in paths and name not in by_file]
-    if missing and (whole.kind == "zip" or len(missing) == len(names)):
+    zipped = root.suffix.lower() == ".zip"
+    there = set(zip_container(root).names) if zipped else {n for n in names if (root / n).exists()}
+    missing = [name for name in names if name not in there]
+    if any("/" not in name for name in missing):
+        # the first file of that name in a folder below
+        whole = sorted(there) if zipped else _folder(root).names
+        by_file = {name.rpartition("/")[2]: name for name in reversed(whole)}
+        names = [name if name in there else by_file.get(name, name) for name in names]
+        missing = [name for name in missing if name not in by_file]
+    if missing and (zipped or len(missing) == len(names)):
         more = f" (and {len(missing) - 1} more)"
         raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
-    return Container(root, whole.kind, sorted(chosen))
+    return Container(root, "zip" if zipped else "folder", sorted(set(names)))
+
+
+def _relative(name: str, root: Path, path: Path) -> str:
+    """The name counted from root. Raises RequestError if it leads outside."""
+    top = os.path.abspath(root)
+    place = os.path.join(top, name)
+    if ".." in name.split("/") or os.path.commonpath([top, place]) != top:
+        raise RequestError(
+            f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
+        )
+    return os.path.relpath(place, top)
 
 
 def _listed(path: Path) -> List[str]:

@@ -31,7 +31,7 @@ def require() -> None:
         import nvidia.dali  # noqa: F401
     except ImportError:
         raise compat.without_dali(
-            "keypoints.decoder = dali", "set keypoints.decoder: opencv"
+            "keypoints.decoder = dali", "set keypoints.decoder: pillow"
         ) from None
 
 

@@ -40,7 +40,7 @@ _TRIM_THRESHOLD = -1
 
 
 def decoder(name: str) -> Decoder:
-    """The decoder of `keypoints.decoder`: opencv, torchvision or dali; all have the signature of
+    """The decoder of `keypoints.decoder`: pillow, torchvision or dali; all have the signature of
     `decode.decoded`.
 
     Raises RequestError if its package is missing or cannot decode here.

@@ -456,6 +456,14 @@ def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_pa
         listed.write_text("# mine\nchelsea.jpg\n\nnested/turned.JPG\nchelsea.jpg\n")
         chosen = run(f"list {root.suffix}", source="folder", path=str(listed), root=str(root))
         assert everything(chosen) == {"chelsea.jpg", "nested/turned.JPG"}
+    listed.write_text("".join(f"{image_folder / name}\n" for name in every))
+    for root in ("/", str(image_folder)):  # whole paths, which count from anywhere above them
+        chosen = run(f"whole {root == '/'}", source="folder", path=str(listed), root=root)
+        assert {str(Path(root, name)) for name in everything(chosen)} == {
+            str(image_folder / name) for name in every
+        }
+        images = open_manifest(chosen)
+        assert all(images.read(entry) for entry in images.entries("train"))
     boxes = tmp_path / "instances.json"
     boxes.write_text(json.dumps(ANNOTATIONS))
     asked = {"source": "folder", "path": str(boxes), "root": str(image_folder)}
@@ -486,6 +494,9 @@ def test_wrong_lists_and_annotations_are_named(run, image_folder, tmp_path):
     boxes.write_text(json.dumps(ANNOTATIONS))
     listed.write_text("../secret.jpg\n")
     with pytest.raises(RequestError, match=r"'../secret.jpg' leads outside"):
+        run(source="folder", path=str(listed), root=str(image_folder))
+    listed.write_text("/secret.jpg\n")
+    with pytest.raises(RequestError, match=r"'/secret.jpg' leads outside"):
         run(source="folder", path=str(listed), root=str(image_folder))
     listed.write_text("\n")
     with pytest.raises(RequestError, match="holds no images"):

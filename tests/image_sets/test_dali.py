@@ -149,12 +149,12 @@ class TestImages:
         if torch.cuda.is_available():
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
-        for name in ("opencv", "dali"):
+        for name in ("pillow", "dali"):
             settings = make_params(
                 "keypoints", decoder=name, views_per_image=2, width=128, height=96
             )
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, workers)
-        assert written["dali"] == written["opencv"] and len(written["dali"]) == 5
+        assert written["dali"] == written["pillow"] and len(written["dali"]) == 5
 
     def test_shards_stick_to_their_rank(self, photographs):
         """Every pass over a rank's shards brings the same images, and the ranks together all of
@@ -226,12 +226,12 @@ class TestTorchvision:
         if torch.cuda.is_available():
             pytest.skip("nvJPEG's pixels differ by a few levels")
         written = {}
-        for name in ("opencv", "torchvision"):
+        for name in ("pillow", "torchvision"):
             settings = make_params(
                 "keypoints", decoder=name, views_per_image=2, width=128, height=96
             )
             written[name] = shards_of(tmp_path / name, image_set(photographs), settings, 1)
-        assert written["torchvision"] == written["opencv"] and len(written["torchvision"]) == 5
+        assert written["torchvision"] == written["pillow"] and len(written["torchvision"]) == 5
 
     @pytest.mark.gpu
     def test_nvjpeg_decodes_nearly_the_same(self, photographs):
@@ -402,13 +402,13 @@ class TestChoice:
         for name in ("nvidia.dali", "nvidia.dali.plugin.pytorch"):
             monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(
-            RequestError, match=r"pip install nvidia-dali-cuda1.*keypoints\.decoder: opencv"
+            RequestError, match=r"pip install nvidia-dali-cuda1.*keypoints\.decoder: pillow"
         ) as error:
             decoder("dali")
         assert "\n" not in str(error.value)
 
     def test_missing_torchvision_is_one_line_with_the_fix(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "torchvision", None)
-        with pytest.raises(RequestError, match=r"set keypoints\.decoder: opencv") as error:
+        with pytest.raises(RequestError, match=r"set keypoints\.decoder: pillow") as error:
             decoder("torchvision")
         assert "\n" not in str(error.value)
