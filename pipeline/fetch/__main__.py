@@ -10,9 +10,8 @@ import argparse
 import json
 import os
 import shutil
-from functools import partial
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from pipeline import errors
 from pipeline.errors import RequestError
@@ -25,9 +24,7 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.parameters import params
 from pipeline.parameters.schema import FetchParams
 from pipeline.views.homography import smallest_images
-from superglue_sift.progress import Progress
 
-MIB = 1 << 20
 SAMPLE = "sample"  # container and folder of the bundled photographs
 VERSION = 1  # of the manifest; raise it when this code lists or splits the same images otherwise
 
@@ -151,7 +148,7 @@ def _same_archive(path: Path, sha256: Optional[str], notes: Path) -> bool:
     """Whether the archive is unchanged since its SHA-256 was checked. True for the user's own
     zip.
     """
-    return sha256 is None or download.read_note(path, notes / path.name).get("sha256") == sha256
+    return sha256 is None or download.read_note(path, notes).get("sha256") == sha256
 
 
 def _entries(
@@ -161,8 +158,7 @@ def _entries(
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = splits.container_of(split, held)
-        tick = partial(Progress, total=len(names), desc=f"reading {split} images", unit="image")
-        entries += held[key].entries(names, split, key, tick)
+        entries += held[key].entries(names, split, key)
     containers = {}
     for key, container in held.items():  # a relative path is written relative to --out
         relative = Path(os.path.relpath(container.path.resolve(), out.resolve())).as_posix()
@@ -182,7 +178,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
         for key, archive in wanted.items()
     }
     for holding in holdings.values():
-        holding.whole(_show_download)
+        holding.whole()
     if "val" in holdings:
         names = holdings["val"].names
         fraction = min(1.0, coco.HELD_OUT / len(names))
@@ -193,22 +189,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
         chosen = splits.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
-    tick = partial(Progress, unit="image")
-    return chosen, {
-        key: holding.ensure(needed[key], _show_download, tick) for key, holding in holdings.items()
-    }
-
-
-def _show_download(sizes: Iterator[int], size: Optional[int], name: str) -> None:
-    """Run a download with a progress display in MiB."""
-    bar = None
-    for have in sizes:
-        if bar is None:
-            total = -(-size // MIB) if size else None
-            bar = Progress(total=total, initial=have // MIB, desc=f"downloading {name}", unit="MiB")
-        bar.update(have // MIB - bar.n)
-    if bar is not None:
-        bar.close()
+    return chosen, {key: holding.ensure(needed[key]) for key, holding in holdings.items()}
 
 
 if __name__ == "__main__":

@@ -6,11 +6,10 @@ tried first.
 
 from __future__ import annotations
 
-import functools
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline.fetch import download, partial
 from pipeline.fetch.containers import Container, open_container, zip_container
@@ -19,10 +18,6 @@ from pipeline.image_sets.sources import SAMPLE
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MAX_PART = 0.5  # fraction of the archive's bytes above which all of it is downloaded
-
-# Shows a download: bytes so far, their total, name
-Bytes = Callable[[Iterator[int], Optional[int], str], None]
-Tick = Callable[..., Iterable]  # shows a loop: items, `total` and `desc`
 
 
 @dataclass(frozen=True)
@@ -95,16 +90,16 @@ class Holding:
             self._remote = partial.RemoteZip(self._urls, archive.size)
             self._members = {member.filename: member for member in self._remote.directory()}
 
-    def whole(self, show: Bytes) -> None:
+    def whole(self) -> None:
         """Download the whole archive, unless it is local or only a part of it is needed."""
         if self._container is None and self._remote is None:
-            self._download(show)
+            self._download()
 
     @property
     def names(self) -> List[str]:
         return self._container.names if self._container else sorted(self._members)
 
-    def ensure(self, names: Sequence[str], show: Bytes, tick: Tick) -> Container:
+    def ensure(self, names: Sequence[str]) -> Container:
         """A container with at least these images."""
         if self._container is not None:
             return self._container
@@ -112,17 +107,14 @@ class Holding:
         members = [self._members[name] for name in sorted(names)]
         total = sum(member.compress_size for member in self._members.values())
         if sum(member.compress_size for member in members) > MAX_PART * total:
-            return self._download(show)
+            return self._download()
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
-        shown = functools.partial(
-            tick, total=len(members), desc=f"{len(members)} images of {self._archive.file}"
-        )
         with self._remote:
-            return zip_container(target, **partial.fetch_zip(self._remote, members, target, shown))
+            return zip_container(target, **partial.fetch_zip(self._remote, members, target))
 
     def _zip(self, path: Path) -> Optional[Container]:
         """The zip at `path`, checked against the published MD5; None if there is none."""
-        known = download.verified(path, self._archive.md5, self._archives)
+        known = download.verify(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
     def _given(self, path: Path) -> Container:
@@ -135,13 +127,8 @@ class Holding:
         names = open_container(path / stem if inside else path).names
         return Container(path, "folder", [f"{stem}/{name}" if inside else name for name in names])
 
-    def _download(self, show: Bytes) -> Container:
-        archive = self._archive
-        show(
-            download.download(self._urls, self._path, archive.md5, archive.size),
-            archive.size,
-            archive.file,
-        )
+    def _download(self) -> Container:
+        download.download(self._urls, self._path, self._archive.md5, self._archive.size)
         self._container = self._zip(self._path)
         assert self._container is not None
         return self._container

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 from pipeline.errors import RequestError
 from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
-from pipeline.image_sets.sources import Tick, folder_entries, list_images
+from pipeline.image_sets.sources import folder_entries, list_images
 from superglue_sift.images import EXTENSIONS
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -42,10 +42,10 @@ class Container:
             for member in image_members(self.path)
         }
 
-    def entries(self, names: Sequence[str], split: str, key: str, tick: Tick = iter) -> List[Entry]:
+    def entries(self, names: Sequence[str], split: str, key: str) -> List[Entry]:
         """Manifest entries of some of its images; key: name of this container in source.json."""
         if self.kind == "folder":
-            return folder_entries(self.path, names, split, key, tick)
+            return folder_entries(self.path, names, split, key)
         wanted = set(names)
         members = [member for member in image_members(self.path) if member.filename in wanted]
         return zip_entries(self.path, members, split, key)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Optional
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.files import write_atomic
+from superglue_sift.progress import Progress
 
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 READ = 1 << 17  # most bytes per read of a connection
@@ -144,8 +145,8 @@ def _pieces(raw: Any, skipped: int, wanted: int) -> Iterator[bytes]:
             yield piece
 
 
-def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int]:
-    """Download the file to `target`, yielding the number of bytes so far.
+def download(urls: List[str], target: Path, md5: str, size: int) -> None:
+    """Download the file to `target`, and show the progress.
 
     Args:
         urls: addresses of the same file, the best first; the next one is tried if one fails.
@@ -159,9 +160,10 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
     try:
         with part.open("ab") as file:
             if file.tell() > size:
-                file.truncate(0)  # of another file
-            _require_space(part, size - os.path.getsize(part))
-            yield from _append(file, urls, size, target.name)
+                file.seek(0)  # of another file
+                file.truncate()
+            _require_space(part, size - file.tell())
+            _append(file, urls, size, target.name)
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -177,7 +179,7 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> Iterator[int
             f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
         )
     os.replace(part, target)
-    write_note(target, found)
+    write_note(target, found, part.parent)
 
 
 def _require_space(part: Path, missing: int) -> None:
@@ -189,38 +191,39 @@ def _require_space(part: Path, missing: int) -> None:
         )
 
 
-def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> Iterator[int]:
-    """Append to the file up to `size`, from the first address that works. Yields its length."""
-    have = os.fstat(file.fileno()).st_size
-    yield have
+def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
+    """Append to the file up to `size`, from the first address that works."""
+    have = file.tell()
     problems = []
-    for url in urls:
-        remote = Remote(url, size)
-        try:
-            for piece in remote.read(have):
-                file.write(piece)
-                have += len(piece)
-                yield have
-            return
-        except Interrupted as error:
-            problems.append(f"{url}: {error}")
-        finally:
-            remote.close()
+    shown = {"unit": "B", "unit_scale": True, "desc": f"downloading {name}"}
+    with Progress(total=size, initial=have, **shown) as bar:
+        for url in urls:
+            remote = Remote(url, size)
+            try:
+                for piece in remote.read(have):
+                    file.write(piece)
+                    have += len(piece)
+                    bar.update(len(piece))
+                return
+            except Interrupted as error:
+                problems.append(f"{url}: {error}")
+            finally:
+                remote.close()
     raise WorkError(
         f"{name}: download failed ({'; '.join(problems)}); {have} bytes are kept, "
         f"run again to resume, or set {MIRROR} to another address"
     )
 
 
-def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[Dict[str, Any]]:
-    """Size and digests of a local archive, from its note or by hashing it; None without an archive.
+def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
+    """Size and digests of a local archive, from its note in the folder `notes` or by hashing it;
+    None without an archive.
 
-    notes: folder of the note, default: the archive's. Raises RequestError if the MD5 is wrong.
+    Raises RequestError if the MD5 is wrong.
     """
     if not target.is_file():
         return None
-    noted = (notes or target.parent) / target.name
-    known = read_note(target, noted)
+    known = read_note(target, notes)
     if known.get("md5") == md5:
         return known
     found = digests(target)
@@ -229,43 +232,37 @@ def verified(target: Path, md5: str, notes: Optional[Path] = None) -> Optional[D
             f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from"
             " scratch"
         )
-    write_note(target, found, noted)
+    write_note(target, found, notes)
     return found
 
 
-def read_note(target: Path, noted: Optional[Path] = None) -> Dict[str, Any]:
-    """The content of `NOTED.json` about the file `target`; {} if it is missing, damaged, or about
-    other bytes.
+def read_note(target: Path, notes: Path) -> Dict[str, Any]:
+    """The content of `notes/NAME.json` about the file `target`; {} if it is missing, damaged, or
+    about other bytes.
 
     A file with the noted size is the same if it has the note's time, or else the same SHA-256.
     """
-    note = _note(noted or target)
+    note = notes / f"{target.name}.json"
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
         stat = target.stat()
-        time_ns = note.stat().st_mtime_ns
-    except (OSError, ValueError):
+        same = known["size"] == stat.st_size
+        if same and note.stat().st_mtime_ns != stat.st_mtime_ns:
+            same = known["sha256"] == digests(target)["sha256"]
+            with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
+                if same:
+                    os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+        return known if same else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    if not isinstance(known, dict) or known.get("size") != stat.st_size:
-        return {}
-    if time_ns != stat.st_mtime_ns:
-        if known.get("sha256") != digests(target)["sha256"]:
-            return {}
-        with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
-            os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
-    return known
 
 
-def write_note(target: Path, facts: Mapping[str, Any], noted: Optional[Path] = None) -> None:
-    """Write the facts to `NOTED.json` (default: next to `target`), with the time of the file."""
-    note = _note(noted or target)
+def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> None:
+    """Write the facts to `notes/NAME.json`, with the time of the file."""
+    note = notes / f"{target.name}.json"
     write_atomic(note, json.dumps(facts, indent=1) + "\n")
     time_ns = target.stat().st_mtime_ns
     os.utime(note, ns=(time_ns, time_ns))
-
-
-def _note(target: Path) -> Path:
-    return target.with_name(target.name + ".json")
 
 
 def digests(path: Path) -> Dict[str, Any]:

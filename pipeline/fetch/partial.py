@@ -14,12 +14,13 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Sequence
+from typing import Any, Iterator, List, Sequence
 
 from pipeline.errors import WorkError
 from pipeline.fetch import containers
 from pipeline.fetch.download import MIRROR, Interrupted, Remote, digests, read_note, write_note
 from pipeline.image_sets.manifest import DEFLATED
+from superglue_sift.progress import Progress
 
 CONNECTIONS = 8  # hides the latency of many small requests
 _SLACK = 128  # bytes: a local header may be longer than the directory says
@@ -113,21 +114,17 @@ class RemoteZip(io.RawIOBase):
         return len(data)
 
 
-def fetch_zip(
-    remote: RemoteZip,
-    members: Sequence[zipfile.ZipInfo],
-    target: Path,
-    tick: Callable[[Iterable], Iterable] = iter,
-) -> Any:
+def fetch_zip(remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Path) -> Any:
     """Write a zip of these members to `target`, unless it exists. Returns its facts."""
     rows = [[member.filename, member.file_size, member.CRC] for member in members]
     wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
-    known = read_note(target)
+    known = read_note(target, target.parent)
     if known.get("members") == wanted:
         return known
     temporary = target.with_name(target.name + ".part")
+    shown = {"desc": f"images for {target.name}", "total": len(members), "unit": "image"}
     with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
-        for member, data in zip(members, tick(remote.fetch(members))):
+        for member, data in zip(members, Progress(remote.fetch(members), **shown)):
             out.writestr(zipfile.ZipInfo(member.filename), data)
     os.replace(temporary, target)
     facts = {
@@ -135,5 +132,5 @@ def fetch_zip(
         "partial": "CRC-32 of each image checked, MD5 of the whole not",
         "members": wanted,
     }
-    write_note(target, facts)
+    write_note(target, facts, target.parent)
     return facts

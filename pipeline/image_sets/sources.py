@@ -13,12 +13,13 @@ import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Mapping, Sequence, Tuple, Union
+from typing import Dict, List, Mapping, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import DEFLATED, Entry
 from superglue_sift.images import EXTENSIONS, BadImage
+from superglue_sift.progress import Progress
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
 # screenshots. The two motorcycle frames show one scene and so share a split.
@@ -32,8 +33,6 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
 }  # fmt: skip
 NO_CONTENTS: Mapping[str, str] = {}
 TAIL = 4096  # bytes at the end of an image file, by which `contents` tells files of one size apart
-
-Tick = Callable[[Iterable], Iterable]  # wraps an iterable in a progress display
 
 
 class ImageSet:
@@ -156,9 +155,7 @@ def list_images(folder: Union[str, Path]) -> List[Path]:
     return [path for name, path in sorted(names.items()) if "/." not in f"/{name}"]
 
 
-def folder_entries(
-    root: Path, names: Sequence[str], split: str, container: str, tick: Tick = iter
-) -> List[Entry]:
+def folder_entries(root: Path, names: Sequence[str], split: str, container: str) -> List[Entry]:
     """Entries of the files `names` under `root`, including unreadable files, which `keypoints`
     reports.
     """
@@ -173,7 +170,8 @@ def folder_entries(
         )
 
     with ThreadPoolExecutor(4) as pool:  # CRC-32 and reading release the GIL
-        return list(tick(pool.map(entry, names)))
+        shown = {"total": len(names), "desc": f"reading {split} images", "unit": "image"}
+        return list(Progress(pool.map(entry, names), **shown))
 
 
 def contents(root: Path, names: Sequence[str]) -> Dict[str, str]:

@@ -85,7 +85,7 @@ STAGES = {
     ),
     "keypoints": Stage(
         extract,
-        "--params params.json --workers 1",
+        "--params params.json --images images --out keypoints --workers 1",
         ("photos", "images"),
         STORE,
         ("keypoints/*/shard-*.safetensors",),
@@ -96,7 +96,7 @@ STAGES = {
     "train, loader processes": LEARN._replace(loaders="2"),
     "evaluate": Stage(
         evaluate.main,
-        f"--model {BEST} --device cpu --params params.json --batch 4 --pictures 1",
+        f"--model {BEST} --device cpu --params params.json --images images --batch 4 --pictures 1",
         ("photos", "images", "checkpoints"),
         ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"),
         (),

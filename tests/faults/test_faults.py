@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import time
 from collections import Counter
 
@@ -29,6 +30,7 @@ def bench(tmp_path_factory):
 @pytest.fixture
 def training(bench):
     """`training(ranks, fault)`: exit codes of one start of a training, and what it printed."""
+    shutil.rmtree(bench.folder / "one", ignore_errors=True)
 
     def begin(ranks: int, fault: str = "", main=train.main):
         folders = ["--out", f"{bench.folder}/one", "--reports", f"{bench.folder}/one-r"]
