@@ -112,7 +112,9 @@ def require_unseen(path: Path) -> None:
     ):
         return
     seen = trained_on.read(Path(model)) or frozenset()
-    if all(entry.photograph in seen for entry in splits.entries_of("val", *splits.own(fetch))):
+    names, held = splits.own(fetch)
+    container = held[splits.container_of("val", held)]
+    if all(container.entry(name, "val", "").photograph in seen for name in names["val"]):
         raise RequestError(
             f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"
             ' train.init_from: "" (from scratch), hold out others (VAL_IMAGES=...), or keep them'

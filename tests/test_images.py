@@ -314,7 +314,8 @@ def zipped(image_folder, tmp_path) -> Path:
 
 
 def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
-    entries = containers.zip_entries(zipped, containers.image_members(zipped), "train", "train")
+    container = containers.zip_container(zipped)
+    entries = [container.entry(name, "train", "train") for name in container.names]
     images = sources.ImageSet(entries, {"train": str(zipped)})
     assert [entry.name for entry in entries] == ["set/chelsea.jpg", "set/coffee.png"]
     for entry in entries:
@@ -333,25 +334,25 @@ def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
         out.writestr(name, b"x")
     with pytest.raises(RequestError, match="points outside"):
-        containers.image_members(tmp_path / "slip.zip")
+        containers.zip_container(tmp_path / "slip.zip")
 
 
 def test_bombs_links_and_doubles_are_refused(tmp_path):
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as out:
         out.writestr("a.jpg", bytes(10_000_000))
     with pytest.raises(RequestError, match=r"'a.jpg' would grow from \d+ to 10000000"):
-        containers.image_members(tmp_path / "bomb.zip")
+        containers.zip_container(tmp_path / "bomb.zip")
     link = zipfile.ZipInfo("a.jpg")
     link.external_attr = 0o120777 << 16
     with zipfile.ZipFile(tmp_path / "link.zip", "w") as out:
         out.writestr(link, "/etc/passwd")
     with pytest.raises(RequestError, match="symbolic link"):
-        containers.image_members(tmp_path / "link.zip")
+        containers.zip_container(tmp_path / "link.zip")
     with zipfile.ZipFile(tmp_path / "twice.zip", "w") as out, pytest.warns(UserWarning):
         out.writestr("a.jpg", b"1")
         out.writestr("a.jpg", b"2")
     with pytest.raises(RequestError, match="in it twice"):
-        containers.image_members(tmp_path / "twice.zip")
+        containers.zip_container(tmp_path / "twice.zip")
 
 
 def test_a_cut_archive_is_refused(zipped):
@@ -359,7 +360,7 @@ def test_a_cut_archive_is_refused(zipped):
     for length in np.linspace(0, len(data) - 1, 20).astype(int):
         zipped.write_bytes(data[:length])
         with pytest.raises(RequestError, match=r"images\.zip"):
-            containers.image_members(zipped)
+            containers.zip_container(zipped)
 
 
 @given(

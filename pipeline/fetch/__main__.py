@@ -50,7 +50,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.limit < 0:
             raise RequestError(f"--limit {options.limit}: must be 0 (all) or more")
         settings = settings.model_copy(update={"limit": options.limit})
-    made_from = _made_from(settings)
+    folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
+    made_from = json_digest([settings.model_dump(), digest(*folders), VERSION])
     # Sample: always copied
     entries = None if settings.source == "sample" else _up_to_date(options, made_from)
     if entries is None:
@@ -100,12 +101,6 @@ def _fetch(options: argparse.Namespace, settings: FetchParams, made_from: str) -
     }
     write_atomic(options.out / "source.json", _text({**content, "digest": json_digest(content)}))
     return entries
-
-
-def _made_from(settings: FetchParams) -> str:
-    """Digest of what the manifest depends on: parameters, the user's own images, VERSION."""
-    folders = (settings.path, settings.val_path) if settings.source == "folder" else ()
-    return json_digest([settings.model_dump(), digest(*folders) if folders else "", VERSION])
 
 
 def _up_to_date(options: argparse.Namespace, made_from: str) -> Optional[List[Entry]]:
@@ -163,7 +158,11 @@ def _entries(
     for key, container in held.items():  # a relative path is written relative to --out
         relative = Path(os.path.relpath(container.path.resolve(), out.resolve())).as_posix()
         path = str(container.path) if container.path.is_absolute() else relative
-        containers[key] = {**container.facts, "kind": container.kind, "path": path}
+        containers[key] = {
+            **container.facts,
+            "kind": "zip" if container.members else "folder",
+            "path": path,
+        }
     return entries, containers
 
 

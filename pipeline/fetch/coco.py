@@ -125,7 +125,7 @@ class Holding:
         stem = Path(self._archive.file).stem
         inside = (path / stem).is_dir()
         names = open_container(path / stem if inside else path).names
-        return Container(path, "folder", [f"{stem}/{name}" if inside else name for name in names])
+        return Container(path, [f"{stem}/{name}" if inside else name for name in names])
 
     def _download(self) -> Container:
         download.download(self._urls, self._path, self._archive.md5, self._archive.size)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import struct
 import zipfile
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from pipeline.errors import RequestError
+from pipeline.files import file_sha256, json_digest
 from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
-from pipeline.image_sets.sources import folder_entries, list_images
+from pipeline.image_sets.sources import file_entry, list_images, read_entries
 from superglue_sift.images import EXTENSIONS
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
@@ -25,30 +26,36 @@ MAX_IMAGE_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Container:
-    """path: folder or zip of the images; names: of the images, sorted, relative to it."""
+    """A folder or zip of images, and which of them are meant."""
 
     path: Path
-    kind: str  # folder or zip
-    names: List[str]
+    names: List[str]  # of the images, sorted, relative to it
     # For source.json, such as the SHA-256 of an archive
     facts: Dict[str, Any] = field(default_factory=dict)
+    members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; None: a folder
 
+    @cached_property
     def contents(self) -> Dict[str, str]:
         """What tells images with other bytes apart, by name."""
-        if self.kind == "folder":
+        if self.members is None:
             return sources.contents(self.path, self.names)
-        return {
-            member.filename: f"{member.file_size}-{member.CRC:08x}"
-            for member in image_members(self.path)
-        }
+        members = [self.members[name] for name in self.names]
+        return {m.filename: f"{m.file_size}-{m.CRC:08x}" for m in members}
+
+    def entry(self, name: str, split: str, key: str) -> Entry:
+        """Manifest entry of an image; key: name of this container in source.json."""
+        if self.members is None:
+            return file_entry(self.path, name, split, key)
+        member = self.members[name]
+        with self.path.open("rb") as stream:
+            stream.seek(member.header_offset)
+            header = header_length(stream.read(HEADER), member, self.path)
+        place = (member.header_offset + header, member.compress_size, member.compress_type)
+        return Entry(name, split, key, name, member.file_size, f"{member.CRC:08x}", *place)
 
     def entries(self, names: Sequence[str], split: str, key: str) -> List[Entry]:
-        """Manifest entries of some of its images; key: name of this container in source.json."""
-        if self.kind == "folder":
-            return folder_entries(self.path, names, split, key)
-        wanted = set(names)
-        members = [member for member in image_members(self.path) if member.filename in wanted]
-        return zip_entries(self.path, members, split, key)
+        """Manifest entries of some of its images."""
+        return read_entries(partial(self.entry, split=split, key=key), names, split)
 
 
 def open_container(
@@ -87,36 +94,35 @@ def open_container(
 
 
 def digest(*paths: str) -> str:
-    """Digest (16 hexadecimal digits) of names and sizes of the images in folders or zips, or of the
-    text of lists.
-    """
-    state = hashlib.sha256()
+    """Digest of names and sizes of the images in folders or zips, or of the text of lists."""
+    rows: List[Any] = []
     for path in map(Path, filter(None, paths)):
-        if path.is_file() and path.suffix.lower() == ".zip":
-            rows = [
-                [member.filename, member.file_size, member.CRC] for member in image_members(path)
-            ]
-            state.update(json.dumps(rows).encode())
-        elif path.is_file():  # a list or an annotation file
-            state.update(path.read_bytes())
+        if not path.is_file():
+            files = list_images(path)
+            sizes = [file.stat().st_size if file.exists() else -1 for file in files]
+            rows.append([[str(file.relative_to(path)), n] for file, n in zip(files, sizes)])
+        elif path.suffix.lower() == ".zip":
+            rows.append(zip_container(path).contents)
         else:
-            for file in list_images(path):
-                size = file.stat().st_size if file.exists() else -1
-                name = file.relative_to(path).as_posix()
-                state.update(f"{name}\0{size}\n".encode("utf-8", "surrogateescape"))
-            state.update(b"\0")
-    return state.hexdigest()[:16]
+            rows.append(file_sha256(path))
+    return json_digest(rows)
 
 
 def _folder(path: Path) -> Container:
-    return Container(
-        path, "folder", [file.relative_to(path).as_posix() for file in list_images(path)]
-    )
+    return Container(path, [file.relative_to(path).as_posix() for file in list_images(path)])
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
-    """All images of an archive, read in place."""
-    return Container(path, "zip", [member.filename for member in image_members(path)], facts)
+    """All images of an archive, read in place. Raises RequestError for a damaged or unsafe one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = archive.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise RequestError(
+            f"{path}: not a whole zip archive ({error}); delete it and run again"
+        ) from None
+    members = {member.filename: member for member in checked(found, path)}
+    return Container(path, list(members), facts, members)
 
 
 def _chosen(path: Path, root: Path, names: List[str]) -> Container:
@@ -131,7 +137,8 @@ def _chosen(path: Path, root: Path, names: List[str]) -> Container:
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
     zipped = root.suffix.lower() == ".zip"
-    there = set(zip_container(root).names) if zipped else {n for n in names if (root / n).exists()}
+    members = zip_container(root).members if zipped else None
+    there = members or {name for name in names if (root / name).exists()}
     missing = [name for name in names if name not in there]
     if any("/" not in name for name in missing):
         # the first file of that name in a folder below
@@ -142,7 +149,7 @@ def _chosen(path: Path, root: Path, names: List[str]) -> Container:
     if missing and (zipped or len(missing) == len(names)):
         more = f" (and {len(missing) - 1} more)"
         raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
-    return Container(root, "zip" if zipped else "folder", sorted(set(names)))
+    return Container(root, sorted(set(names)), members=members)
 
 
 def _relative(name: str, root: Path, path: Path) -> str:
@@ -204,20 +211,6 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
 # --- zip archives
 
 
-def image_members(path: Path) -> List[zipfile.ZipInfo]:
-    """The images in the archive's directory. Raises RequestError for a damaged or unsafe
-    archive.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise RequestError(
-            f"{path}: not a whole zip archive ({error}); delete it and run again"
-        ) from None
-    return checked(members, path)
-
-
 def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
     """The images among the members, sorted by name. RequestError names an unsafe member."""
     images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
@@ -246,22 +239,6 @@ def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
     ):
         return f"would grow from {member.compress_size} to {member.file_size} bytes"
     return None
-
-
-def zip_entries(
-    path: Path, members: Sequence[zipfile.ZipInfo], split: str, container: str
-) -> List[Entry]:
-    """Entries of these members; reads their local headers for the offsets of the data."""
-    entries = []
-    with path.open("rb") as stream:
-        for member in members:
-            stream.seek(member.header_offset)
-            offset = member.header_offset + header_length(stream.read(HEADER), member, path)
-            name = member.filename
-            crc = f"{member.CRC:08x}"
-            place = (offset, member.compress_size, member.compress_type)
-            entries.append(Entry(name, split, container, name, member.file_size, crc, *place))
-    return entries
 
 
 def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:

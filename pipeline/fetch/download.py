@@ -193,26 +193,31 @@ def _require_space(part: Path, missing: int) -> None:
 
 def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
     """Append to the file up to `size`, from the first address that works."""
-    have = file.tell()
     problems = []
     shown = {"unit": "B", "unit_scale": True, "desc": f"downloading {name}"}
-    with Progress(total=size, initial=have, **shown) as bar:
+    with Progress(total=size, initial=file.tell(), **shown) as bar:
         for url in urls:
-            remote = Remote(url, size)
-            try:
-                for piece in remote.read(have):
-                    file.write(piece)
-                    have += len(piece)
-                    bar.update(len(piece))
+            problem = _copy(file, Remote(url, size), bar)
+            if not problem:
                 return
-            except Interrupted as error:
-                problems.append(f"{url}: {error}")
-            finally:
-                remote.close()
+            problems.append(f"{url}: {problem}")
     raise WorkError(
-        f"{name}: download failed ({'; '.join(problems)}); {have} bytes are kept, "
+        f"{name}: download failed ({'; '.join(problems)}); {file.tell()} bytes are kept, "
         f"run again to resume, or set {MIRROR} to another address"
     )
+
+
+def _copy(file: BinaryIO, remote: Remote, bar: Progress) -> str:
+    """Append what is missing. Returns why it broke off, or ""."""
+    try:
+        for piece in remote.read(file.tell()):
+            file.write(piece)
+            bar.update(len(piece))
+    except Interrupted as error:
+        return str(error)
+    finally:
+        remote.close()
+    return ""
 
 
 def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
@@ -246,15 +251,16 @@ def read_note(target: Path, notes: Path) -> Dict[str, Any]:
     try:
         known = json.loads(note.read_text(encoding="utf-8"))
         stat = target.stat()
-        same = known["size"] == stat.st_size
-        if same and note.stat().st_mtime_ns != stat.st_mtime_ns:
-            same = known["sha256"] == digests(target)["sha256"]
-            with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
-                if same:
-                    os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
-        return known if same else {}
+        same_time = note.stat().st_mtime_ns == stat.st_mtime_ns
+        if known["size"] != stat.st_size:
+            return {}
+        if not same_time and known["sha256"] != digests(target)["sha256"]:
+            return {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
+    with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
+        os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    return known
 
 
 def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> None:

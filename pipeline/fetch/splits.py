@@ -5,12 +5,11 @@ is written.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, Iterable, Iterator, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.fetch.containers import Container, open_container
 from pipeline.image_sets import manifest, sources
-from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
 from superglue_sift.images import BadImage, decode_gray
@@ -18,7 +17,6 @@ from superglue_sift.images import BadImage, decode_gray
 SEED = 0  # of the hash of names
 Splits = Dict[str, List[str]]  # names by split
 Size = Tuple[int, int]  # width, height
-FIRST_CHECKED = 16  # images of a split; then twice as many, and so on, until one is usable
 
 
 def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
@@ -29,12 +27,12 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """
     choice = (settings.root, tuple(filter(None, settings.categories.split(","))), settings.min_side)
     held = {"train": open_container(settings.path, *choice)}
-    contents = held["train"].contents()
+    contents = held["train"].contents
     if settings.val_path:
         held["val"] = open_container(settings.val_path, *choice)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
-        others = held["val"].contents()
+        others = held["val"].contents
         copies = set(others.values())
         train = [name for name in held["train"].names if contents[name] not in copies]
         if not train:
@@ -99,14 +97,23 @@ def require_usable(
     for split, size in smallest.items():
         names = splits[split]
         key = container_of(split, held)
-        sizes = _sizes(entries_of(split, splits, held), ImageSet((), {key: str(held[key].path)}))
-        if names and not any(width >= size[0] and height >= size[1] for width, height in sizes):
+        if names and not any(_is_usable(held[key], name, size) for name in names):
             section = "evaluate" if split == "test" else "keypoints"
             raise RequestError(
                 f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
                 f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"
                 f" {section}.width and {section}.height"
             )
+
+
+def _is_usable(container: Container, name: str, size: Size) -> bool:
+    """Whether an image can be read and has at least this size."""
+    try:
+        data = ImageSet((), {"": str(container.path)}).read(container.entry(name, "", ""))
+        height, width = decode_gray(data).shape
+    except BadImage:
+        return False
+    return width >= size[0] and height >= size[1]
 
 
 def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
@@ -117,34 +124,12 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
     if not empty:
         return
     container = held[container_of(empty[0], held)]
-    count = len(set(container.contents().values()))
+    count = len(set(container.contents.values()))
     raise RequestError(
         f"{container.path}: {count} different image{'s' * (count > 1)}, and none for"
         f" {' and '.join(empty)}; at least two are needed, one to train and one to validate: give"
         " more images, or change fetch.val_fraction and fetch.test_fraction"
     )
-
-
-def entries_of(split: str, splits: Splits, held: Mapping[str, Container]) -> Iterator[Entry]:
-    """The entries of a split, read in growing groups, since each group searches the zip."""
-    names = splits[split]
-    key = container_of(split, held)
-    start = 0
-    count = FIRST_CHECKED
-    while start < len(names):
-        yield from held[key].entries(names[start : start + count], split, key)
-        start += count
-        count *= 2
-
-
-def _sizes(entries: Iterable[Entry], images: ImageSet) -> Iterator[Size]:
-    """Sizes of the readable images."""
-    for entry in entries:
-        try:
-            height, width = decode_gray(images.read(entry)).shape
-        except BadImage:
-            continue
-        yield width, height
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:

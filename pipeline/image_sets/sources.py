@@ -12,8 +12,9 @@ import os
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Callable, Dict, List, Mapping, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
@@ -36,27 +37,22 @@ TAIL = 4096  # bytes at the end of an image file, by which `contents` tells file
 
 
 class ImageSet:
-    """The images that `fetch` lists: entries by split, and their bytes. Cheap to open and pickle;
-    keeps no handle.
+    """The images that `fetch` lists: entries by split, and their bytes. Keeps no handle.
+
+    containers: path of each folder or zip, all that `read` needs.
     """
 
     def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
         self._entries = list(entries)
-        self._containers = containers
+        self.containers = containers
 
     def entries(self, split: str) -> List[Entry]:
         """The entries of `train`, `val` or `test`, sorted by name."""
         return [entry for entry in self._entries if entry.split == split]
 
-    def without_entries(self) -> ImageSet:
-        """The same containers without the list of entries, enough for `read` in a worker
-        process.
-        """
-        return ImageSet((), self._containers)
-
     def read(self, entry: Entry) -> bytes:
         """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
-        root = self._containers[entry.container]
+        root = self.containers[entry.container]
         path = root if entry.offset else os.path.join(root, entry.member)
         try:
             with open(path, "rb") as stream:
@@ -156,22 +152,26 @@ def list_images(folder: Union[str, Path]) -> List[Path]:
 
 
 def folder_entries(root: Path, names: Sequence[str], split: str, container: str) -> List[Entry]:
-    """Entries of the files `names` under `root`, including unreadable files, which `keypoints`
-    reports.
-    """
+    """Entries of the files `names` under `root`."""
+    make = partial(file_entry, root, split=split, container=container)
+    return read_entries(make, names, split)
 
-    def entry(name: str) -> Entry:
-        try:
-            data = (root / name).read_bytes()
-        except OSError:
-            return Entry(name, split, container, name, 0, "")
-        return Entry(
-            name, split, container, name, len(data), f"{zlib.crc32(data):08x}", packed=len(data)
-        )
 
-    with ThreadPoolExecutor(4) as pool:  # CRC-32 and reading release the GIL
-        shown = {"total": len(names), "desc": f"reading {split} images", "unit": "image"}
-        return list(Progress(pool.map(entry, names), **shown))
+def file_entry(root: Path, name: str, split: str, container: str) -> Entry:
+    """The entry of a file under `root`, also of an unreadable one, which `keypoints` reports."""
+    try:
+        data = (root / name).read_bytes()
+    except OSError:
+        return Entry(name, split, container, name, 0, "")
+    crc32 = f"{zlib.crc32(data):08x}"
+    return Entry(name, split, container, name, len(data), crc32, packed=len(data))
+
+
+def read_entries(make: Callable[[str], Entry], names: Sequence[str], split: str) -> List[Entry]:
+    """`make(name)` of all, in threads: reading and CRC-32 release the GIL."""
+    shown = {"total": len(names), "desc": f"reading {split} images", "unit": "image"}
+    with ThreadPoolExecutor(4) as pool:
+        return list(Progress(pool.map(make, names), **shown))
 
 
 def contents(root: Path, names: Sequence[str]) -> Dict[str, str]:

@@ -58,7 +58,7 @@ class ImageExtractor:
     """The function of a worker: from an image to its views."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
-        self.images = images.without_entries()
+        self.images = ImageSet((), images.containers)
         self.settings = settings
         self.decoded = decoder(settings.decoder)
 

@@ -315,7 +315,7 @@ class TestViews:
         not.
         """
         files = jpegs(photo, 12)
-        draws = [dali_views._draws(0, i, VIEW) for i in range(12)]
+        draws = [dali_views.draw_pair(0, i, VIEW) for i in range(12)]
         mirrored = [one.mirror != other.mirror for one, other in draws]
         assert 0 < sum(mirrored) < 12
         views0, views1, H = views_of(dali_views.dali_views(files, VIEW, 4))
