@@ -24,6 +24,10 @@ RUN_ID = "{run_id}"  # in a tag: replaced when the run has its id
 HIDDEN = "mlflow.superglue."  # prefix of tags that MLflow does not show
 KEY_TAG = f"{HIDDEN}run_key"
 CHAMPION = "champion"
+# Columns of MLflow's table of runs at the address that `make ui` prints. MLflow 3.1 shows an error
+# if one of the file's keys is missing.
+VIEW = Path(__file__).with_name("results_view.json")
+VIEW_TAG = "mlflow.sharedViewState.results"
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 FILE_SECONDS = "300"  # for the answer to a file
@@ -64,6 +68,8 @@ class MlflowStore:
             self._experiment = self._client.create_experiment(
                 name, place if scheme == "sqlite" else None
             )
+        if experiment is None or experiment.tags.get(VIEW_TAG) != VIEW.read_text():
+            self._client.set_experiment_tag(self._experiment, VIEW_TAG, VIEW.read_text())
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
         runs = self._client.search_runs([self._experiment], query, max_results=1)
         self.is_new = not runs

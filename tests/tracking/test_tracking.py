@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -178,6 +179,17 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     said = [version.tags.get("champion", "") for version in versions]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
     assert versions[4].description == f"Verdict on better, {versions[4].run_id}."
+
+
+def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
+    """MLflow shows some 14 letters of them."""
+    client = client_of(store)
+    with open_run(tmp_path / "reports") as run:
+        run.log({"val/f1": 0.5, **dict.fromkeys(tracking.LEADING, 0.5)}, 1)
+    experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
+    columns = json.loads(experiment.tags["mlflow.sharedViewState.results"])["selectedColumns"]
+    names = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
+    assert set(names) <= set(stored_run(store).data.metrics) and max(map(len, names)) <= 14
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, store, tmp_path):
