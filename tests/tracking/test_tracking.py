@@ -186,7 +186,7 @@ def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
     client = client_of(store)
     with open_run(tmp_path / "reports") as run:
         run.log({"val/f1": 0.5, **dict.fromkeys(tracking.LEADING, 0.5)}, 1)
-    experiment = client.get_experiment_by_name(tracking.EXPERIMENT)
+    experiment = client.get_experiment_by_name("superglue-sift")
     columns = json.loads(experiment.tags["mlflow.sharedViewState.results"])["selectedColumns"]
     names = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
     assert set(names) <= set(stored_run(store).data.metrics) and max(map(len, names)) <= 14
