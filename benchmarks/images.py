@@ -17,7 +17,7 @@ import torch
 from benchmarks import dali_views, timing
 from benchmarks.photographs import photographs
 from benchmarks.row import Row, Setting
-from pipeline.evaluate.heldout import noise
+from pipeline.evaluate.heldout import add_noise
 from pipeline.keypoints.image import gray_views
 from pipeline.parameters import params
 from superglue_sift import classical, scenes, sift
@@ -115,7 +115,7 @@ def filled(setting: Setting) -> Iterator[Row]:
     of two views.
     """
     image = cv2.resize(photographs(setting.images, 1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
-    image = noise(image, 8.0)  # for more keypoints than a small photograph has
+    image = add_noise(image, 8.0)  # for more keypoints than a small photograph has
     rotated = cv2.warpAffine(
         image, cv2.getRotationMatrix2D((LARGE[0] / 2, LARGE[1] / 2), 10, 1.0), LARGE
     )

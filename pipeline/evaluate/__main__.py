@@ -45,95 +45,56 @@ from superglue_sift.weights import choose_device, shipped_weights
 PAPER_PAIRS = 1024
 PACKAGES = ("poselib", "kornia", "lightglue")  # of --estimators and --lightglue
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
+LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0}  # of whole numbers
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """Options and their values. Raises RequestError for what cannot be asked together."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    add(
-        "--also",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="another model; repeat for more",
-    )
+    also = "another model; repeat for more"
+    add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
-    add(
-        "--poses",
-        type=Path,
-        help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images",
-    )
-    add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
-    add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    add(
-        "--mlflow-run",
-        type=Path,
-        help="reports/train/log.jsonl, to add the results to the run of the training",
-    )
-    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add(
-        "--threshold",
-        type=float,
-        default=0.0,
-        help="minimum confidence of a match; 0: the model's own",
-    )
-    add(
-        "--no-refine",
-        dest="refine",
-        action="store_false",
-        help="skip the metrics of aligned matches, to save time",
-    )
-    add(
-        "--pictures",
-        type=int,
-        default=8,
-        help="pictures of matches: of the best, median and worst pairs; 0: none",
-    )
-    add(
-        "--resize",
-        type=int,
-        default=480,
-        help="--pairs, --poses: shorter side in pixels; 0: keep the size",
-    )
-    add("--batch", type=int, default=8, help="pairs in one pass of the network")
+    cameras = "instead: a pairs_with_gt.txt of pairs with cameras, images in --images"
+    add("--poses", type=Path, help=cameras)
     paper = (
         "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
     )
     add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=paper)
+    add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
+    add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
+    run = "reports/train/log.jsonl, to add the results to the run of the training"
+    add("--mlflow-run", type=Path, help=run)
+    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    threshold = "minimum confidence of a match; 0: the model's own"
+    add("--threshold", type=float, default=0.0, help=threshold)
+    resize = "--pairs, --poses: shorter side in pixels; 0: keep the size"
+    add("--resize", type=int, default=480, help=resize)
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
-    add(
-        "--lightglue", type=Path, metavar="FILE", help="also LightGlue for SIFT, with these weights"
-    )
-    add(
-        "--bound",
-        action="store_true",
-        help="also a row of the true matches, an upper bound for all matchers",
-    )
-    add(
-        "--robustness",
-        type=int,
-        default=0,
-        help="photographs tried under growing blur, noise, ...; 0: none",
-    )
-    add(
-        "--keep-seen",
-        action="store_true",
-        help="keep photographs that a model was trained on, and mark the table",
-    )
+    weights = "also LightGlue for SIFT, with these weights"
+    add("--lightglue", type=Path, metavar="FILE", help=weights)
+    bound = "also a row of the true matches, an upper bound for all matchers"
+    add("--bound", action="store_true", help=bound)
+    aligned = "skip the metrics of aligned matches, to save time"
+    add("--no-refine", dest="refine", action="store_false", help=aligned)
+    hard = "photographs tried under growing blur, noise, ...; 0: none"
+    add("--robustness", type=int, default=0, help=hard)
+    seen = "keep photographs that a model was trained on, and mark the table"
+    add("--keep-seen", action="store_true", help=seen)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    args = parser.parse_args(argv)
-    sources_given = [
-        name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None
-    ]
-    if len(sources_given) > 1:
-        raise RequestError(
-            f"--{sources_given[0]} and --{sources_given[1]} are two evaluations: run one at a time"
-        )
+    return check_options(parser.parse_args(argv))
+
+
+def check_options(args: argparse.Namespace) -> argparse.Namespace:
+    """Add the models and the file of parameters. Raises RequestError."""
+    given = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
+    if len(given) > 1:
+        raise RequestError(f"--{given[0]} and --{given[1]} are two evaluations: run one at a time")
     if args.robustness and (args.pairs or args.poses):
         raise RequestError(
             "--robustness needs held-out images: leave it out with --pairs and --poses"
@@ -144,14 +105,13 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
-    for name, minimum in (("pictures", 0), ("max_keypoints", 1), ("batch", 1), ("paper", 1)):
+    for name, least in LEAST.items():
         value = getattr(args, name)
-        if value is not None and value < minimum:
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {minimum} or more")
+        if value is not None and value < least:
+            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
     args.models = models_of(args)
-    args.params = args.params or (
-        Path("params.yaml") if Path("params.yaml").is_file() else OWN_PARAMS
-    )
+    here = Path("params.yaml")
+    args.params = args.params or (here if here.is_file() else OWN_PARAMS)
     return args
 
 
@@ -174,15 +134,11 @@ def models_of(args: argparse.Namespace) -> Dict[str, Path]:
 
 def section_of(args: argparse.Namespace) -> EvaluateParams:
     """Section `evaluate` of params.yaml, with overrides from the command line."""
-    section = params.load("evaluate", args.params)
-    return (
-        section.model_copy(update={"max_keypoints": args.max_keypoints})
-        if args.max_keypoints
-        else section
-    )
+    asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
+    return params.load("evaluate", args.params).model_copy(update=asked)
 
 
-def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
+def choose_photographs(args: argparse.Namespace) -> unseen.Choice:
     """Held-out photographs that no compared model was trained on, and the models; only the latter
     with other pairs.
     """
@@ -192,10 +148,8 @@ def chosen_photographs(args: argparse.Namespace) -> unseen.Choice:
     entries = images.entries("test")
     if not entries:
         entries = images.entries("val")
-        print(
-            "no test images: using the validation images, on which the checkpoint was chosen",
-            file=sys.stderr,
-        )
+        line = "no test images: using the validation images, on which the checkpoint was chosen"
+        print(line, file=sys.stderr)
     if not entries:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
@@ -217,22 +171,21 @@ def choose_source(
     entries = chosen.entries
     held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    folders = ", ".join(
-        Path(container["path"]).name for container in fetched["containers"].values()
-    )
-    name = folders if fetched.get("source", "folder") == "folder" else fetched["source"]
+    name = fetched.get("source", "folder")
+    if name == "folder":
+        name = ", ".join(Path(each["path"]).name for each in fetched["containers"].values())
     images = f"{len(held_out)} held-out images ({entries[0].split}){chosen.mark}"
     return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
 
 
-def chosen_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
+def choose_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
     """Names of the estimators. Raises RequestError for an unknown one."""
     if args.estimators is not None:
         return estimators.choose(args.estimators.split(","))
     return tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT
 
 
-def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
+def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
     """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not
     name.
     """
@@ -245,7 +198,7 @@ def chosen_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     return extractors.load(name)
 
 
-def chosen_matchers(
+def choose_matchers(
     args: argparse.Namespace, models: Mapping[str, Path], device: str
 ) -> Tuple[Matchers, List[str]]:
     """All compared matchers, and a note for each that is missing or matches other keypoints."""
@@ -260,12 +213,13 @@ def chosen_matchers(
             networks[name] = network
         else:
             skipped.append(f"SKIP {name}: of keypoints of {extractor}")
-    networks, copies = matchers.without_copies(networks)
+    networks, copies = matchers.drop_copies(networks)
     skipped += copies
-    if args.lightglue is not None and ours != extractors.DEFAULT.name:
-        skipped.append("SKIP LightGlue: its weights are of SIFT's keypoints")
-    elif args.lightglue is not None:
-        match, reason = lightglue.load(args.lightglue, device)
+    if args.lightglue is not None:
+        reason = "its weights are of SIFT's keypoints"
+        match = None
+        if ours == extractors.DEFAULT.name:
+            match, reason = lightglue.load(args.lightglue, device)
         if match is None:
             skipped.append(f"SKIP LightGlue: {reason}")
         else:
@@ -279,8 +233,8 @@ def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
     """
     args = parse(argv)
     networks = [matchers.load_network(file, "cpu", args.threshold) for file in args.models.values()]
-    chosen_extractor(args, networks[0])
-    choose_source(args, section_of(args), chosen_photographs(args))
+    choose_extractor(args, networks[0])
+    choose_source(args, section_of(args), choose_photographs(args))
 
 
 def track(
@@ -294,32 +248,25 @@ def track(
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
-    prefix = (
-        f"pairs/{folder.resolve().stem}"
-        if folder
-        else "paper"
-        if args.paper
-        else tracking.EVALUATION
-    )
+    prefix = f"pairs/{folder.resolve().stem}" if folder else tracking.EVALUATION
+    prefix = "paper" if args.paper else prefix
     is_main = prefix == tracking.EVALUATION  # of the data it was trained on
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
         for variant, content in contents.items():
             group = "/".join(filter(None, (tracking.HEADLINE, "" if is_main else prefix, variant)))
             leading = tracking.LEADING if is_main else ()
-            headline = summary.headline(content).items()
             metrics = {
-                name if name in leading else f"{group}/{name}": value for name, value in headline
+                name if name in leading else f"{group}/{name}": value
+                for name, value in summary.headline(content).items()
             }
             run.log(metrics, int(info.get("step") or 0))
         for name in (*outputs.FILES, *outputs.FOLDERS):
-            if (args.out / name).exists():
-                run.artifact(
-                    args.out / name, f"{prefix}/{name}" if name in outputs.FOLDERS else prefix
-                )
+            path = args.out / name
+            if path.exists():
+                run.artifact(path, f"{prefix}/{name}" if path.is_dir() else prefix)
         if is_main:
-            run.describe(
-                summary.result(contents[""]), summary.note(contents[""], prefix, tracking.RUN_ID)
-            )
+            content = contents[""]
+            run.describe(summary.result(content), summary.note(content, prefix, tracking.RUN_ID))
             run.compare_with_champion(args.out / "pairs.csv")
 
 
@@ -331,26 +278,25 @@ def evaluate(
     """
     section = section_of(args)
     device = choose_device(args.device) if context.world_size == 1 else str(context.device)
-    chosen = chosen_photographs(args)
-    compared, skipped = chosen_matchers(args, chosen.models, device)
-    names = chosen_estimators(args)
-    extractor = chosen_extractor(args, compared.networks[OURS])
-    options = {"refine": args.refine, "pictures": args.pictures, "bound": args.bound}
+    chosen = choose_photographs(args)
+    compared, skipped = choose_matchers(args, chosen.models, device)
+    ours = compared.networks[OURS]
     settings = Settings(
-        section, names, args.batch, args.resize, args.robustness, extractor, **options
+        section,
+        choose_estimators(args),
+        args.resize,
+        args.robustness,
+        choose_extractor(args, ours),
+        args.bound,
+        args.refine,
     )
     training = args.mlflow_run.parent / "curves" if args.mlflow_run else None
     work = Evaluation(compared, settings, context, (*chosen.lines, *skipped), training)
-    info = compared.networks[OURS].info
     if args.paper:
-        return (
-            protocol.run_paper(
-                work, lambda variant: choose_source(args, variant, chosen), args.out
-            ),
-            info,
-        )
+        source_of = lambda variant: choose_source(args, variant, chosen)  # noqa: E731
+        return protocol.run_paper(work, source_of, args.out), ours.info
     content = work.run(choose_source(args, section, chosen), args.out)
-    return {"": content} if content else {}, info
+    return {"": content} if content else {}, ours.info
 
 
 def main(argv: Optional[List[str]] = None) -> int:

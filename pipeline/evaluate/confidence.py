@@ -15,7 +15,7 @@ RECALLS = tuple(round(0.01 * step, 2) for step in range(101))  # of precision_at
 
 @dataclass(frozen=True)
 class Sweep:
-    """Means over pairs above each confidence threshold that occurs, falling.
+    """Means over pairs above each confidence threshold that occurs, falling, first above all.
 
     confidence, precision, recall, matches: (T,) float64. Precision is over all `pairs`, 0 for one
     without matches; recall over the `recall_pairs` with true matches, NaN without any.
@@ -33,33 +33,35 @@ def steps(scored: Sequence[ScoredMatches]) -> Tuple[np.ndarray, np.ndarray, np.n
     """Confidence, pair number, and increments of that pair's precision and recall, by falling
     confidence; (E,) each.
     """
-    parts: List[Tuple[np.ndarray, ...]] = [
-        (np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))
-    ]
+    parts = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     for number, matches in enumerate(scored):
         order = np.argsort(-matches.scores, kind="stable")
         precision = np.cumsum(matches.correct[order]) / np.arange(1, len(order) + 1)
         recall = np.cumsum(matches.found[order]) / max(matches.truth, 1)
         increments = (np.diff(curve, prepend=0.0) for curve in (precision, recall))
         parts.append((matches.scores[order], np.full(len(order), number), *increments))
-    confidence, pair, precision, recall = (np.concatenate(column) for column in zip(*parts))
-    order = np.argsort(-confidence, kind="stable")
-    return confidence[order], pair[order], precision[order], recall[order]
+    columns = [np.concatenate(column) for column in zip(*parts)]
+    order = np.argsort(-columns[0], kind="stable")
+    return tuple(column[order] for column in columns)
 
 
 def sweep(scored: Sequence[ScoredMatches]) -> Sweep:
     """The sweep of one network. scored: all matches of each pair, whatever their scores."""
     confidence, _, precision, recall = steps(scored)
-    # Of equal confidences
-    last = np.flatnonzero(np.append(confidence[1:] != confidence[:-1], True)[: len(confidence)])
+    # the last of equal confidences
+    last = np.append(np.flatnonzero(np.diff(confidence)), len(confidence) - 1)[: len(confidence)]
     recall_pairs = sum(matches.truth > 0 for matches in scored)
+
+    def mean(sums: np.ndarray, pairs: float) -> np.ndarray:
+        return np.append(0.0, sums[last]) / (pairs or np.nan)
+
     return Sweep(
-        confidence=confidence[last],
-        precision=np.cumsum(precision)[last] / max(len(scored), 1),
-        recall=np.cumsum(recall)[last] / (recall_pairs or np.nan),
-        matches=(last + 1) / max(len(scored), 1),
-        pairs=len(scored),
-        recall_pairs=recall_pairs,
+        np.append(np.inf, confidence[last]),
+        mean(np.cumsum(precision), len(scored)),
+        mean(np.cumsum(recall), recall_pairs),
+        mean(np.arange(1.0, len(confidence) + 1), len(scored)),
+        len(scored),
+        recall_pairs,
     )
 
 
@@ -81,18 +83,12 @@ def threshold_curve(
     """
     lines = []
     for threshold in thresholds:
-        index = int((swept.confidence > threshold).sum()) - 1  # -1: no match is left
-        empty = {
-            "precision": 0.0 if swept.pairs else np.nan,
-            "recall": 0.0 if swept.recall_pairs else np.nan,
+        index = int((swept.confidence > threshold).sum()) - 1
+        line = {
+            name: float(getattr(swept, name)[index]) for name in ("precision", "recall", "matches")
         }
-        means = {
-            name: float(getattr(swept, name)[index])
-            for name in ("precision", "recall", "matches")
-            if index >= 0
-        }
-        line = {"threshold": float(threshold), **(means or {**empty, "matches": 0.0})}
-        lines.append({**line, "pairs": swept.pairs, "recall_pairs": swept.recall_pairs})
+        numbers = {"pairs": swept.pairs, "recall_pairs": swept.recall_pairs}
+        lines.append({"threshold": threshold, **line, **numbers})
     return lines
 
 
@@ -117,7 +113,5 @@ def calibration_error(lines: Sequence[Dict[str, float]]) -> float:
     """Expected calibration error: mean of |confidence - precision|, weighted by matches (Guo et al.
     2017).
     """
-    total = sum(line["matches"] for line in lines) or float("nan")
-    return (
-        sum(abs(line["confidence"] - line["precision"]) * line["matches"] for line in lines) / total
-    )
+    gaps = [abs(line["confidence"] - line["precision"]) * line["matches"] for line in lines]
+    return sum(gaps) / (sum(line["matches"] for line in lines) or np.nan)

@@ -40,82 +40,73 @@ class HeldOutPairs(Source):
         entries: Sequence[Entry],
         params: EvaluateParams,
         total: Optional[int] = None,
-        disturb: Optional[Callable[[np.ndarray], np.ndarray]] = None,
+        disturb: Callable[[np.ndarray], np.ndarray] = np.asarray,
     ):
         self.images = images
         self.entries = list(entries)[:total]
         self.params = params
         self.disturb = disturb
         self.view_size = (params.width, params.height)
-        count = params.pairs_per_image
-        rest = 0
+        count, rest = params.pairs_per_image, 0
         if total is not None:
-            count, rest = divmod(total, len(self.entries) or 1)
-        self.scenes = [
-            (entry.name, count + (index < rest)) for index, entry in enumerate(self.entries)
-        ]
+            count, rest = divmod(total, len(self.entries))
+        self.scenes = [(e.name, count + (index < rest)) for index, e in enumerate(self.entries)]
 
     def load(self, index: int) -> Scene:
         """Render the pairs of one photograph. Raises BadImage for an unreadable or too small
         one.
         """
-        name = self.entries[index].name
-        image = self._image(index)
+        name, count = self.scenes[index]
+        image = self.read(index)
         views = []
         pairs = []
-        for number in range(self.pairs_in(index)):
+        for number in range(count):
             first = 2 * number
-            second = 2 * number + 1
-            (view0, H_image_to_0), (view1, H_image_to_1) = (
-                self._view(image, name, n) for n in (first, second)
-            )
-            views += [view0, self.disturb(view1) if self.disturb else view1]
+            view0, H_image_to_0 = self.render(image, name, first)
+            view1, H_image_to_1 = self.render(image, name, first + 1)
+            views += [view0, self.disturb(view1)]
             H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
-            pairs.append(ViewPair(f"{name}#{number}", first, second, H_0to1))
+            pairs.append(ViewPair(f"{name}#{number}", first, first + 1, H_0to1))
         return Scene(name, views, pairs)
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
         """The colours of the photograph, with the brightness of the rendered view."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
-        H, _ = self._homography(photograph, entry.name, image)
+        H, _ = self.sample(photograph, entry.name, image)
         view = cv2.cvtColor(render.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
 
-    def view(self, index: int, number: int) -> np.ndarray:
-        """View `number` of photograph `index`, (H, W) uint8. Raises BadImage."""
-        return self._view(self._image(index), self.entries[index].name, number)[0]
-
-    def _image(self, index: int) -> np.ndarray:
+    def read(self, index: int) -> np.ndarray:
+        """Photograph `index`, (H, W) uint8. Raises BadImage."""
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
         if not homography.fits(image_size(image), self.view_size):
-            smallest = "x".join(str(side) for side in homography.smallest_image(self.view_size))
-            raise BadImage(
-                entry.name, f"{image.shape[1]}x{image.shape[0]} pixels, smaller than {smallest}"
-            )
+            smallest = "x".join(map(str, homography.smallest_image(self.view_size)))
+            size = "x".join(map(str, image_size(image)))
+            raise BadImage(entry.name, f"{size} pixels, smaller than {smallest}")
         return image
 
-    def _view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """View `number` of a photograph, (H, W) uint8, and H_image_to_view; even numbers are
-        mild.
-        """
-        H, rng = self._homography(image, name, number)
-        return self._rendered(image, H, rng), H
+    def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """View `number` of a photograph, (H, W) uint8, and H_image_to_view."""
+        H, rng = self.sample(image, name, number)
+        return self.render_view(image, H, rng), H
 
-    def _homography(
+    def sample(
         self, image: np.ndarray, name: str, number: int
     ) -> Tuple[np.ndarray, np.random.Generator]:
+        """H_image_to_view of view `number`, mild for even numbers; and its generator."""
         rng = homography.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
         if number % 2 == 0:
             return homography.mild_view(rng, *sizes), rng
         return homography.sample_view(rng, *sizes, self.params.views.homography), rng
 
-    def _rendered(
+    def render_view(
         self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
+        """A view with photometric distortion, (H, W) uint8."""
         view = render.render(image, H_image_to_view, self.view_size)
         return render.distort(view, rng, self.params.views.photometric)
 
@@ -125,26 +116,29 @@ class NegativePairs(Source):
 
     def __init__(self, source: HeldOutPairs):
         self.source = source
-        count = len(source)
+        names = [name for name, _ in source.scenes]
+        count = len(names)
         possible = count * (count - 1) * source.params.pairs_per_image
         rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
         # both photographs, and the number of their views
         self.pairs = [
             (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
         ]
-        self.scenes = [
-            (f"{source.scene_name(a)} and {source.scene_name(b)}", 1) for a, b, _ in self.pairs
-        ]
+        self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
         first, second, number = self.pairs[index]
-        name = self.scene_name(index)
-        views = [self.source.view(first, 2 * number), self.source.view(second, 2 * number + 1)]
+        names = (self.source.entries[at].name for at in (first, second))
+        views = [
+            self.source.render(self.source.read(at), name, 2 * number + side)[0]
+            for side, (at, name) in enumerate(zip((first, second), names))
+        ]
+        name, _ = self.scenes[index]
         return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])
 
 
-def brightness(image: np.ndarray, factor: float) -> np.ndarray:
+def brighten(image: np.ndarray, factor: float) -> np.ndarray:
     """Multiply the brightness by `factor`, with saturation."""
     return cv2.convertScaleAbs(image, alpha=factor)
 
@@ -154,7 +148,7 @@ def blur(image: np.ndarray, deviation: float) -> np.ndarray:
     return cv2.GaussianBlur(image, (0, 0), deviation) if deviation > 0 else image
 
 
-def noise(image: np.ndarray, deviation: float) -> np.ndarray:
+def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
     """Gaussian noise with a standard deviation in gray levels, the same for every image of a
     size.
     """
@@ -163,21 +157,20 @@ def noise(image: np.ndarray, deviation: float) -> np.ndarray:
 
 
 LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
-    "illumination (factor)": (brightness, (1.0, 0.5, 0.25, 0.12, 2.0)),
+    "illumination (factor)": (brighten, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
-    "noise (gray levels)": (noise, (0.0, 5.0, 10.0, 20.0)),
+    "noise (gray levels)": (add_noise, (0.0, 5.0, 10.0, 20.0)),
     "JPEG (quality)": (render.compress, (90, 40, 15, 5)),
 }
 
 
-def disturbed(source: HeldOutPairs, count: int, disturb: Callable, level: float) -> HeldOutPairs:
-    """One pair of each of the first `count` photographs of a source, without photometric
-    distortion, disturbed.
+def disturb(source: HeldOutPairs, count: int, function: Callable, level: float) -> HeldOutPairs:
+    """One pair of each of the first `count` photographs of a source, disturbed, without photometric
+    distortion.
     """
-    params = source.params
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
-    views = params.views.model_copy(update={"photometric": clear})
-    params = params.model_copy(update={"views": views, "pairs_per_image": 1})
+    views = source.params.views.model_copy(update={"photometric": clear})
+    params = source.params.model_copy(update={"views": views, "pairs_per_image": 1})
     return HeldOutPairs(
-        source.images, source.entries[:count], params, disturb=lambda x: disturb(x, level)
+        source.images, source.entries[:count], params, disturb=lambda view: function(view, level)
     )

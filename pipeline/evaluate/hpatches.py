@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional
+from typing import Dict, List, Optional, Tuple
 
 import cv2
 import numpy as np
@@ -59,28 +59,26 @@ class HPatchesPairs(Source):
         silently.
         """
         sequence = self.sequences[index]
-        # by number; (3, 3) original pixels to resized ones
-        images = {}
-        scalings = {}
-        for number, path in sorted(sequence.images.items()):
-            original = read_gray(path)
-            images[number] = resize_short_side(original, self.short_side, path)
-            scalings[number] = resizing(image_size(original), image_size(images[number]))
+        paths = sorted(sequence.images.items())
+        read = {number: read_resized(path, self.short_side) for number, path in paths}
+        numbers = list(read)
+        first = numbers.index(REFERENCE)
         pairs = []
-        numbers = list(images)
-        for number in numbers:
-            if number == REFERENCE:
-                continue
-            H_given = read_homography(sequence.homographies[number])
-            H_0to1 = compose(scalings[number], H_given, inverse(scalings[REFERENCE]))
+        for number, file in sorted(sequence.homographies.items()):
+            scaled = compose(read[number][1], read_homography(file), inverse(read[REFERENCE][1]))
             name = f"{sequence.name}/{REFERENCE}-{number}"
-            first = numbers.index(REFERENCE)
-            second = numbers.index(number)
-            pairs.append(ViewPair(name, first, second, H_0to1))
-        return Scene(sequence.name, list(images.values()), pairs)
+            pairs.append(ViewPair(name, first, numbers.index(number), scaled))
+        return Scene(sequence.name, [image for image, _ in read.values()], pairs)
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
         return in_color(sorted(self.sequences[index].images.items())[image][1], gray)
+
+
+def read_resized(path: Path, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
+    """A gray image, (H, W) uint8, and (3, 3) from pixels of the file. Raises RequestError."""
+    original = read_gray(path)
+    image = resize_short_side(original, short_side, path)
+    return image, resizing(image_size(original), image_size(image))
 
 
 def in_color(path: Path, gray: np.ndarray) -> np.ndarray:
@@ -126,9 +124,8 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
     for number in sorted(set(images) - {REFERENCE} - set(homographies)):
         raise RequestError(f"{images[number]}: no homography H_1_{number} next to it")
     for number in sorted(set(homographies) - set(images)):
-        raise RequestError(
-            f"{homographies[number]}: no image {number}.png (or ppm, jpg) next to it"
-        )
+        file = homographies[number]
+        raise RequestError(f"{file}: no image {number}.png (or ppm, jpg) next to it")
     if len(images) < 2:
         raise RequestError(f"{path}: only image 1; expected 2.png with H_1_2 at least")
     name = path.relative_to(root).as_posix()
@@ -140,15 +137,14 @@ def read_homography(path: Path) -> np.ndarray:
     matrix.
     """
     try:
-        H = np.array(
-            [line.split() for line in path.read_text().splitlines() if line.strip()], np.float64
-        )
+        H = np.array(path.read_text().split(), np.float64)
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: not a homography: {error}") from error
-    if H.shape != (3, 3):
+    if H.size != 9:
         raise RequestError(
-            f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.shape}"
+            f"{path}: not a homography: expected 3 rows of 3 numbers, found {H.size}"
         )
+    H = H.reshape(3, 3)
     units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of similar magnitude
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{path}: not a homography: the matrix cannot be inverted")
@@ -159,18 +155,15 @@ def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndar
     """Resize to a shorter side of `short_side` pixels, 0: unchanged. Raises RequestError beyond
     `MAX_SIDE`.
     """
-    shorter = min(image.shape)
-    longer = max(image.shape)
-    scale = short_side / shorter if short_side else 1.0
-    if longer * scale > MAX_SIDE:
-        now = "x".join(map(str, image_size(image)))
+    scale = short_side / min(image.shape) if short_side else 1.0
+    size = image_size(image)
+    if max(size) * scale > MAX_SIDE:
         raise RequestError(
-            f"{path}: {now} pixels, at --resize {short_side} {longer * scale:.0f} along the longer"
-            f" side; at most {MAX_SIDE} are possible"
+            f"{path}: {size[0]}x{size[1]} pixels, at --resize {short_side} {max(size) * scale:.0f}"
+            f" along the longer side; at most {MAX_SIDE} are possible"
         )
     if scale == 1.0:
         return image
-    wanted = [max(1, round(side * short_side / shorter)) for side in image_size(image)]
-    return cv2.resize(
-        image, wanted, interpolation=cv2.INTER_AREA if scale < 1.0 else cv2.INTER_LINEAR
-    )
+    wanted = [max(1, round(side * short_side / min(size))) for side in size]
+    method = cv2.INTER_AREA if scale < 1.0 else cv2.INTER_LINEAR
+    return cv2.resize(image, wanted, interpolation=method)

@@ -78,25 +78,19 @@ class Source:
     def __len__(self) -> int:
         return len(self.scenes)
 
-    def scene_name(self, index: int) -> str:
-        return self.scenes[index][0]
-
-    def pairs_in(self, index: int) -> int:
-        return self.scenes[index][1]
-
     def load(self, index: int) -> Scene:
         raise NotImplementedError
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        """Image number `image` of scene `index`, which `load` gave as `gray`, for pictures: (H, W,
-        3) BGR or `gray`.
+        """Image number `image` of scene `index`, which `load` gave as `gray`, for pictures:
+        (H, W, 3) BGR.
         """
-        return gray
+        raise NotImplementedError
 
 
 def image_size(image: np.ndarray) -> Tuple[int, int]:
     """(width, height) of an (H, W) image."""
-    return int(image.shape[1]), int(image.shape[0])
+    return image.shape[1::-1]
 
 
 def pairs_of_scene(
@@ -114,13 +108,13 @@ def pairs_of_scene(
     for position, view in enumerate(scene.pairs):
         if only not in (None, position):
             continue
-        for image in {view.first, view.second} - set(keypoints):
+        sides = view.first, view.second
+        for image in set(sides) - set(keypoints):
             keypoints[image] = extractor(scene.images[image], max_keypoints)
-        images = scene.images[view.first], scene.images[view.second]
-        pair = choose_pair(
-            Pair(keypoints[view.first], keypoints[view.second], *map(image_size, images))
-        )
-        pairs.append(KnownPair(view.name, scene.name, (index, position), pair, view.truth, images))
+        images = [scene.images[side] for side in sides]
+        pair = choose_pair(Pair(*(keypoints[side] for side in sides), *map(image_size, images)))
+        known = KnownPair(view.name, scene.name, (index, position), pair, view.truth, tuple(images))
+        pairs.append(known)
     return pairs
 
 
@@ -136,5 +130,5 @@ def extract(
         try:
             pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)
         except BadImage as error:
-            bad.append((source.scene_name(index), error.reason))
+            bad.append((source.scenes[index][0], error.reason))
     return pairs, bad

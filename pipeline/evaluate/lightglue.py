@@ -44,23 +44,19 @@ def load(weights: Path, device: str) -> Tuple[Optional[Callable[[Pair], PairMatc
         return None, f"no weights at {weights} (docs/evaluation.md says where they come from)"
     model = network(features=None, **SIFT, **OPTIONS)
     try:
-        # The first version's self_attn.3.x is transformers.3.self_attn.x today
-        arrays = load_file(str(weights))
-        names = [
-            re.sub(r"^(self_attn|cross_attn)\.(\d+)\.", r"transformers.\2.\1.", name)
-            for name in arrays
-        ]
-        keys = model.load_state_dict(
-            dict(zip(names, map(torch.from_numpy, arrays.values()))), strict=False
-        )
+        # the first version's self_attn.3.x is transformers.3.self_attn.x today
+        pattern = r"^(self_attn|cross_attn)\.(\d+)\."
+        tensors = {
+            re.sub(pattern, r"transformers.\2.\1.", name): torch.from_numpy(array)
+            for name, array in load_file(str(weights)).items()
+        }
+        keys = model.load_state_dict(tensors, strict=False)
     except (SafetensorError, RuntimeError) as error:
         raise RequestError(f"--lightglue {weights}: {str(error).splitlines()[0]}") from None
     learned = dict(model.named_parameters())
-    missing = [name for name in keys.missing_keys if name in learned]
-    if missing:
-        raise RequestError(
-            f"--lightglue {weights}: not LightGlue for SIFT, {missing[0]} is missing"
-        )
+    for name in keys.missing_keys:
+        if name in learned:
+            raise RequestError(f"--lightglue {weights}: not LightGlue for SIFT, {name} is missing")
     model = model.eval().to(device)
     return lambda pair: match(model, pair, device), package
 
@@ -78,13 +74,10 @@ def match(model: torch.nn.Module, pair: Pair, device: str) -> PairMatches:
     count = len(pair.records0)
     if not count or not len(pair.records1):
         return PairMatches(np.full(count, -1, np.int64), np.zeros(count, np.float32))
-    sides = zip((pair.records0, pair.records1), (pair.size0, pair.size1))
-    data = {
-        f"image{side}": features(records, size, device)
-        for side, (records, size) in enumerate(sides)
-    }
+    first = features(pair.records0, pair.size0, device)
+    second = features(pair.records1, pair.size1, device)
     with torch.no_grad():
-        output = model(data)
+        output = model({"image0": first, "image1": second})
     matches0 = output["matches0"][0].cpu().numpy().astype(np.int64)
     scores0 = output["matching_scores0"][0].float().cpu().numpy()
     return PairMatches(matches0, np.where(matches0 >= 0, scores0, 0.0))

@@ -13,7 +13,7 @@ from typing import Iterator, Tuple
 import numpy as np
 
 from pipeline.evaluate.heldout import SEED, HeldOutPairs
-from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
+from pipeline.evaluate.inputs import Scene, ViewPair, image_size
 from pipeline.views import homography
 from superglue_sift.geometry import compose
 from superglue_sift.images import BadImage
@@ -38,26 +38,24 @@ class MagnifiedPairs(HeldOutPairs):
         self.magnification = magnification
         self.rotation_deg = rotation_deg
 
-    in_color = Source.in_color  # no pictures are drawn of these pairs
-
     def load(self, index: int) -> Scene:
         """Render the pair of one photograph. Raises BadImage for an unreadable or too small one."""
         name = self.entries[index].name
-        image = self._image(index)
+        image = self.read(index)
         rng = homography.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = homography.mild_view(rng, image_size(image), self.view_size)
-        H_0to1 = part(rng, self.view_size, self.magnification, self.rotation_deg)
+        H_0to1 = magnify_part(rng, self.view_size, self.magnification, self.rotation_deg)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = homography.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(
                 name, f"a part magnified {self.magnification:g} times has no pixels of its own"
             )
-        views = [self._rendered(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
+        views = [self.render_view(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
         return Scene(name, views, [ViewPair(f"{name} x{self.magnification:g}", 0, 1, H_0to1)])
 
 
-def part(
+def magnify_part(
     rng: np.random.Generator, size: Tuple[int, int], magnification: float, rotation_deg: float
 ) -> np.ndarray:
     """H_0to1 (3, 3) that magnifies a random part of a view to a view of the same `size` (width,
@@ -81,17 +79,14 @@ def part(
     return H
 
 
-def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, str, MagnifiedPairs]]:
+def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, MagnifiedPairs]]:
     """Condition, level and pairs of each line of robustness.csv: magnified upright, then
     rotated.
     """
     for magnification in MAGNIFICATIONS:
-        yield "magnification", f"{magnification:g}", MagnifiedPairs(source, count, magnification)
+        yield "magnification", magnification, MagnifiedPairs(source, count, magnification)
     for rotation in ROTATIONS_DEG:
+        condition = f"magnification, turned by {rotation:g} degrees"
         for magnification in ROTATED:
-            condition = f"magnification, turned by {rotation:g} degrees"
-            yield (
-                condition,
-                f"{magnification:g}",
-                MagnifiedPairs(source, count, magnification, rotation),
-            )
+            pairs = MagnifiedPairs(source, count, magnification, rotation)
+            yield condition, magnification, pairs

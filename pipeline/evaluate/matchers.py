@@ -4,9 +4,9 @@ keypoints.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -48,7 +48,7 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
     return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
 
 
-def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
+def drop_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
     """The networks without copies of ours, and a note for each copy.
 
     A network with our weights and another threshold stays: its matches differ. Another note is for
@@ -57,19 +57,18 @@ def without_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network],
     ours = networks[OURS]
     left = dict(networks)
     notes = []
-    kept = "Training kept the weights it began with: " if ours.info.get("step") == 0 else ""
     for name, network in networks.items():
         if name == OURS or not same_weights(ours.model, network.model):
             continue
         if network.threshold == ours.threshold:
             del left[name]
-            notes.append(f"{kept}{name} is the same model as ours, so it has no rows of its own")
+            notes.append(f"{name} is the same model as ours, so it has no rows of its own")
         else:
-            notes.append(
-                f"{kept}{name} has the weights of ours and another threshold, {network.threshold:g}"
-            )
-    if kept and not notes:
-        notes.append(f"{kept}no later step was better in validation")
+            other = f"another threshold, {network.threshold:g}"
+            notes.append(f"{name} has the weights of ours and {other}")
+    if ours.info.get("step") == 0:
+        notes = notes or ["no later step was better in validation"]
+        notes = [f"Training kept the weights it began with: {note}" for note in notes]
     return left, notes
 
 
@@ -78,7 +77,7 @@ def same_weights(model0: torch.nn.Module, model1: torch.nn.Module) -> bool:
     state0 = model0.state_dict()
     state1 = model1.state_dict()
     return state0.keys() == state1.keys() and all(
-        torch.equal(state0[name], state1[name]) for name in state0
+        map(torch.equal, state0.values(), state1.values())
     )
 
 
@@ -100,20 +99,21 @@ class Matchers:
         return {**own, RATIO_TEST: RATIO_THRESHOLD}
 
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
-        """Matches of each pair by matcher, `batch` pairs in one pass.
+        """Matches of each pair by matcher, `batch` pairs in one pass of a network. Equal batches
+        give equal bits.
 
         Those with a threshold return every mutual match (see `above`).
         """
         answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
         for name, network in self.networks.items():
-            for by_name, matches in zip(
-                answers, match_batches(network.model, pairs, batch, self.device)
-            ):
-                by_name[name] = matches
+            for start in range(0, len(pairs), batch):
+                found = match_pairs(network.model, pairs[start : start + batch], self.device)
+                for by_name, matches in zip(answers[start:], found):
+                    by_name[name] = matches
         for by_name, pair in zip(answers, pairs):
             if self.scene:
-                ours = self.networks[OURS]
-                by_name[SCENE] = scene_answer(pair, by_name[OURS], ours.threshold, scenes.Rules())
+                threshold = self.networks[OURS].threshold
+                by_name[SCENE] = match_scene(pair, by_name[OURS], threshold)
             by_name.update(match_baselines(pair))
             by_name.update({name: match(pair) for name, match in self.further.items()})
         return answers
@@ -121,34 +121,24 @@ class Matchers:
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
         """Drop the matches below the threshold of each matcher that has one."""
         limits = self.thresholds
-        return {
-            name: found.above(limits[name]) if name in limits else found
-            for name, found in answers.items()
-        }
+        return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
 
-def scene_answer(
-    pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules
-) -> PairMatches:
+def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
     accepted.
     """
-    # there is no guided matching here
-    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))
-    side0, side1 = (
-        scenes.Side(positions(side).astype(np.float64), none)
-        for side in (pair.records0, pair.records1)
-    )
+    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # no guiding
+    sides = [
+        scenes.Side(positions(records).astype(np.float64), none)
+        for records in (pair.records0, pair.records1)
+    ]
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    unguided = replace(rules, guided=False)
-    accepted = scenes.filled(matches, answer.scores0[index0], threshold, (side0, side1), unguided)
-    matches0 = np.full_like(answer.matches0, -1)
-    scores0 = np.zeros_like(answer.scores0)
-    index0, index1 = accepted.matches.T
-    matches0[index0] = index1
-    scores0[index0] = accepted.scores
-    return PairMatches(matches0, scores0)
+    rules = scenes.Rules(guided=False)
+    accepted = scenes.filled(matches, answer.scores0[index0], threshold, tuple(sides), rules)
+    kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
+    return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
 
 
 def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
@@ -165,13 +155,3 @@ def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
         np.where(found.mutual, every.matches0, -1), np.where(found.mutual, every.scores0, 0.0)
     )
     return {"nn": every, "mutual_nn": mutual, RATIO_TEST: mutual}
-
-
-def match_batches(
-    model: SuperGlue, pairs: Sequence[Pair], size: int, device: str
-) -> Iterator[PairMatches]:
-    """All mutual matches of a network, `size` consecutive pairs in one batch. Equal batches give
-    equal bits.
-    """
-    for start in range(0, len(pairs), size):
-        yield from match_pairs(model, pairs[start : start + size], device)

@@ -15,7 +15,6 @@ from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 import numpy as np
 
 from pipeline.bootstrap import (
-    DIGITS,
     MIN_CLUSTERS,
     Clusters,
     Estimate,
@@ -25,7 +24,6 @@ from pipeline.bootstrap import (
     plain,
     rounded,
 )
-from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import BINS
 from pipeline.evaluate.confidence import (
     Sweep,
@@ -36,21 +34,17 @@ from pipeline.evaluate.confidence import (
     sweep,
 )
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
-from pipeline.evaluate.scoring import (
-    PairResult,
-    Row,
-    ScoredMatches,
-    aligned_name,
-    estimators_of,
-    matchers_of,
-)
+from pipeline.evaluate.scoring import PairResult, PairRow, ScoredMatches
+from pipeline.report.document import Condition
+from pipeline.report.rows import Measure, Row, Table, Values
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
 COMPARED = (OURS, RATIO_TEST)  # in tables by difficulty of the pairs
 CURVE_POINTS = 512  # of a resampled curve
-
-Metrics = Dict[str, Optional[float]]
+PAIRS = Measure("pairs")
+PRECISION = Measure("precision")
+RECALL_PAIRS = Measure("recall_pairs")
 
 
 def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
@@ -61,16 +55,11 @@ def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray
     return np.searchsorted(ordered, limits, side="right") / (ordered.size or np.nan)
 
 
-def resampled_curves(
-    clusters: Clusters, scored: Sequence[ScoredMatches]
-) -> Tuple[np.ndarray, np.ndarray]:
+def resampled_curves(clusters: Clusters, scored: Sequence[ScoredMatches]) -> List[np.ndarray]:
     """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
     confidence, pair, *increments = steps(scored)
     column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
-    counted = (
-        np.ones(len(scored)),
-        np.array([matches.truth > 0 for matches in scored], np.float64),
-    )
+    counted = np.ones(len(scored)), np.array([matches.truth > 0 for matches in scored], float)
     curves = []
     for increment, weight in zip(increments, counted):
         sums = np.zeros((clusters.count, CURVE_POINTS))
@@ -78,68 +67,64 @@ def resampled_curves(
         pairs = clusters.weights @ clusters.per_cluster(np.arange(len(scored)), weight)
         with np.errstate(invalid="ignore"):
             curves.append(clusters.weights @ sums.cumsum(axis=1) / pairs[:, None])
-    return curves[0], curves[1]
+    return curves
 
 
-def values_of(rows: Sequence[Row]) -> Dict[str, np.ndarray]:
+def values_of(rows: Sequence[PairRow]) -> Dict[Measure, np.ndarray]:
     """One value per pair of each metric, (P,) float64; NaN where it is undefined (recall without
     true matches).
     """
-    values = {"precision": np.array([row.counts.precision for row in rows], np.float64)}
-    if recall_name(rows) == "matching_score":
-        values["matching_score"] = np.array([row.matching_score for row in rows], np.float64)
-    else:
-        values["recall"] = np.array([row.counts.recall for row in rows], np.float64)
-    for name in estimators_of(rows):
-        errors = [row.errors[name] for row in rows]
-        for limit in AUC_DEGREES if poses.is_pose(name) else AUC_PX:
-            values[f"auc_{name}_{limit}"] = auc_by_pair(errors, limit)
+    values = {
+        Measure(name): np.array([row.shares[name] for row in rows], np.float64)
+        for name in rows[0].shares
+    }
+    for error in rows[0].errors:
+        errors = [row.errors[error] for row in rows]
+        for limit in AUC_DEGREES if rows[0].posed else AUC_PX:
+            values[error._replace(metric="auc", limit=limit)] = auc_by_pair(errors, limit)
     return values
 
 
-def recall_name(rows: Sequence[Row]) -> str:
-    """Name of the metric used as recall: the matching score where true matches are unknown."""
-    return "matching_score" if poses.NAME in estimators_of(rows) else "recall"
-
-
-def summarize(rows: Sequence[Row], means: Optional[Mapping[str, Estimate]] = None) -> Metrics:
-    """Metrics of one matcher's rows; `recall_pairs` and `estimated_*` count the pairs of means that
+def summarize(
+    rows: Sequence[PairRow], means: Optional[Mapping[Measure, Estimate]] = None
+) -> Values:
+    """Metrics of one matcher's rows; `recall_pairs` and `estimated` count the pairs of means that
     leave some out.
 
     The median error is over all pairs, None when half of them have no estimate; the mean over
-    `estimated_*` pairs.
+    `estimated` pairs.
     means: of `values_of` and more, where they are computed already.
     """
     if means is None:
         means = {
-            name: Estimate(*mean_finite(values), np.zeros(0))
-            for name, values in values_of(rows).items()
+            measure: Estimate(*mean_finite(values), np.zeros(0))
+            for measure, values in values_of(rows).items()
         }
-    metrics: Dict[str, float] = {
-        "pairs": len(rows),
-        "matches": mean_finite([row.counts.matches for row in rows])[0],
+    found: Dict[Measure, float] = {
+        PAIRS: len(rows),
+        Measure("matches"): np.mean([row.counts.matches for row in rows]),
     }
-    for name, mean in means.items():
-        if not name.startswith("auc_"):
-            metrics[name] = mean.value
-        if name == "recall":
-            metrics["recall_pairs"] = mean.pairs
-    for estimator in estimators_of(rows):
-        areas = (name for name in means if name.rpartition("_")[0] == f"auc_{estimator}")
-        metrics.update({name: means[name].value for name in areas})
-        errors = [row.errors[estimator] for row in rows]
-        metrics[f"mean_error_{estimator}"], metrics[f"estimated_{estimator}"] = mean_finite(errors)
-        metrics[f"median_error_{estimator}"] = float(np.median(errors)) if errors else math.nan
-    return rounded(metrics)
+    for measure, mean in means.items():
+        if not measure.limit:
+            found[measure] = mean.value
+        if measure.metric == "recall":
+            found[RECALL_PAIRS] = mean.pairs
+    for error in rows[0].errors:
+        found.update({m: mean.value for m, mean in means.items() if m[1:3] == error[1:3]})
+        errors = [row.errors[error] for row in rows]
+        mean, estimated = mean_finite(errors)
+        found[error._replace(metric="mean_error")] = mean
+        found[error._replace(metric="estimated")] = estimated
+        found[error._replace(metric="median_error")] = float(np.median(errors))
+    return rounded(found)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """All metrics. intervals: a line per matcher and metric; differences: ours minus the others."""
+    """All metrics, with intervals. differences: ours minus the others."""
 
-    metrics: Metrics
-    intervals: List[Line]
-    differences: List[Line]
+    rows: List[Row]
+    differences: List[Row]
     sweeps: Dict[str, Sweep]
     calibration: List[Line]
     clusters: int
@@ -155,72 +140,66 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
     scored = {name: [result.scored[name] for result in results] for name in results[0].scored}
     clusters = Clusters([row.scene for row in rows[OURS]])
     estimates = {
-        name: {metric: clusters.mean(values) for metric, values in values_of(matcher_rows).items()}
-        for name, matcher_rows in rows.items()
+        name: {measure: clusters.mean(values) for measure, values in values_of(own).items()}
+        for name, own in rows.items()
     }
-    sweeps = {name: sweep(matches) for name, matches in scored.items()}
-    recall = recall_name(rows[OURS])
-    for name in [*networks, RATIO_TEST] if OURS in sweeps else []:
-        swept = sweeps.get(name) if name in networks else None
-        points = operating_points(
-            estimates[RATIO_TEST], recall, swept, scored.get(name, ()), clusters
-        )
-        first = {metric: estimates[name][metric] for metric in ("precision", recall)}
-        estimates[name] = {**first, **points, **estimates[name]}
-    metrics: Metrics = {}
-    for name, matcher_rows in rows.items():
-        summary = summarize(matcher_rows, estimates[name])
-        metrics.update({f"{name}.{metric}": value for metric, value in summary.items()})
+    for name in [*networks, RATIO_TEST]:
+        own = scored[name] if name in networks else None
+        points = operating_points(estimates[RATIO_TEST], own, clusters)
+        shares = dict(list(estimates[name].items())[:2])
+        estimates[name] = {**shares, **points, **estimates[name]}
+    bins = calibration(scored[OURS])
+    found = []
+    for name, own in rows.items():
+        values = dict(summarize(own, estimates[name]))
         if name in networks:
-            metrics[f"{name}.threshold"] = plain(thresholds[name])
-    bins = calibration(scored.get(OURS, ()))
-    if scored:
-        metrics[f"{OURS}.calibration_error"] = plain(calibration_error(bins))
-    intervals = [
-        {"matcher": name, "figure": metric, **estimate.line(), "clusters": clusters.count}
-        for name, by_metric in estimates.items()
-        for metric, estimate in by_metric.items()
-    ]
-    lines = differences(estimates, networks, clusters.count)
+            values[Measure("threshold")] = plain(thresholds[name])
+        for measure, value in values.items():
+            mean = estimates[name].get(measure)
+            found.append(Row(name, measure, **mean.line()) if mean else Row(name, measure, value))
+    found.append(Row(OURS, Measure("calibration_error"), plain(calibration_error(bins))))
     return Comparison(
-        metrics, intervals, lines, sweeps, [rounded(line) for line in bins], clusters.count
+        found,
+        differences(estimates, networks, clusters.count),
+        {name: sweep(matches) for name, matches in scored.items()},
+        [rounded(line) for line in bins],
+        clusters.count,
     )
 
 
 def operating_points(
-    ratio_test: Mapping[str, Estimate],
-    recall_metric: str,
-    swept: Optional[Sweep],
-    scored: Sequence[ScoredMatches],
+    ratio_test: Mapping[Measure, Estimate],
+    scored: Optional[Sequence[ScoredMatches]],
     clusters: Clusters,
-) -> Dict[str, Estimate]:
+) -> Dict[Measure, Estimate]:
     """Recall at the ratio test's precision and the reverse, over all confidences; only the
     resamples approximate.
 
-    recall_metric: see `recall_name`. swept, scored: of a network; None for the ratio test, which is
-    one point.
+    scored: of a network; None for the ratio test, which is one point.
     """
-    names = (f"{recall_metric}_at_ratio_precision", f"precision_at_ratio_{recall_metric}")
-    precision = ratio_test["precision"]
-    recall = ratio_test[recall_metric]
-    if swept is None:
-        return dict(zip(names, (recall, precision)))
-    exact = (swept.precision, swept.recall)
-    resampled = resampled_curves(clusters, scored)
+    names = [measure.metric for measure in ratio_test][:2]  # precision, and recall of any kind
+    means = list(ratio_test.values())[:2]
+    if scored is not None:
+        swept = sweep(scored)
+        exact = swept.precision, swept.recall
+        numbers = swept.pairs, swept.recall_pairs
+        resampled = resampled_curves(clusters, scored)
     points = {}
-    for name, least, axis, pairs in (
-        (names[0], precision, 0, swept.recall_pairs),
-        (names[1], recall, 1, swept.pairs),
-    ):
-        value = float(recall_at_precision(exact[axis], exact[1 - axis], np.array(least.value)))
-        samples = recall_at_precision(resampled[axis], resampled[1 - axis], least.samples)
-        points[name] = Estimate(value if swept.recall_pairs else math.nan, pairs, samples)
+    for axis in (0, 1):  # of which a value is asked
+        other = 1 - axis
+        best = means[other]
+        if scored is not None:
+            value = recall_at_precision(exact[axis], exact[other], np.array(means[axis].value))
+            samples = recall_at_precision(resampled[axis], resampled[other], means[axis].samples)
+            value = float(value) if swept.recall_pairs else math.nan
+            best = Estimate(value, numbers[other], samples)
+        points[Measure(f"{names[other]}_at_ratio_{names[axis]}")] = best
     return points
 
 
 def differences(
-    estimates: Mapping[str, Mapping[str, Estimate]], networks: Sequence[str], clusters: int
-) -> List[Line]:
+    estimates: Mapping[str, Mapping[Measure, Estimate]], networks: Sequence[str], clusters: int
+) -> List[Row]:
     """Ours minus the best baseline, then minus each further network, for each metric.
 
     The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better
@@ -228,62 +207,50 @@ def differences(
     clusters.
     """
     baselines = [name for name in estimates if name not in (*networks, *UNRANKED)]
-    lines = []
+    rows = []
     for others in (baselines, *([name] for name in networks if name != OURS)):
-        for metric, ours in estimates[OURS].items():
-            known = {name: estimates[name][metric] for name in others if metric in estimates[name]}
+        for measure, ours in estimates[OURS].items():
+            known = {
+                name: estimates[name][measure] for name in others if measure in estimates[name]
+            }
             best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
-            line = Estimate(
-                ours.value - known[best].value, ours.pairs, ours.samples - known[best].samples
-            ).line()
+            samples = ours.samples - known[best].samples
+            gain = Estimate(ours.value - known[best].value, ours.pairs, samples).line()
             verdict = "too few"
-            if clusters >= MIN_CLUSTERS and line["low"] is not None:
-                verdict = "better" if line["low"] > 0 else "worse" if line["high"] < 0 else "equal"
-            lines.append(
-                {
-                    "figure": metric,
-                    "baseline": best,
-                    **line,
-                    "clusters": clusters,
-                    "verdict": verdict,
-                }
-            )
-    return lines
+            if clusters >= MIN_CLUSTERS and gain["low"] is not None:
+                worse = "worse" if gain["high"] < 0 else "equal"
+                verdict = "better" if gain["low"] > 0 else worse
+            rows.append(Row(OURS, measure, *gain.values(), best, verdict))
+    return rows
 
 
-def negative_pairs(rows: Sequence[Row]) -> Metrics:
+def negative_pairs(counts: Sequence[Mapping[str, int]]) -> List[Row]:
     """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number
-    of pairs.
+    of pairs. counts: by matcher, of each pair.
     """
-    metrics: Metrics = {}
-    for matcher in matchers_of(rows):
-        counts = [row.counts.matches for row in rows if row.matcher == matcher]
-        values = {
-            "matches": np.mean(counts),
-            "matches_p95": np.percentile(counts, 95),
-            "pairs": len(counts),
-        }
-        metrics.update(
-            {f"{matcher}.unrelated_{name}": plain(value) for name, value in values.items()}
-        )
-    return metrics
+    rows = []
+    for matcher in counts[0] if counts else ():
+        own = [pair[matcher] for pair in counts]
+        values = {"matches": np.mean(own), "matches_p95": np.percentile(own, 95), "pairs": len(own)}
+        rows += [Row(matcher, Measure(f"unrelated_{name}"), plain(v)) for name, v in values.items()]
+    return rows
 
 
-def by_scene(rows: Sequence[Row]) -> List[Line]:
-    """One line per scene (sequence or image) and matcher, scenes in their order of appearance."""
-    scenes: Dict[str, Dict[str, List[Row]]] = {}
-    for row in rows:
-        scenes.setdefault(row.scene, {}).setdefault(row.matcher, []).append(row)
+def by_scene(results: Sequence[PairResult]) -> List[Tuple[str, Table]]:
+    """The metrics of each scene (sequence or image), in their order of appearance."""
+    scenes: Dict[str, Dict[str, List[PairRow]]] = {}
+    for result in results:
+        for matcher, row in result.rows.items():
+            scenes.setdefault(row.scene, {}).setdefault(matcher, []).append(row)
     return [
-        {"scene": scene, "matcher": matcher, **summarize(matcher_rows)}
+        (scene, {matcher: summarize(rows) for matcher, rows in by_matcher.items()})
         for scene, by_matcher in scenes.items()
-        for matcher, matcher_rows in by_matcher.items()
     ]
 
 
-def by_condition(results: Sequence[PairResult]) -> List[Line]:
-    """One line per condition and bin that contains a pair."""
-    lines = []
+def by_condition(results: Sequence[PairResult]) -> List[Condition]:
+    """The metrics of each condition and bin that contains a pair."""
+    found = []
     for condition, edges in BINS.items():
         for low, high in zip(edges, edges[1:]):
             level = f"{low:g} ..{'' if math.isinf(high) else f' {high:g}'}"
@@ -292,54 +259,41 @@ def by_condition(results: Sequence[PairResult]) -> List[Line]:
                 for pair in results
                 if low <= pair.rows[OURS].difficulty.get(condition, math.nan) < high
             ]
-            lines += [condition_line(condition, level, inside)] if inside else []
-    return lines
+            found += [summarize_condition(condition, level, inside)] if inside else []
+    return found
 
 
-def condition_line(condition: str, level: str, results: Sequence[PairResult]) -> Line:
-    """A line of robustness.csv: condition, level, pairs, and metrics of ours and of the ratio
-    test.
-    """
-    line: Line = {"condition": condition, "level": level}
-    rows = [row for result in results for row in result.rows.values()]
-    names = estimators_of(rows)
-    areas = [f"auc_{name}_5" for name in (*names[:2], *map(aligned_name, names[:1]))]
-    shown = [name for name in values_of(rows) if name in areas or not name.startswith("auc_")]
-    for matcher in COMPARED:
-        metrics = summarize([row for row in rows if row.matcher == matcher])
-        line.setdefault("pairs", metrics["pairs"])
-        if "recall_pairs" in metrics:
-            line.setdefault("recall_pairs", metrics["recall_pairs"])
-        line.update({f"{matcher}.{name}": metrics[name] for name in shown})
-    scored = [result.scored[OURS] for result in results if OURS in result.scored]
-    if scored:
-        swept = sweep(scored)
-        least = line[f"{RATIO_TEST}.precision"]
-        recall_metric = recall_name(rows)
-        recall = float(recall_at_precision(swept.precision, swept.recall, np.array(least)))
-        line[f"{OURS}.{recall_metric}_at_ratio_precision"] = plain(
-            recall if swept.recall_pairs else math.nan
-        )
-        line[f"{RATIO_TEST}.{recall_metric}_at_ratio_precision"] = line[
-            f"{RATIO_TEST}.{recall_metric}"
-        ]
-    return line
+def summarize_condition(condition: str, level: str, results: Sequence[PairResult]) -> Condition:
+    """Metrics of ours and of the ratio test: precision, recall and AUC@5 of two estimators."""
+    tables = {name: summarize([pair.rows[name] for pair in results]) for name in COMPARED}
+    own = results[0].rows[OURS]
+    leading = [error[1:3] for error in own.errors]
+    leading = [*leading[:2], (leading[0][0], True)]
+    shown = [
+        measure
+        for measure in tables[OURS]
+        if measure.metric in own.shares or (measure[1:3] in leading and measure.limit == 5)
+    ]
+    counts = [Row("", m, tables[OURS][m]) for m in (PAIRS, RECALL_PAIRS) if m in tables[OURS]]
+    rows = [Row(name, measure, tables[name][measure]) for name in COMPARED for measure in shown]
+    recall = shown[1]
+    at_ratio = Measure(f"{recall.metric}_at_ratio_precision")
+    swept = sweep([pair.scored[OURS] for pair in results])
+    least = np.array(tables[RATIO_TEST][PRECISION])
+    best = float(recall_at_precision(swept.precision, swept.recall, least))
+    rows.append(Row(OURS, at_ratio, plain(best if swept.recall_pairs else math.nan)))
+    rows.append(Row(RATIO_TEST, at_ratio, tables[RATIO_TEST][recall]))
+    return Condition(condition, level, [*counts, *rows])
 
 
-def pair_line(row: Row) -> Line:
+def pair_line(row: PairRow) -> Line:
     """A line of pairs.csv, from which every metric can be recomputed. `inf`: no estimate."""
     counts = row.counts
-    posed = poses.NAME in row.errors
-    line: Line = {
-        name: getattr(row, name)
-        for name in ("pair", "scene", "matcher", "keypoints0", "keypoints1")
-    }
+    names = ("pair", "scene", "matcher", "keypoints0", "keypoints1")
+    line: Line = {name: getattr(row, name) for name in names}
     line.update(matches=counts.matches, correct=counts.correct)
-    line.update({} if posed else {"true_matches": counts.truth, "found": counts.found})
-    metrics = {"precision": counts.precision}
-    metrics.update({"matching_score": row.matching_score} if posed else {"recall": counts.recall})
-    metrics.update({f"error_{name}": error for name, error in row.errors.items()})
-    line.update(
-        {name: round(value, DIGITS) for name, value in {**metrics, **row.conditions}.items()}
-    )
-    return line if posed or counts.truth else {**line, "recall": ""}
+    line.update({} if row.posed else {"true_matches": counts.truth, "found": counts.found})
+    errors = {measure.name: error for measure, error in row.errors.items()}
+    for name, value in {**row.shares, **errors, **row.conditions}.items():
+        line[name] = value if math.isinf(value) else plain(value)
+    return line

@@ -15,13 +15,12 @@ from typing import Dict, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
+from scipy.sparse.csgraph import connected_components
 
 from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
-from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair, image_size
+from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
 from superglue_sift import geometry
-from superglue_sift.geometry import resizing
-from superglue_sift.images import read_gray
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
@@ -45,12 +44,6 @@ RULES = {  # for protocol.json
         " Cauchy loss"
     ),
 }
-MIN_MATCHES = 5  # of an essential matrix
-
-
-def is_pose(estimator: str) -> bool:
-    """Whether errors of this name, aligned or not, are those of a pose, in degrees."""
-    return estimator.partition("_")[0] in (NAME, REFINED)
 
 
 class PosePairs(Source):
@@ -62,9 +55,7 @@ class PosePairs(Source):
         self.pairs = read_pairs(file)
         self.folder = folder
         self.short_side = short_side
-        self.scenes = [
-            (name, 1) for name in scene_names([(name0, name1) for name0, name1, _ in self.pairs])
-        ]
+        self.scenes = [(name, 1) for name in scene_names([pair[:2] for pair in self.pairs])]
 
     def load(self, index: int) -> Scene:
         """Read one pair. Raises RequestError for an unreadable image: no pair is skipped
@@ -74,38 +65,34 @@ class PosePairs(Source):
         images = []
         intrinsics = []
         for name, K in ((name0, pose.K0), (name1, pose.K1)):
-            original = read_gray(self.folder / name)
-            images.append(hpatches.resize_short_side(original, self.short_side, self.folder / name))
-            intrinsics.append(resizing(image_size(original), image_size(images[-1])) @ K)
-        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(intrinsics[0], intrinsics[1], pose.T_0to1))
-        return Scene(self.scene_name(index), images, [known])
+            image, scaling = hpatches.read_resized(self.folder / name, self.short_side)
+            images.append(image)
+            intrinsics.append(scaling @ K)
+        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(*intrinsics, pose.T_0to1))
+        return Scene(self.scenes[index][0], images, [known])
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        return hpatches.in_color(self.folder / self.pairs[index][:2][image], gray)
+        return hpatches.in_color(self.folder / self.pairs[index][image], gray)
 
 
-def scene_names(pairs: Sequence[Tuple[str, str]]) -> List[str]:
+def scene_names(pairs: Sequence[Sequence[str]]) -> List[str]:
     """The scene of each pair of images: a connected component of the pairs; with several folders,
     also of the folders.
 
     Its name: that folder, or the first of its images.
     """
-    several = len({Path(name).parent for pair in pairs for name in pair}) > 1
-    parent: Dict[str, str] = {}  # union-find over images and folders
-
-    def root(name: str) -> str:
-        while parent.setdefault(name, name) != name:
-            name = parent[name]
-        return name
-
-    for first, second in pairs:
-        parent[root(second)] = root(first)
-        for name in (first, second) if several else ():
-            parent[root(name)] = root(str(Path(name).parent))
-    starts: Dict[str, str] = {}
+    folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
+    several = len(set(folders.values())) > 1
+    links = [*pairs, *(folders.items() if several else ())]
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(n for link in links for n in link))}
+    graph = np.zeros((len(numbers), len(numbers)), bool)
+    for first, second in links:
+        graph[numbers[first], numbers[second]] = True
+    _, labels = connected_components(graph, directed=False)
+    starts: Dict[int, str] = {}
     for first, _ in pairs:
-        starts.setdefault(root(first), str(Path(first).parent) if several else first)
-    return [starts[root(first)] for first, _ in pairs]
+        starts.setdefault(labels[numbers[first]], folders[first] if several else first)
+    return [starts[labels[numbers[first]]] for first, _ in pairs]
 
 
 def read_pairs(path: Path) -> List[Line]:
@@ -114,17 +101,9 @@ def read_pairs(path: Path) -> List[Line]:
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise RequestError(f"--poses {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise RequestError(
-            f"--poses {path}: not a text file; one pair on each line is expected"
-        ) from None
-    pairs = [
-        read_line(path, number, line.split())
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"--poses {path}: cannot be read as text: {error}") from None
+    pairs = [read_line(path, n, line.split()) for n, line in enumerate(lines, 1) if line.strip()]
     if not pairs:
         raise RequestError(f"--poses {path}: contains no pair")
     return pairs
@@ -160,7 +139,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
     return words[0], words[1], Pose(K0, K1, T)
 
 
-def normalized(points: np.ndarray, K: np.ndarray) -> np.ndarray:
+def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     """(N, 2) pixels -> (N, 2) coordinates on the plane at depth one."""
     return (points - K[:2, 2]) / np.array([K[0, 0], K[1, 1]])
 
@@ -169,19 +148,15 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     """Symmetric epipolar distance, squared, of normalized points (K, 2); inf where a line is
     undefined.
     """
-    R = T_0to1[:3, :3]
-    t = T_0to1[:3, 3]
-    x, y, z = t / max(np.linalg.norm(t), 1e-12)
-    # The essential matrix, [t]x R with t of length one
-    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
-    p0, p1 = (
-        np.concatenate([points, np.ones((len(points), 1))], axis=1) for points in (points0, points1)
-    )
+    x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
+    # the essential matrix, [t]x R with t of length one
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
+    p0, p1 = (np.column_stack([points, np.ones(len(points))]) for points in (points0, points1))
     lines1 = p0 @ E.T
     lines0 = p1 @ E
     product = np.sum(p1 * lines1, axis=1)
     with np.errstate(all="ignore"):
-        error = product**2 * (1 / (lines1[:, :2] ** 2).sum(1) + 1 / (lines0[:, :2] ** 2).sum(1))
+        error = product**2 * sum(1 / (lines[:, :2] ** 2).sum(1) for lines in (lines1, lines0))
     return np.where(np.isfinite(error), error, np.inf)
 
 
@@ -191,26 +166,21 @@ def estimate(
     """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); uses only K
     of `cameras`.
     """
-    if len(points0) < MIN_MATCHES:
+    if len(points0) < geometry.MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
     K1 = cameras.K1
-    points0 = normalized(points0, K0)
-    points1 = normalized(points1, K1)
+    flat = normalize(points0, K0), normalize(points1, K1)
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     cv2.setRNGSeed(seed)
-    stacked, mask = cv2.findEssentialMat(
-        points0, points1, np.eye(3), threshold=threshold, prob=CONFIDENCE, method=cv2.RANSAC
-    )
+    found, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     best = None
-    max_inliers = 0
-    for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
-        inliers, R, t, _ = cv2.recoverPose(E, points0, points1, np.eye(3), 1e9, mask=mask.copy())[
-            :4
-        ]
-        if inliers > max_inliers:
-            best = (R, t.ravel())
-            max_inliers = inliers
+    most = 0
+    for E in np.split(found, len(found) // 3) if found is not None else []:
+        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), geometry.FAR, mask=mask.copy())
+        if inliers > most:
+            best = R, t.ravel()
+            most = inliers
     return best
 
 
@@ -229,16 +199,14 @@ def pose_error(estimated: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) 
     if estimated is None:
         return float("inf")
     R, t = estimated
-    true_R = truth.T_0to1[:3, :3]
     true_t = truth.T_0to1[:3, 3]
-    rotation_cosine = np.clip((np.trace(R.T @ true_R) - 1) / 2, -1, 1)
+    rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
-    direction_cosine = np.clip(abs(t @ true_t) / lengths, 0, 1) if lengths > 0 else 1.0
-    return float(np.degrees(max(np.arccos(rotation_cosine), np.arccos(direction_cosine))))
+    direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
+    return float(np.degrees(np.arccos(np.clip([rotation, direction], -1, 1)).max()))
 
 
 def correct_matches(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
     """(K,) bool: matches with an epipolar error below the limit. points: (K, 2) pixels."""
-    points0 = normalized(points0, pose.K0)
-    points1 = normalized(points1, pose.K1)
-    return epipolar_errors(points0, points1, pose.T_0to1) < EPIPOLAR_LIMIT
+    flat = normalize(points0, pose.K0), normalize(points1, pose.K1)
+    return epipolar_errors(*flat, pose.T_0to1) < EPIPOLAR_LIMIT

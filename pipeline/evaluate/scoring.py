@@ -5,8 +5,8 @@ correct.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from dataclasses import dataclass
+from typing import Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
-from pipeline.report.tables import ALIGNED
+from pipeline.report.rows import Measure
 from superglue_sift import extractors, geometry, refine, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.extractors import Extractor
@@ -41,13 +41,11 @@ class Settings:
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = DEFAULT
-    batch: int = 8  # pairs in one pass of a network
     resize: int = 480  # shorter side of pairs of a folder, px; 0: as they are
     robustness: int = 0  # photographs for the disturbances of robustness.csv
     extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # add a row of the true matches
     refine: bool = True  # also report matches aligned by the pixels
-    pictures: int = 8  # of best, median and worst pairs; two more show the gain of ours
 
 
 @dataclass(frozen=True)
@@ -75,11 +73,11 @@ class MatchCounts:
 
 
 @dataclass(frozen=True)
-class Row:
+class PairRow:
     """Metrics of one matcher on one pair.
 
-    errors: by estimator, in px (poses: degrees), inf without an estimate; of aligned matches under
-    `aligned_name`.
+    errors: of each estimator, as detected and aligned, in px (poses: degrees), inf without an
+    estimate. Poses have no true matches: the recall of their counts is the matching score.
     """
 
     pair: str
@@ -88,7 +86,7 @@ class Row:
     keypoints0: int
     keypoints1: int
     counts: MatchCounts
-    errors: Dict[str, float]
+    errors: Dict[Measure, float]
     conditions: Dict[str, float]
 
     @property
@@ -97,9 +95,14 @@ class Row:
         return next(iter(self.errors.values()))
 
     @property
-    def matching_score(self) -> float:
-        """Fraction of the keypoints of view 0 with a correct match."""
-        return self.counts.correct / max(self.keypoints0, 1)
+    def posed(self) -> bool:
+        return next(iter(self.errors)).estimator == poses.NAME
+
+    @property
+    def shares(self) -> Dict[str, float]:
+        """Precision, and recall or matching score."""
+        recall = "matching_score" if self.posed else "recall"
+        return {"precision": self.counts.precision, recall: self.counts.recall}
 
     @property
     def difficulty(self) -> Dict[str, float]:
@@ -138,29 +141,14 @@ class PairResult:
     """One pair: the row of each matcher, and all matches of each network, scored."""
 
     place: Tuple[int, int]
-    rows: Dict[str, Row]
+    rows: Dict[str, PairRow]
     scored: Dict[str, ScoredMatches]
 
 
-@dataclass
-class Results:
-    """Results in the order of the source. bad: (scene, reason)."""
-
-    pairs: List[PairResult] = field(default_factory=list)
-    bad: List[Tuple[str, str]] = field(default_factory=list)
-
-    @property
-    def rows(self) -> List[Row]:
-        """Rows of all matchers, pair by pair."""
-        return [row for pair in self.pairs for row in pair.rows.values()]
-
-
-def true_matches(pair: Pair, H_0to1: np.ndarray, correct_px: float) -> np.ndarray:
-    """(M,) index of the true match in image 1, negative without one: the ground truth of
-    training.
-    """
-    batch = from_pairs([pair], np.asarray(H_0to1, np.float64)[None])
-    return ground_truth(batch, correct_px, correct_px).matches0[0, : len(pair.records0)].numpy()
+def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
+    """(M,) index of the true match in image 1, negative without one, as in training."""
+    batch = from_pairs([pair], H_0to1[None])
+    return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
 
 def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -177,53 +165,43 @@ def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.nda
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
     """(K,) float64 pixels, the larger of both directions; inf where a point maps to infinity.
-    points: (K, 2).
+
+    points: (K, 2) float64.
     """
-    points0, points1 = (
-        np.asarray(points, np.float64).reshape(-1, 2) for points in (points0, points1)
-    )
-    H_0to1 = np.asarray(H_0to1, np.float64)
-    with np.errstate(all="ignore"):
-        forward = np.linalg.norm(geometry.transform(points0, H_0to1) - points1, axis=-1)
-        back = geometry.transform(points1, geometry.inverse(H_0to1))
-        backward = np.linalg.norm(back - points0, axis=-1)
-        worst = np.maximum(forward, backward)
+    forward = geometry.transform(points0, H_0to1) - points1
+    backward = geometry.transform(points1, geometry.inverse(H_0to1)) - points0
+    worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
     return np.where(np.isfinite(worst), worst, np.inf)
 
 
-def correct_matches(known: KnownPair, matches: PairMatches, correct_px: float) -> np.ndarray:
+def correct_matches(known: KnownPair, matches: PairMatches) -> np.ndarray:
     """(K,) bool: which of the predicted matches are correct."""
     points0, points1, _ = matched_points(known.pair, matches)
     if isinstance(known.truth, Pose):
         return poses.correct_matches(points0, points1, known.truth)
-    return reprojection_errors(points0, points1, known.truth) < correct_px
-
-
-def aligned_name(estimator: str) -> str:
-    """Name of the errors of an estimator from aligned matches."""
-    return f"{estimator}{ALIGNED}"
+    return reprojection_errors(points0, points1, known.truth) < CORRECT_PX
 
 
 def estimate_errors(
     known: KnownPair, matcher: str, matches: PairMatches, settings: Settings
-) -> Dict[str, float]:
+) -> Dict[Measure, float]:
     """The error of each estimator from the matches of a matcher.
 
     With `settings.refine` also from matches aligned as `Matcher.match` does.
     """
     points0, points1, scores = matched_points(known.pair, matches)
-    errors = errors_of_points(known, matcher, points0, points1, scores, settings)
+    found = {False: errors_of_points(known, matcher, points0, points1, scores, settings)}
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
-        points0 = moved.aligned0.astype(np.float64)
-        points1 = moved.aligned1.astype(np.float64)
-        aligned = errors_of_points(
-            known, matcher, points0, points1, scores, settings, moved.deviations
-        )
-        errors.update({aligned_name(name): error for name, error in aligned.items()})
-    return errors
+        points = (side.astype(np.float64) for side in (moved.aligned0, moved.aligned1))
+        found[True] = errors_of_points(known, matcher, *points, scores, settings, moved.deviations)
+    return {
+        Measure("error", name, aligned): error
+        for aligned, errors in found.items()
+        for name, error in errors.items()
+    }
 
 
 def errors_of_points(
@@ -254,20 +232,18 @@ def errors_of_points(
     return errors
 
 
-def score_matches(
-    known: KnownPair, matches: PairMatches, truth0: np.ndarray, correct_px: float
-) -> ScoredMatches:
-    """Check each match by the keypoints' positions. truth0: (M,) from `true_matches`, unused for a
-    `Pose`.
+def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray) -> ScoredMatches:
+    """Check each match by the keypoints' positions.
+
+    truth0: (M,) from `true_matches`, unused for a `Pose`.
     """
     index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
     scores = matches.scores0[index0].astype(np.float64)
-    correct = correct_matches(known, matches, correct_px)
+    correct = correct_matches(known, matches)
     if isinstance(known.truth, Pose):
         return ScoredMatches(scores, correct, correct, max(len(known.pair.records0), 1))
-    return ScoredMatches(
-        scores, correct, truth0[index0] == matches.matches0[index0], int((truth0 > UNMATCHED).sum())
-    )
+    found = truth0[index0] == matches.matches0[index0]
+    return ScoredMatches(scores, correct, found, int((truth0 > UNMATCHED).sum()))
 
 
 def score_pair(
@@ -278,36 +254,25 @@ def score_pair(
 ) -> PairResult:
     """Score all matchers on one pair. thresholds: of those whose answers contain every match."""
     pair = known.pair
-    px = CORRECT_PX
-    truth0 = np.full(len(pair.records0), -1)
+    truth0 = np.full(len(pair.records0), UNMATCHED)
     conditions = {}
     if not isinstance(known.truth, Pose):
-        truth0 = true_matches(pair, known.truth, px)
+        truth0 = true_matches(pair, known.truth)
         conditions = conditions_of(known.truth, pair.size0, pair.size1)
         if settings.bound:
-            answers = {
-                **answers,
-                BOUND: PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32)),
-            }
+            bound = PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32))
+            answers = {**answers, BOUND: bound}
     rows = {}
     scored = {}
     for name, matches in answers.items():
-        checked = score_matches(known, matches, truth0, px)
+        checked = score_matches(known, matches, truth0)
         if name in thresholds:
             scored[name] = checked
             checked = checked.above(thresholds[name])
             matches = matches.above(thresholds[name])
         errors = estimate_errors(known, name, matches, settings)
         sizes = len(pair.records0), len(pair.records1)
-        rows[name] = Row(known.name, known.scene, name, *sizes, checked.counts, errors, conditions)
+        rows[name] = PairRow(
+            known.name, known.scene, name, *sizes, checked.counts, errors, conditions
+        )
     return PairResult(known.place, rows, scored)
-
-
-def matchers_of(rows: Sequence[Row]) -> Tuple[str, ...]:
-    """Names of the matchers of the rows, in the order of every table."""
-    return tuple(dict.fromkeys(row.matcher for row in rows))
-
-
-def estimators_of(rows: Sequence[Row]) -> Tuple[str, ...]:
-    """Names of the estimators in the rows."""
-    return tuple(rows[0].errors) if rows else DEFAULT

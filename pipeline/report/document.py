@@ -6,10 +6,11 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import read_json
+from pipeline.report.rows import Measure, Row, Table, table_of
 
 Line = Mapping[str, Any]
 JSON = "report.json"
@@ -32,43 +33,67 @@ class Picture:
     matches: Mapping[str, Sequence[Sequence[float]]]
 
 
+class Condition(NamedTuple):
+    """Values of ours and of the ratio test on pairs of one difficulty; `pairs` of no matcher."""
+
+    condition: str
+    level: str
+    rows: Sequence[Row]
+
+
 @dataclass(frozen=True)
 class Content:
-    """Everything in the report: the lines of each file, and the page. unit: what intervals resample
-    (photographs).
+    """Everything in the report.
+
+    differences: ours minus the best baseline, then minus each further model. unit: what intervals
+    resample (photographs), clusters: their number.
     """
 
     title: str  # where the pairs come from
-    metrics: Dict[str, Optional[float]]
-    intervals: Sequence[Line]
-    differences: Sequence[Line]
-    curves: Mapping[str, Sequence[Line]]  # by file name
-    robustness: Sequence[Line]
+    rows: Sequence[Row]
+    differences: Sequence[Row]
+    errors: Sequence[Tuple[Measure, Sequence[Line]]]  # fraction of pairs within each error
+    curves: Mapping[str, Sequence[Line]]  # other curves by file name
+    robustness: Sequence[Condition]
     pictures: Sequence[Picture]
     protocol: Mapping[str, Any]
     pairs: Sequence[Line] = ()
-    scenes: Sequence[Line] = ()
+    scenes: Sequence[Tuple[str, Table]] = ()
     bad: Sequence[Line] = ()
     notes: List[str] = field(default_factory=list)
     unit: str = "scenes"
+    clusters: int = 0
+
+    @property
+    def table(self) -> Table:
+        """The values by matcher and measure."""
+        return table_of(self.rows)
+
+    @property
+    def intervals(self) -> Dict[Tuple[str, Measure], Row]:
+        """The rows with an interval, by matcher and measure."""
+        return {row[:2]: row for row in self.rows if row.pairs is not None}
 
 
 def save(folder: Path, content: Content) -> None:
     """Write report.json."""
-    values = {
-        name: value for name, value in dataclasses.asdict(content).items() if name not in ELSEWHERE
-    }
-    (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
+    short = dataclasses.replace(content, **dict.fromkeys(ELSEWHERE, ()))
+    (folder / JSON).write_text(json.dumps(dataclasses.asdict(short)) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> Content:
     """Read report.json. Raises RequestError for one that is missing or damaged."""
-    values = read_json(folder / JSON, "no such file; `make repro` makes it")
+    values = read_json(folder / JSON, "no evaluation here yet; `make repro` makes one")
     try:
-        return Content(
-            **{**values, "pictures": [Picture(**picture) for picture in values["pictures"]]}
-        )
-    except (TypeError, KeyError) as error:
+        values.update({name: _rows(values[name]) for name in ("rows", "differences")})
+        values["errors"] = [(Measure(*measure), lines) for measure, lines in values["errors"]]
+        values["robustness"] = [Condition(*words, _rows(r)) for *words, r in values["robustness"]]
+        return Content(**{**values, "pictures": [Picture(**each) for each in values["pictures"]]})
+    except (TypeError, KeyError, ValueError) as error:
         raise RequestError(
             f"{folder / JSON}: cannot be read: {error}; run the evaluation again"
         ) from None
+
+
+def _rows(lists: Sequence[Sequence[Any]]) -> List[Row]:
+    return [Row(matcher, Measure(*measure), *rest) for matcher, measure, *rest in lists]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import jinja2
 import numpy as np
@@ -17,11 +17,12 @@ from markupsafe import Markup
 
 from pipeline.provenance import repro
 from pipeline.report import charts, summary, tables
-from pipeline.report.document import Content, Picture, load
+from pipeline.report.document import Content, Line, Picture, load
+from pipeline.report.rows import Measure, Row, table_of, title
 from superglue_sift import drawing
 
-Line = Mapping[str, Any]
 PAGE = "index.html"
+Chart = Tuple[Markup, str]  # and its caption
 
 
 def write(folder: Path, training: Optional[Path] = None) -> Path:
@@ -29,13 +30,12 @@ def write(folder: Path, training: Optional[Path] = None) -> Path:
     validation.csv.
     """
     version = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
-    (folder / PAGE).write_text(
-        render(load(folder), training_curves(training), version), encoding="utf-8"
-    )
+    text = render(load(folder), read_curves(training), version)
+    (folder / PAGE).write_text(text, encoding="utf-8")
     return folder / PAGE
 
 
-def training_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
+def read_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
     """Lines of train.csv and validation.csv by name, of the files that exist."""
     paths = [folder / f"{name}.csv" for name in ("train", "validation")] if folder else []
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
@@ -48,7 +48,7 @@ def render(
     """The page as HTML text. version: commit and date."""
     sections = (
         ("Training", training_charts(training)),
-        ("Pairs within an error", error_charts(content.curves)),
+        ("Pairs within an error", error_charts(content.errors)),
         ("Confidence", confidence_charts(content.curves)),
     )
     return template().render(
@@ -57,41 +57,22 @@ def render(
 
 
 def template() -> jinja2.Template:
-    """`page.html`, with the functions of the tables as filters."""
+    """`page.html`, with the tables and their words."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    filters = (
-        as_text,
-        tables.metric_title,
-        tables.foremost,
-        tables.marked,
-        tables.matchers_in,
-        tables.notes,
-    )
-    filters += (
-        tables.percent,
-        tables.points,
-        tables.column_groups,
-        summary.negative_matches,
-        summary.verdict,
-        marks,
-    )
     environment.filters.update(
-        {function.__name__: function for function in filters}, title_of=tables.title
-    )
-    environment.filters.update(
-        by_cell=lambda lines: {(line["matcher"], line["figure"]): line for line in lines},
-        picture_title=lambda name: summary.PICTURES.get(name, name),
-        select_ours=lambda line: [
-            name.partition(".")[2] for name in line if name.startswith("superglue.")
-        ],
+        percent=tables.percent, points=tables.points, title=title, mark=tables.mark
     )
     environment.globals.update(
-        min_pairs=tables.MIN_PAIRS, few=tables.FEW, ours=summary.OURS, short=tables.SHORT
+        tables=tables,
+        summary=summary,
+        drawing=drawing,
+        Measure=Measure,
+        table_of=table_of,
+        sentences=sentences,
+        draw=draw,
     )
-    environment.globals.update(opacity=drawing.OPACITY, max_lines=drawing.LINES)
-    return environment.from_string(
-        Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    )
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return environment.from_string(text)
 
 
 class Mark(NamedTuple):
@@ -104,51 +85,43 @@ class Mark(NamedTuple):
     right: bool
 
 
-def marks(matches: Sequence[Sequence[float]], picture: Picture) -> List[Mark]:
+def draw(matches: Sequence[Sequence[float]], picture: Picture) -> List[Mark]:
     """The matches of a `Picture` in the order and colours of `drawing`, as many of them lines."""
     rows = np.array(matches, np.float64).reshape(-1, 6)
-    scores = rows[:, 4]
+    points, scores = rows[:, :2], rows[:, 4]
     wrong = rows[:, 5] == 0
     width = (picture.width - drawing.GAP) // 2
-    colours = drawing.css_colours(rows[:, :2], width)
-    lines = np.zeros(len(rows), bool)
-    lines[drawing.spread(rows[:, :2], scores, (width, picture.height))[: drawing.LINES]] = True
-    drawn = []
-    for index in drawing.drawing_order(drawing.Panel("", rows[:, :2], rows[:, 2:4], scores, wrong)):
-        x0, y0, x1, y1, score, _ = rows[index].tolist()
-        path = (
-            f"M{x0:g} {y0:g}L{x1:g} {y1:g}" if lines[index] else f"M{x0:g} {y0:g}h0M{x1:g} {y1:g}h0"
-        )
-        drawn.append(Mark(path, bool(lines[index]), colours[index], score, not wrong[index]))
-    return drawn
+    colours = drawing.css_colours(points, width)
+    lines = drawing.spread(points, scores, (width, picture.height))[: drawing.LINES].tolist()
+    marks = []
+    for index in drawing.drawing_order(drawing.Panel("", points, rows[:, 2:4], scores, wrong)):
+        x0, y0, x1, y1, score, right = rows[index].tolist()
+        line = index in lines
+        path = f"M{x0:g} {y0:g}" + (f"L{x1:g} {y1:g}" if line else f"h0M{x1:g} {y1:g}h0")
+        marks.append(Mark(path, line, colours[index], score, bool(right)))
+    return marks
 
 
-def as_text(differences: Sequence[Line]) -> List[str]:
-    """Sentences on what is better, worse and equal: than the best baseline, then than each further
-    model.
+def sentences(differences: Sequence[Row]) -> List[str]:
+    """What is better, worse and equal: than the best baseline, then than each further model.
 
     Empty with too few photographs, which the verdict and the table state.
     """
-    seen: Dict[str, str] = {}  # metric -> baseline of its first line
+    first: Dict[Measure, Row] = {}  # the line against the best baseline
     groups: Dict[Tuple[str, str], List[str]] = {}
-    for line in differences:
-        metric = str(line["figure"])
-        baseline = str(line["baseline"])
-        other = "the best baseline" if metric not in seen else tables.title(baseline)
-        seen.setdefault(metric, baseline)
-        groups.setdefault((other, str(line["verdict"])), []).append(tables.metric_title(metric))
-    words = summary.VERDICTS
-    known = [key for key in groups if key[1] in words]
-    ranked = sorted(
-        known, key=lambda key: (key[0] != "the best baseline", key[0], list(words).index(key[1]))
-    )
+    for row in differences:
+        best = first.setdefault(row.measure, row) is row
+        other = "the best baseline" if best else title(row.baseline)
+        groups.setdefault((other, row.verdict), []).append(row.measure.title)
+    others = dict.fromkeys(other for other, _ in groups)
     return [
-        f"{words[verdict]} {other} in: {', '.join(groups[other, verdict])}."
-        for other, verdict in ranked
+        f"{words} {other} in: {', '.join(groups[other, verdict])}."
+        for other in others
+        for verdict, words in summary.VERDICTS.items()
+        if (other, verdict) in groups
     ]
 
 
-Chart = Tuple[Markup, str]  # and its caption
 AXES = {  # first column of a curve -> label of its axis, and caption
     "error_px": ("corner error in pixels", "Homography from {}"),
     "error_deg": ("pose error in degrees", "Relative pose from the essential matrix, {}"),
@@ -165,10 +138,7 @@ def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
         max(point[axis] for points in losses.values() for point in points) for axis in (0, 1)
     )
     loss = charts.line_chart(losses, "step", "loss", (0, last), (0, highest or 1.0))
-    series = {
-        name: charts.column(curves.get("validation", ()), "step", name)
-        for name in ("precision", "recall")
-    }
+    series = columns(curves.get("validation", ()), "step", ("precision", "recall"))
     scores = charts.line_chart(series, "step", "fraction on validation pairs", (0, last))
     return [
         (loss, "Training and validation loss"),
@@ -176,20 +146,21 @@ def training_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     ]
 
 
-def error_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
+def columns(lines: Sequence[Line], x: str, names: Sequence[str]) -> Dict[str, charts.Points]:
+    """A series of points for each of these columns."""
+    return {title(name): charts.column(lines, x, name) for name in names}
+
+
+def error_charts(errors: Sequence[Tuple[Measure, Sequence[Line]]]) -> List[Chart]:
     """The curves whose areas are the AUC metrics."""
     shown = []
-    for name, lines in curves.items():
-        if not name.startswith("error_") or not lines:
-            continue
+    for measure, lines in errors:
         axis, *matchers = lines[0]
-        series = {
-            tables.title(matcher): charts.column(lines, axis, matcher) for matcher in matchers
-        }
-        label, title = AXES[axis]
+        label, words = AXES[axis]
+        series = columns(lines, axis, matchers)
         chart = charts.line_chart(series, label, "fraction of pairs", (0, float(lines[-1][axis])))
-        estimator = tables.estimator_title(name[len("error_") :])
-        shown.append((chart, f"{title.format(estimator)}: fraction of pairs within an error"))
+        words = words.format(measure.method)
+        shown.append((chart, f"{words}: fraction of pairs within an error"))
     return shown
 
 
@@ -199,35 +170,24 @@ def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     """
     if "precision_recall" not in curves:
         return []
-    thresholds = curves["precision_recall"]
     swept = curves["precision_at_recall"]
     networks = [name for name in swept[0] if name != "recall"] if swept else []
-    series = {tables.title(name): charts.column(swept, "recall", name) for name in networks}
+    series = columns(swept, "recall", networks)
     for line in curves["operating_points"]:
         if line["matcher"] not in networks:
-            series[tables.title(str(line["matcher"]))] = charts.column(
-                [line], "recall", "precision"
-            )
+            series[title(line["matcher"])] = charts.column([line], "recall", "precision")
     first = charts.line_chart(series, "recall", "precision", (0, 1))
-    series = {
-        name: charts.column(thresholds, "threshold", name) for name in ("precision", "recall")
-    }
+    series = columns(curves["precision_recall"], "threshold", ("precision", "recall"))
     second = charts.line_chart(series, "minimum confidence of a match", "fraction", (0, 1))
     points = {"ours": charts.column(curves["calibration"], "confidence", "precision")}
-    third = charts.line_chart(
-        points, "confidence of a match", "fraction of correct ones", (0, 1), diagonal=True
-    )
+    labels = "confidence of a match", "fraction of correct ones"
+    third = charts.line_chart(points, *labels, (0, 1), diagonal=True)
     return [
         (first, "Precision at each recall over all confidences of ours; a baseline is one point"),
         (
             second,
-            (
-                "Precision and recall of ours over the confidence threshold (a pair without matches"
-                " counts as 0)"
-            ),
+            "Precision and recall of ours over the confidence threshold (a pair without matches"
+            " counts as 0)",
         ),
-        (
-            third,
-            "Calibration: on the dashed line, confidence equals the fraction of correct matches",
-        ),
+        (third, "Calibration: on the dashed line, confidence equals the fraction of right matches"),
     ]

@@ -1,19 +1,12 @@
-"""Plain-text tables of matchers side by side, from the flat names of metrics.json."""
+"""Plain-text tables of matchers side by side."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-TITLES = {
-    "superglue": "SuperGlue (ours)",
-    "superglue_scene": "SuperGlue, scenes",
-    "nn": "nearest neighbour",
-    "mutual_nn": "mutual nearest neighbour",
-    "ratio_test": "ratio test, mutual",
-    "lightglue": "LightGlue",
-    "true_matches": "true matches (bound)",
-}
+from pipeline.report.rows import MOVED, Measure, Row, Table, title
+
 SHORT = {  # all metrics but the AUC, in the order of the columns
     "precision": "P",
     "recall": "R",
@@ -23,17 +16,14 @@ SHORT = {  # all metrics but the AUC, in the order of the columns
     "matching_score_at_ratio_precision": "MS@P",
     "precision_at_ratio_matching_score": "P@MS",
 }
-AT_RATIO = "_at_ratio_"  # in metrics where every threshold is tried: "at the ratio test's"
-ALIGNED = "_aligned"  # suffix of the estimator's name in metrics of aligned matches
-# headings of the two parts of a table
-DETECTED = "as detected"
-MOVED = "aligned"
-POSES = ("AUC POSE", "AUC REFINED")
+PAIRS = Measure("pairs")
+UNRELATED = Measure("unrelated_matches"), Measure("unrelated_matches_p95")
+POSES = ("pose", "refined")  # estimators
 ABREAST = 3  # estimators in one table, within 100 columns
 WORDS = {
-    "AUC RANSAC": "RANSAC: cv2.findHomography with UsacParams, 3 px; refined by least squares",
-    "AUC DLT": "DLT: least squares over all matches, weighted by their confidence",
-    "AUC SUREST": "SUREST: least squares over the surest matches, with equal weights",
+    "ransac": "RANSAC: cv2.findHomography with UsacParams, 3 px; refined by least squares",
+    "dlt": "DLT: least squares over all matches, weighted by their confidence",
+    "surest": "SUREST: least squares over the surest matches, with equal weights",
 }
 MIN_PAIRS = 20  # tables mark metrics of fewer pairs
 FEW = f"* fewer than {MIN_PAIRS} pairs: too few to judge by"
@@ -44,48 +34,17 @@ def percent(value: Optional[float]) -> str:
     return "-" if value is None else f"{100 * value:.1f}"
 
 
-def matchers_in(metrics: Mapping[str, Optional[float]]) -> List[str]:
-    """Names of the matchers with metrics, in the order they appear."""
-    return [name[: -len(".pairs")] for name in metrics if name.endswith(".pairs")]
-
-
-def title(matcher: str) -> str:
-    """A matcher's display name."""
-    return TITLES.get(matcher, matcher)
-
-
 def points(value: Optional[float]) -> str:
     """A difference: 0.0123 -> '+1.2'; None -> '-'."""
     return "-" if value is None else f"{100 * value:+.1f}"
 
 
-def metric_title(name: str) -> str:
-    """auc_ransac_3 -> 'AUC@3 RANSAC', auc_ransac_aligned_3 -> 'AUC@3 RANSAC aligned'; other names
-    as words.
-    """
-    kind, _, rest = name.partition("_")
-    estimator, _, pixels = rest.rpartition("_")
-    words = name.replace(AT_RATIO, " at the ratio test's ").replace("_", " ")
-    return f"AUC@{pixels} {estimator_title(estimator)}" if kind == "auc" else words
+def heading(measure: Measure) -> str:
+    """The heading of its column: `R@P`; of an AUC its title."""
+    return SHORT.get(measure.metric, measure.title)
 
 
-def estimator_title(estimator: str) -> str:
-    """ransac -> 'RANSAC', ransac_aligned -> 'RANSAC aligned'."""
-    plain, moved, _ = estimator.partition(ALIGNED)
-    return f"{plain.upper()} {MOVED}" if moved else plain.upper()
-
-
-def aligned_counterpart(name: str) -> str:
-    """auc_ransac_3 -> 'auc_ransac_aligned_3'; '' for other metrics and for aligned ones."""
-    start, _, limit = name.rpartition("_")
-    return (
-        f"{start}{ALIGNED}_{limit}"
-        if name.startswith("auc_") and not start.endswith(ALIGNED)
-        else ""
-    )
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
+def align(rows: Sequence[Sequence[str]]) -> List[str]:
     """Lines with aligned columns: the first to the left, the others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows))
     return [
@@ -93,215 +52,164 @@ def aligned(rows: Sequence[Sequence[str]]) -> List[str]:
     ]
 
 
-def lines_by_matcher(metrics: Mapping[str, Optional[float]]) -> List[Dict[str, object]]:
-    """One line per matcher from flat names."""
-    lines: Dict[str, Dict[str, object]] = {}
-    for name, value in metrics.items():
-        matcher, _, metric = name.partition(".")
-        lines.setdefault(matcher, {"matcher": matcher})[metric] = value
-    return list(lines.values())
-
-
-def columns_of(metrics: Iterable[str]) -> Dict[str, List[str]]:
-    """Names of the metrics in a table by heading: "", then one for the AUC of each estimator.
-
-    AUC of aligned matches are not included: see `aligned_counterpart`.
-    """
-    known = dict.fromkeys(name.rpartition(".")[2] for name in metrics)
-    groups: Dict[str, List[str]] = {"": [name for name in SHORT if name in known]}
-    for name in known:
-        if aligned_counterpart(name):
-            groups.setdefault(f"AUC {name[len('auc_') :].rpartition('_')[0].upper()}", []).append(
-                name
-            )
+def columns_of(measures: Iterable[Measure]) -> Dict[str, List[Measure]]:
+    """The measures in a table by estimator, first those without one; no AUC of aligned matches."""
+    known = dict.fromkeys(measures)
+    groups = {"": [Measure(name) for name in SHORT if Measure(name) in known]}
+    for measure in known:
+        if measure.metric == "auc" and not measure.aligned:
+            groups.setdefault(measure.estimator, []).append(measure)
     return groups
 
 
-def column_groups(names: Sequence[str]) -> List[Tuple[str, List[Tuple[str, str]]]]:
-    """Narrow tables for a page: heading, and (metric, column title) of each column.
-
-    Precision and recall first, then the AUC of each estimator, as detected and aligned.
-    """
-    groups = []
-    for head, metrics in columns_of(names).items():
-        if not head:
-            groups.append(("Matches", [(name, metric_title(name)) for name in metrics]))
-            continue
-        moved = [aligned_counterpart(name) for name in metrics]
-        for title_of, shown in ((head, metrics), (f"{head}, matches {MOVED} by the pixels", moved)):
-            areas = [(name, f"@{name.rpartition('_')[2]}") for name in shown if name in names]
-            groups += [(title_of, areas)] if areas else []
-    return groups
+def measures_of(table: Table) -> List[Measure]:
+    """All measures of a table, in order of appearance."""
+    return list(dict.fromkeys(measure for values in table.values() for measure in values))
 
 
-def comparison(metrics: Mapping[str, Optional[float]]) -> str:
+def move(measures: Iterable[Measure]) -> List[Measure]:
+    """The same measures of aligned matches."""
+    return [measure._replace(aligned=True) for measure in measures]
+
+
+def comparison(table: Table) -> str:
     """The tables of an evaluation, a line per matcher: matches, then AUC of ABREAST estimators."""
-    groups = columns_of(metrics)
+    groups = columns_of(measures_of(table))
     first = groups.pop("")
-    rows = [["", "pairs", "matches", *(SHORT[name] for name in first)]]
-    for matcher in matchers_in(metrics):
-        matches = metrics.get(f"{matcher}.matches")
-        counts = [str(metrics[f"{matcher}.pairs"]), "-" if matches is None else f"{matches:.0f}"]
-        cells = [percent(metrics.get(f"{matcher}.{name}")) for name in first]
-        rows.append([title(matcher), *counts, *cells])
-    lines = aligned(rows)
-    heads = list(groups)
-    for start in range(0, len(heads), ABREAST):
-        lines += [
-            "",
-            *areas(metrics, {head: groups[head] for head in heads[start : start + ABREAST]}),
-        ]
-    return "\n".join([*lines, *notes(metrics)])
+    rows = [["", "pairs", "matches", *map(heading, first)]]
+    for matcher, values in table.items():
+        matches = values.get(Measure("matches"))
+        counts = [str(values[PAIRS]), "-" if matches is None else f"{matches:.0f}"]
+        rows.append([title(matcher), *counts, *(percent(values.get(each)) for each in first)])
+    lines = align(rows)
+    names = list(groups)
+    for start in range(0, len(names), ABREAST):
+        shown = [groups[name] for name in names[start : start + ABREAST]]
+        lines += ["", *area_table(table, shown)]
+    return "\n".join([*lines, *notes(table)])
 
 
-def areas(metrics: Mapping[str, Optional[float]], groups: Mapping[str, Sequence[str]]) -> List[str]:
-    """A table of the AUC of some estimators; those of aligned matches, if any, follow below in the
-    same columns.
-
-    groups: names of the metrics by heading.
-    """
-    names = [name for group in groups.values() for name in group]
-    matchers = matchers_in(metrics)
-    heads = [f"@{name.rpartition('_')[2]}" for name in names]
-    moved = [aligned_counterpart(name) for name in names]
-    both = any(f"{matcher}.{name}" in metrics for matcher in matchers for name in moved)
+def area_table(table: Table, groups: Sequence[Sequence[Measure]]) -> List[str]:
+    """The AUC of some estimators; those of aligned matches, if any, below in the same columns."""
+    areas = [measure for group in groups for measure in group]
+    both = any(measure in values for values in table.values() for measure in move(areas))
     rows = []
-    for head, shown in ((DETECTED, names), (MOVED, moved)) if both else (("", names),):
-        rows.append([head, *heads])
-        for matcher in matchers:
-            cells = (percent(metrics.get(f"{matcher}.{name}")) for name in shown)
-            rows.append([title(matcher), *cells])
-    lines = aligned(rows)
-    starts = [word.start() for word in re.finditer(r"@", lines[0])]
+    parts = (("as detected", areas), (MOVED, move(areas))) if both else (("", areas),)
+    for head, shown in parts:
+        rows.append([head, *(f"@{measure.limit}" for measure in shown)])
+        for matcher, values in table.items():
+            rows.append([title(matcher), *(percent(values.get(each)) for each in shown)])
+    lines = align(rows)
+    starts = [word.start() for word in re.finditer("@", lines[0])]
     above = ""
-    for head, group in groups.items():
-        above = above.ljust(starts[names.index(group[0])]) + f"{head} "
+    for group in groups:
+        above = above.ljust(starts[areas.index(group[0])]) + f"AUC {group[0].method} "
     if both:
-        lines.insert(len(matchers) + 1, "")
+        lines.insert(len(table) + 1, "")
     return [above.rstrip(), *lines]
 
 
-def notes(metrics: Mapping[str, Optional[float]]) -> List[str]:
+def notes(table: Table) -> List[str]:
     """Notes below the table: the meaning of its columns, and which matches and pairs they count."""
-    groups = columns_of(metrics)
-    matchers = matchers_in(metrics)
-    columns = [
-        f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO not in name
-    ]
-    for head, group in list(groups.items())[1:]:
-        limits = ", ".join(name.rpartition("_")[2] for name in group)
-        error = (
-            f"pose error up to {limits} degrees"
-            if head in POSES
-            else f"mean corner error up to {limits} px"
-        )
-        columns.append(f"AUC of the {error}")
+    groups = columns_of(measures_of(table))
+    first = groups.pop("")
+    swept = [measure for measure in first if "_at_" in measure.metric]
+    columns = [f"{heading(each)}: {each.title}" for each in first if each not in swept]
+    for estimator, group in groups.items():
+        limits = ", ".join(str(measure.limit) for measure in group)
+        degrees = f"AUC of the pose error up to {limits} degrees"
+        columns += [
+            degrees if estimator in POSES else f"AUC of the mean corner error up to {limits} px"
+        ]
     lines = ["in %; " + "; ".join(dict.fromkeys(columns))]
-    lines += [words for head, words in WORDS.items() if head in groups]
-    if any(ALIGNED in name for name in metrics):
+    lines += [words for estimator, words in WORDS.items() if estimator in groups]
+    if any(measure.aligned for measure in measures_of(table)):
         lines.append(f"{MOVED}: the matches of every matcher moved by the pixels around them")
-    thresholds = {title(name): metrics.get(f"{name}.threshold") for name in matchers}
-    thresholds = {name: f"{value:g}" for name, value in thresholds.items() if value is not None}
-    if thresholds:
-        equal = len(set(thresholds.values())) == 1
-        above = (
-            next(iter(thresholds.values()))
-            if equal
-            else ", ".join(map(" ".join, thresholds.items()))
-        )
-        lines.append(f"a network's matches have a confidence above {above}")
-    swept = [f"{SHORT[name]}: {metric_title(name)}" for name in groups[""] if AT_RATIO in name]
+    limits = {title(name): values.get(Measure("threshold")) for name, values in table.items()}
+    above = {name: f"{limit:g}" for name, limit in limits.items() if limit is not None}
+    if above:
+        each = ", ".join(map(" ".join, above.items()))
+        text = each if len(set(above.values())) > 1 else min(above.values())
+        lines.append(f"a network's matches have a confidence above {text}")
     if swept:
-        lines.append(f"{', '.join(swept)}, where every threshold is tried")
-    counts = [(metrics.get(f"{name}.recall_pairs"), metrics[f"{name}.pairs"]) for name in matchers]
-    for recall_pairs, pairs in dict.fromkeys(counts):
-        if recall_pairs not in (None, pairs):
-            lines.append(
-                f"recall is over {recall_pairs} of {pairs} pairs: the others have no true match"
-            )
+        words = ", ".join(f"{heading(measure)}: {measure.title}" for measure in swept)
+        lines.append(f"{words}, where every threshold is tried")
+    counts = {(v.get(Measure("recall_pairs")), v[PAIRS]): None for v in table.values()}
+    lines += [
+        f"recall is over {known} of {pairs} pairs: the others have no true match"
+        for known, pairs in counts
+        if known not in (None, pairs)
+    ]
     return lines
 
 
-def negative_pairs(metrics: Mapping[str, Optional[float]]) -> List[str]:
-    """A table of the number of matches on negative pairs; empty without such pairs."""
-    names = ("unrelated_matches", "unrelated_matches_p95")
-    matchers = [
-        name for name in matchers_in(metrics) if metrics.get(f"{name}.{names[0]}") is not None
-    ]
-    if not matchers:
-        return []
-    pairs = metrics[f"{matchers[0]}.unrelated_pairs"]
+def negative_pairs(table: Table) -> str:
+    """A table of the number of matches on negative pairs; "" without such pairs."""
+    known = {name: values for name, values in table.items() if UNRELATED[0] in values}
+    if not known:
+        return ""
+    pairs = min(values[Measure("unrelated_pairs")] for values in known.values())
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
-    rows += [
-        [title(name), *(f"{metrics[f'{name}.{kind}']:.1f}" for kind in names)] for name in matchers
-    ]
-    return ["", *aligned(rows)]
+    for name, values in known.items():
+        rows.append([title(name), *(f"{values[measure]:.1f}" for measure in UNRELATED)])
+    return "\n".join(align(rows))
 
 
-def side_by_side(variants: Dict[str, Dict[str, Optional[float]]]) -> str:
-    """Several evaluations in one table. variants: name -> metrics."""
-    metrics = {}
-    for variant, values in variants.items():
-        for name, value in values.items():
-            matcher, _, metric = name.partition(".")
-            metrics[f"{variant}  {title(matcher)}.{metric}"] = value
-    return comparison(metrics)
-
-
-def by_scene(lines: Sequence[Mapping[str, Any]]) -> str:
-    """One line per sequence: AUC@3 by the first estimator, the same aligned, and precision of each
-    matcher.
-
-    lines: as in scenes.csv.
-    """
-    area = next(name for name in lines[0] if name.startswith("auc_") and name.endswith("_3"))
-    names = [name for name in (area, aligned_counterpart(area), "precision") if name in lines[0]]
-    scenes, matchers = (
-        list(dict.fromkeys(str(line[key]) for line in lines)) for key in ("scene", "matcher")
+def side_by_side(variants: Mapping[str, Table]) -> str:
+    """Several evaluations in one table, by name."""
+    return comparison(
+        {
+            f"{name}  {title(matcher)}": values
+            for name, table in variants.items()
+            for matcher, values in table.items()
+        }
     )
-    by_cell = {(str(line["scene"]), str(line["matcher"])): line for line in lines}
-    heads = [metric_title(area), *([MOVED] if len(names) > 2 else []), "precision"]
-    rows = [[" | ".join(heads), "pairs"] + [title(matcher) for matcher in matchers]]
-    for scene in scenes:
-        cells = [by_cell[scene, matcher] for matcher in matchers]
-        texts = [" | ".join(percent(cell[name]) for name in names) for cell in cells]
-        rows.append([scene, marked(int(cells[0]["pairs"])), *texts])
-    few = any(int(line["pairs"]) < MIN_PAIRS for line in lines)
-    return "\n".join([*aligned(rows), *([FEW] if few else [])])
 
 
-def marked(pairs: int) -> str:
+def by_scene(scenes: Sequence[Tuple[str, Table]]) -> str:
+    """One line per sequence: AUC@3 of the first estimator, the same aligned, and precision."""
+    tables = [table for _, table in scenes]
+    known = measures_of(tables[0])
+    area = next(measure for measure in known if measure.metric == "auc" and measure.limit == 3)
+    shown = [each for each in (area, *move([area]), Measure("precision")) if each in known]
+    heads = [MOVED if each.aligned else each.title for each in shown]
+    rows = [[" | ".join(heads), "pairs", *map(title, tables[0])]]
+    counts = [int(next(iter(table.values()))[PAIRS] or 0) for table in tables]
+    for (scene, table), pairs in zip(scenes, counts):
+        cells = [" | ".join(percent(values[each]) for each in shown) for values in table.values()]
+        rows.append([scene, mark(pairs), *cells])
+    return "\n".join([*align(rows), *([FEW] if min(counts) < MIN_PAIRS else [])])
+
+
+def mark(pairs: int) -> str:
     """A number of pairs, with a star below MIN_PAIRS."""
     return f"{pairs}*" if pairs < MIN_PAIRS else str(pairs)
 
 
-def foremost(names: Sequence[str]) -> List[str]:
-    """The metrics to show first: all of SHORT, AUC@5 and AUC@10 (20) of ABREAST estimators.
+def foremost(rows: Sequence[Row]) -> List[Row]:
+    """The differences to show first: all of SHORT, AUC@5 and AUC@10 (20) of ABREAST estimators.
 
     Of the first estimator also those of aligned matches.
     """
-    estimators = list(columns_of(names).values())[1 : ABREAST + 1]
-    areas = [
-        [name for name in group if name.endswith("_5") or name == group[-1]] for group in estimators
+    groups = columns_of(row.measure for row in rows)
+    shown = set(groups.pop(""))
+    for number, group in enumerate(list(groups.values())[:ABREAST]):
+        areas = [measure for measure in group if measure.limit == 5 or measure == group[-1]]
+        shown.update(areas, () if number else move(areas))
+    return [row for row in rows if row.measure in shown]
+
+
+def span(row: Row, form=points) -> str:
+    """The 95 % interval of a row: `+0.7 .. +2.4`."""
+    return "-" if row.low is None else f"{form(row.low)} .. {form(row.high)}"
+
+
+def differences(rows: Sequence[Row]) -> str:
+    """Ours minus the best baseline with its 95 % interval, in percentage points."""
+    lines = [
+        ["ours minus the best baseline", "points", "95 % interval", "verdict", "best baseline"]
     ]
-    shown = set(SHORT).union(*areas, *([map(aligned_counterpart, areas[0])] if areas else []))
-    return [name for name in names if name in shown]
-
-
-def differences(lines: Sequence[Mapping[str, Any]]) -> str:
-    """Ours minus the best baseline with its 95 % interval, in percentage points. lines: of
-    differences.csv.
-    """
-    rows = [["ours minus the best baseline", "points", "95 % interval", "verdict", "best baseline"]]
-    first = foremost([line["figure"] for line in lines])
-    for line in lines:
-        span = "-" if line["low"] is None else f"{points(line['low'])} .. {points(line['high'])}"
-        row = [
-            metric_title(line["figure"]),
-            points(line["value"]),
-            span,
-            line["verdict"],
-            title(line["baseline"]),
-        ]
-        rows += [row] if line["figure"] in first else []
-    return "\n".join(aligned(rows))
+    for row in foremost(rows):
+        words = [row.measure.title, points(row.value), span(row), row.verdict, title(row.baseline)]
+        lines.append(words)
+    return "\n".join(align(lines))
