@@ -124,7 +124,12 @@ class Matchers:
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
 
-def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatches:
+UNGUIDED = scenes.Rules(guided=False)
+
+
+def match_scene(
+    pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules = UNGUIDED
+) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
     accepted.
     """
@@ -135,7 +140,6 @@ def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatche
     ]
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    rules = scenes.Rules(guided=False)
     accepted = scenes.filled(matches, answer.scores0[index0], threshold, tuple(sides), rules)
     kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
     return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))

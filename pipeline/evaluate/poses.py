@@ -21,6 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
 from superglue_sift import geometry
+from superglue_sift.geometry import epipolar
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
@@ -166,7 +167,7 @@ def estimate(
     """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); uses only K
     of `cameras`.
     """
-    if len(points0) < geometry.MIN_ESSENTIAL:
+    if len(points0) < epipolar.MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
     K1 = cameras.K1
@@ -177,7 +178,7 @@ def estimate(
     best = None
     most = 0
     for E in np.split(found, len(found) // 3) if found is not None else []:
-        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), geometry.FAR, mask=mask.copy())
+        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), epipolar.FAR, mask=mask.copy())
         if inliers > most:
             best = R, t.ravel()
             most = inliers

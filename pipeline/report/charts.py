@@ -50,7 +50,8 @@ def line_chart(
             axes.plot(x_range, y_range, color=INK, alpha=0.5, linestyle="--", linewidth=1)
         for colour, (name, points) in zip(COLOURS, series.items()):
             marker = "o" if len(points) <= FEW else ""
-            axes.plot(*zip(*points or [()] * 2), color=colour, label=name, marker=marker, ms=4)
+            across, up = zip(*points) if points else ((), ())
+            axes.plot(across, up, color=colour, label=name, marker=marker, markersize=4)
         axes.set(xlabel=x_label, ylabel=y_label, xlim=x_range, ylim=y_range)
         figure.legend(loc="outside upper left", ncols=2 if len(series) < 5 else 1)
         svg = io.BytesIO()

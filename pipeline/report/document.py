@@ -77,8 +77,10 @@ class Content:
 
 def save(folder: Path, content: Content) -> None:
     """Write report.json."""
-    short = dataclasses.replace(content, **dict.fromkeys(ELSEWHERE, ()))
-    (folder / JSON).write_text(json.dumps(dataclasses.asdict(short)) + "\n", encoding="utf-8")
+    values = dataclasses.asdict(content)
+    for name in ELSEWHERE:
+        del values[name]
+    (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
 
 
 def load(folder: Path) -> Content:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import shutil
 import zipfile
 from pathlib import Path
 
 import pytest
+from made_evaluations import PARAMS, read_csv
+from made_evaluations import run as run_evaluation
 from made_params import file_of
 from made_scenes import write_image_set, write_model
 from made_views import made_keypoints
-from test_evaluate import PARAMS
-from test_evaluate import run as run_evaluation
 
 from pipeline import errors, export
 from pipeline.errors import RequestError
@@ -108,15 +107,8 @@ def run(folder: Path, *extra: str) -> int:
 
 def evaluated(folder: Path, out: str = "out"):
     """By matcher, the photographs its metrics are of."""
-    with (folder / out / "pairs.csv").open() as file:
-        rows = [(row["matcher"], row["scene"]) for row in csv.DictReader(file)]
+    rows = [(row["matcher"], row["scene"]) for row in read_csv(folder / out / "pairs.csv")]
     return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
-
-
-def test_nothing_is_left_out_where_nothing_was_seen(work, capsys):
-    assert run(work) == 0
-    assert evaluated(work)["superglue"] == set(COCO)
-    assert "left out" not in capsys.readouterr().out
 
 
 def test_what_ours_was_trained_on_is_left_out(work, capsys):
@@ -128,20 +120,20 @@ def test_what_ours_was_trained_on_is_left_out(work, capsys):
     assert "2 held-out images" in (work / "out" / "protocol.json").read_text()
 
 
-def test_another_model_is_shown_on_what_it_never_saw(work, capsys):
+@pytest.mark.parametrize("seen, left", [(["285"], (0, 2)), (["139", "285", "632"], (0, 1, 2))])
+def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, left):
     other = write_model(work / "other.safetensors", layers=2)
-    trained_on.write(other, ["285"])
+    trained_on.write(other, seen)
     assert run(work, "--also", f"shipped={other}") == 0
-    assert "1 of 3 photographs left out: shipped was trained on them" in capsys.readouterr().out
-    assert evaluated(work)["shipped"] == evaluated(work)["superglue"] == {COCO[0], COCO[2]}
-
-
-def test_another_model_that_saw_all_is_not_shown(work, capsys):
-    other = write_model(work / "other.safetensors", layers=2)
-    trained_on.write(other, ["139", "285", "632"])
-    assert run(work, "--also", f"shipped={other}") == 0
-    assert "SKIP shipped: trained on all of the 3 photographs" in capsys.readouterr().out
-    assert "shipped" not in evaluated(work) and evaluated(work)["superglue"] == set(COCO)
+    printed = capsys.readouterr().out
+    found = evaluated(work)
+    assert found["superglue"] == {COCO[number] for number in left}
+    if len(left) == 3:  # it saw all, so it is not shown
+        assert "SKIP shipped: trained on all of the 3 photographs" in printed
+        assert "shipped" not in found
+    else:
+        assert "1 of 3 photographs left out: shipped was trained on them" in printed
+        assert found["shipped"] == found["superglue"]
 
 
 def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
@@ -162,13 +154,12 @@ def test_what_is_kept_on_request_is_marked(work, capsys):
     assert marked in capsys.readouterr().out and marked in (work / "out" / "index.html").read_text()
 
 
-@pytest.mark.parametrize("known", [False, True])
-def test_a_model_without_a_list_is_named(work, capsys, known):
-    trained_on.list_of(work / "model.safetensors").unlink()
-    if known:  # a training from such weights
-        trained_on.write(work / "model.safetensors", None)
+def test_a_model_without_a_list_is_named_and_nothing_left_out(work, capsys):
+    trained_on.write(work / "model.safetensors", None)  # a training from weights without a list
     assert run(work) == 0
-    assert "model.safetensors was trained on is not known" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "model.safetensors was trained on is not known" in printed and "left out:" not in printed
+    assert evaluated(work)["superglue"] == set(COCO)
 
 
 def test_the_list_of_another_model_is_refused(work, capsys):

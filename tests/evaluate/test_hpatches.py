@@ -26,7 +26,7 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     source = HPatchesPairs(tmp_path, short_side=0)
     scenes = [source.load(index) for index in range(len(source))]
     assert [pair.name for scene in scenes for pair in scene.pairs] == ["a/1-2", "a/1-10", "b/1-2"]
-    assert [source.scene_name(index) for index in range(2)] == ["a", "b"]
+    assert [name for name, _ in source.scenes] == ["a", "b"]
     np.testing.assert_allclose(scenes[0].pairs[1].truth, TURN / TURN[2, 2], rtol=1e-6)
     assert scenes[0].images[scenes[0].pairs[1].second].shape == small.shape
 
@@ -144,7 +144,7 @@ def test_large_translations_are_homographies(tmp_path, small):
 
 def test_real_sequences(shared_data):
     source = HPatchesPairs(shared_data / "pairs" / "oxford_affine")
-    assert [source.scene_name(i) for i in range(len(source))] == [
+    assert [name for name, _ in source.scenes] == [
         "bark", "bikes", "boat", "graf", "leuven", "trees", "ubc", "wall",
     ]  # fmt: skip
     assert sum(len(sequence.homographies) for sequence in source.sequences) == 40

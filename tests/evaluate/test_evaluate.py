@@ -1,0 +1,496 @@
+"""The stage from end to end on tiny images with an untrained model, and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_evaluations import make_workspace, read_csv, read_metrics, run, words
+from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
+
+from pipeline import errors
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.evaluate import heldout, inputs, lightglue, protocol
+from pipeline.evaluate.estimators import DEFAULT
+from pipeline.evaluate.matchers import MATCHERS
+from pipeline.evaluate.protocol import divide, map_over_ranks
+from pipeline.image_sets import sources
+from pipeline.launch import free_port
+from pipeline.processes import distributed
+from superglue_sift.matcher import PairMatches
+
+ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_aligned")]
+CONFIDENCE = ("precision_recall", "precision_at_recall", "operating_points", "calibration")
+
+
+@pytest.fixture
+def work(tmp_path, photo):
+    return make_workspace(tmp_path, photo)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory, photo):
+    """Evaluations without options and with `--bound`, run once: their folder, and what each
+    printed.
+    """
+    folder = make_workspace(tmp_path_factory.mktemp("done"), photo)
+    printed = {}
+    for name, extra in (("out", ()), ("bound", ("--bound",))):
+        with contextlib.redirect_stdout(io.StringIO()) as stream:
+            assert run(folder, *extra, out=name) == 0
+        printed[name] = stream.getvalue()
+    return SimpleNamespace(folder=folder, printed=printed)
+
+
+def test_held_out_images_from_end_to_end(done):
+    out = done.folder / "out"
+    metrics = read_metrics(done.folder)
+    assert all(metrics[f"{matcher}.pairs"] == 6 for matcher in MATCHERS)
+    lines = read_csv(out / "pairs.csv")
+    pairs = [line["pair"] for line in lines[:: len(MATCHERS)]]
+    assert pairs == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
+    assert "2 held-out images (test), 160x120, 100 keypoints, 6 pairs" in done.printed["out"]
+    assert "SuperGlue (ours)" in done.printed["out"]
+    pictures = {path.stem for path in (out / "pictures").iterdir()}
+    assert {"best-1", "median-1", "worst-1", "gain-median", "gain-most"} < pictures
+    assert {path.stem for path in (out / "curves").iterdir()} == {*ERRORS, *CONFIDENCE}
+    assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
+    assert read_csv(out / "bad_images.csv") == []
+
+
+def test_names_of_metrics_are_the_same_in_every_file(done):
+    """Those that users, DVC and MLflow rely on, made in one place each."""
+    out = done.folder / "out"
+    metrics = read_metrics(done.folder)
+    by_matcher = {line["matcher"]: line for line in read_csv(out / "matchers.csv")}
+    for name, value in metrics.items():
+        matcher, _, figure = name.partition(".")
+        assert by_matcher[matcher][figure] == ("" if value is None else str(value))
+    for line in read_csv(out / "intervals.csv"):
+        assert float(line["value"]) == metrics[f"{line['matcher']}.{line['figure']}"]
+    assert {
+        "superglue.auc_ransac_aligned_3", "superglue.median_error_dlt", "superglue.recall_pairs",
+        "superglue.estimated_surest", "superglue.recall_at_ratio_precision", "superglue.threshold",
+        "superglue.calibration_error", "nn.unrelated_matches_p95",
+    } < set(metrics)  # fmt: skip
+    head = read_csv(out / "pairs.csv")[0]
+    counts = ["matches", "correct", "true_matches", "found", "precision", "recall"]
+    hard = ["rotation_deg", "scale", "tilt", "perspective", "overlap"]
+    detected = [name for name in ERRORS if "aligned" not in name]
+    aligned = [f"{name}_aligned" for name in detected]
+    first = ["pair", "scene", "matcher", "keypoints0", "keypoints1"]
+    assert list(head) == [*first, *counts, *detected, *aligned, *hard]
+
+
+def test_curves_of_precision_and_recall_agree_with_the_table(done):
+    out = done.folder / "out"
+    metrics = read_metrics(done.folder)
+    swept = read_csv(out / "curves" / "precision_at_recall.csv")
+    precision = [float(line["superglue"]) for line in swept]
+    assert precision == sorted(precision, reverse=True) and len(precision) > 20
+    asked = 100 * metrics["ratio_test.recall"]
+    best = metrics["superglue.precision_at_ratio_recall"]
+    assert precision[math.ceil(asked)] <= best <= precision[math.floor(asked)]
+    points = read_csv(out / "curves" / "operating_points.csv")
+    assert [line["matcher"] for line in points] == list(MATCHERS)
+    for line in points:
+        assert float(line["recall"]) == metrics[f"{line['matcher']}.recall"]
+        assert float(line["precision"]) == metrics[f"{line['matcher']}.precision"]
+
+
+def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
+    metrics = read_metrics(done.folder)
+    for matcher in MATCHERS:
+        lines = read_csv(done.folder / "out" / "pairs.csv")
+        lines = [line for line in lines if line["matcher"] == matcher]
+        for name in ERRORS:
+            found = [float(line[name]) for line in lines]
+            for pixels in (1, 3, 5, 10):
+                by_hand = np.mean(np.maximum(0.0, 1 - np.array(found) / pixels))
+                area = metrics[f"{matcher}.{name.replace('error', 'auc')}_{pixels}"]
+                assert area == pytest.approx(by_hand, abs=2e-4)  # four decimals in both files
+        precision = [int(line["correct"]) / max(1, int(line["matches"])) for line in lines]
+        assert metrics[f"{matcher}.precision"] == pytest.approx(np.mean(precision), abs=6e-5)
+
+
+def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
+    """Only estimates from the matches change; `--no-refine` leaves them out."""
+    assert run(work, "--no-refine", "--bound") == 0
+    both = read_metrics(done.folder, "bound")
+    plain = {name: value for name, value in both.items() if "aligned" not in name}
+    assert plain == read_metrics(work)
+    # views of a photograph: pixels know better than SIFT
+    for matcher in ("mutual_nn", "ratio_test", "true_matches"):
+        assert both[f"{matcher}.auc_ransac_aligned_1"] > both[f"{matcher}.auc_ransac_1"] + 0.05
+    detected, aligned = done.printed["bound"].split("\naligned ")[:2]
+    assert "as detected" in detected and "AUC@5 RANSAC aligned" in done.printed["bound"]
+    assert all("true matches (bound)" in text for text in (detected, aligned))
+    assert "aligned" not in capsys.readouterr().out
+    assert "aligned" in json.loads((done.folder / "bound" / "protocol.json").read_text())
+    assert "aligned" not in (work / "out" / "index.html").read_text()
+    # the bound is no baseline
+    assert both["true_matches.precision"] == both["true_matches.recall"] == 1.0
+    lines = read_csv(done.folder / "bound" / "differences.csv")
+    assert "true_matches" not in {line["baseline"] for line in lines}
+    assert "auc_ransac_aligned_3" in {line["figure"] for line in lines}
+
+
+def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
+    shutil.copytree(done.folder / "out", work / "out")
+    assert run(work, "--estimators", "magsac") == 0
+    metrics = read_metrics(work)
+    assert "superglue.auc_magsac_3" in metrics and not any("ransac" in name for name in metrics)
+    printed = capsys.readouterr().out
+    assert "AUC MAGSAC" in printed and "AUC@5 MAGSAC" in printed
+    assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
+    # nothing of the evaluation before is left to be taken for this one's
+    left = {path.stem for path in (work / "out" / "curves").iterdir()}
+    assert left == {"error_magsac", "error_magsac_aligned", *CONFIDENCE}
+
+
+def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeypatch):
+    """Two clones end with one dvc.lock: no time, path or name of a machine in any output."""
+    levels = {"blur (px)": (heldout.blur, (0.0, 3.0))}
+    monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", levels)
+    shutil.copytree(work, work / "elsewhere")
+    assert run(work, "--robustness", "2") == run(work / "elsewhere", "--robustness", "2") == 0
+    first, second = (
+        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in (work / "out", work / "elsewhere" / "out")
+    )
+    assert len(first) > 12 and set(first) == set(second)
+    assert [str(name) for name in first if first[name] != second[name]] == []
+    lines = read_csv(work / "out" / "robustness.csv")
+    found = [(line["level"], line["pairs"]) for line in lines if line["condition"] == "blur (px)"]
+    assert found == [("0", "2"), ("3", "2")]
+    page = (work / "out" / "index.html").read_text()
+    assert "blur (px) 3" in page and "data:image/jpeg" in page
+
+
+def test_other_images_do_not_matter(work, make_params):
+    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, max_keypoints=60)
+    images = sources.open_manifest(work / "images")
+    entries = images.entries("test")
+    both, _ = inputs.extract(heldout.HeldOutPairs(images, entries, section), [0, 1], 60)
+    only, _ = inputs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
+    assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
+    for first, second in zip(both[2:], only):
+        assert first.pair.records0.tobytes() == second.pair.records0.tobytes()
+        assert first.pair.records1.tobytes() == second.pair.records1.tobytes()
+        np.testing.assert_array_equal(first.truth, second.truth)
+
+
+def test_units_come_in_order_up_to_a_wrong_request():
+    def prepare(unit):
+        if unit == 6:
+            raise errors.RequestError("unit 6 is wrong")
+        return unit
+
+    def score(unit):
+        time.sleep(0.01 * (unit % 3))
+        return unit
+
+    begun = []
+    found = []
+    alone = distributed.start()
+    with pytest.raises(errors.RequestError, match="unit 6 is wrong"):
+        match = lambda unit: begun.append(unit) or unit  # noqa: E731
+        found.extend(map_over_ranks(range(9), prepare, match, score, alone))
+    assert found == begun == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
+    tmp_path, make_params, color_photo
+):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
+    quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
+    section = make_params(
+        "evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet}
+    )
+    images = sources.open_manifest(tmp_path / "images")
+    source = heldout.HeldOutPairs(images, images.entries("test"), section)
+    scene = source.load(0)
+    for pair in scene.pairs:
+        image0 = scene.images[pair.first]
+        image1 = scene.images[pair.second]
+        warped = cv2.warpPerspective(image0, pair.truth, (160, 120))
+        shown = cv2.warpPerspective(np.full_like(image0, 255), pair.truth, (160, 120)) == 255
+        shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
+        difference = np.abs(warped.astype(float) - image1)[shown]
+        assert shown.mean() > 0.2 and np.median(difference) < 6
+    for number, gray in enumerate(scene.images):
+        color = source.in_color(0, number, gray)
+        assert color.shape == (120, 160, 3) and np.ptp(color.astype(int), axis=2).mean() > 20
+        difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - gray)
+        assert np.median(difference) <= 1  # colours too bright or too dark for a screen are cut off
+
+
+def test_validation_images_stand_in_and_are_named(work, photo, capsys):
+    write_image_set(work / "held", {"a.png": photo}, "val")
+    assert run(work, "--no-refine", "--images", work / "held") == 0
+    printed = capsys.readouterr()
+    assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
+    write_image_set(work / "none", {"a.png": photo}, "train")
+    assert run(work, "--images", work / "none") == 2
+    assert "no held-out image" in capsys.readouterr().err
+
+
+def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
+    monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
+    monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
+    assert run(work, "--paper", "5", "--lightglue", "x") == 0
+    lines = read_csv(work / "out" / "protocols.csv")
+    assert [line["protocol"] for line in lines[:: len(MATCHERS)]] == ["160x120-50", "120x96-80"]
+    assert {line["pairs"] for line in lines} == {"5"}
+    for name, most in (("160x120-50", 50), ("120x96-80", 80)):
+        rows = read_csv(work / "out" / name / "pairs.csv")
+        assert max(int(row["keypoints0"]) for row in rows) <= most
+        pairs = [row["pair"] for row in rows[:: len(MATCHERS)]]
+        assert pairs == ["a.png#0", "a.png#1", "a.png#2", "b.png#0", "b.png#1"]
+    printed = capsys.readouterr().out
+    last = printed.split("side by side")[1]
+    named = [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line]
+    assert named == ["160x120-50", "120x96-80"] * 5  # matches, estimators, aligned
+    assert all(f"AUC {name}" in last for name in ("RANSAC", "MAGSAC", "DLT"))
+    both = read_metrics(work)
+    one = read_metrics(work / "out", "120x96-80")
+    assert both["120x96-80.superglue.auc_dlt_10"] == one["superglue.auc_dlt_10"]
+    page = (work / "out" / "index.html").read_text()
+    assert 'href="160x120-50/index.html"' in page and "&ndash;" in page
+    # what is not installed is said and left out
+    said = "SKIP LightGlue: neither kornia nor lightglue is installed"
+    assert said in printed and said in (work / "out" / "120x96-80" / "index.html").read_text()
+    # one pair of a photograph where that is enough
+    assert run(work, "--paper", "1", "--estimators", "dlt,ransac", "--no-refine") == 0
+    rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
+    assert {row["pair"] for row in rows} == {"a.png#0"} and "error_magsac" not in rows[0]
+    assert "1 held-out images (test)," in capsys.readouterr().out
+
+
+def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
+    def match(pair):
+        count = min(len(pair.records0), len(pair.records1))
+        found = np.where(np.arange(len(pair.records0)) < count, np.arange(len(pair.records0)), -1)
+        return PairMatches(found, (found >= 0).astype(np.float32))
+
+    monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
+    assert run(work, "--no-refine", "--lightglue", "x") == 0
+    metrics = read_metrics(work)
+    assert metrics["lightglue.pairs"] == 6 and metrics["lightglue.matches"] > 20
+    names = {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")}
+    assert names == {*MATCHERS, "lightglue"}
+    assert "LightGlue" in (work / "out" / "index.html").read_text()
+    assert "SKIP" not in capsys.readouterr().out
+
+
+def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, capsys):
+    write_model(work / "model.safetensors", about={"match_threshold": 0.35})
+    also = []
+    for name, layers in (("same", 1), ("further", 3)):
+        write_model(work / f"{name}.safetensors", layers=layers)
+        also += ["--also", f"{name}={work / name}.safetensors"]
+    assert run(work, "--no-refine", "--threshold", "0", *also) == 0
+    found = read_metrics(work)
+    assert (found["superglue.threshold"], found["same.threshold"]) == (0.35, 0.2)
+    assert found["superglue.matches"] < found["same.matches"]
+    assert found["superglue.recall_at_ratio_precision"] == found["same.recall_at_ratio_precision"]
+    lines = read_csv(work / "out" / "differences.csv")
+    lines = [line for line in lines if line["figure"] == "precision"]
+    assert [line["baseline"] for line in lines][1:] == ["same", "further"]
+    gain = found["superglue.precision"] - found["further.precision"]
+    assert float(lines[-1]["value"]) == pytest.approx(gain, abs=2e-4)
+    told = json.loads((work / "out" / "protocol.json").read_text())
+    assert told["model"]["threshold"] == 0.35
+    models = told["models beside it"]
+    assert models["further"]["file"] == "further.safetensors" and list(models) == [
+        "same",
+        "further",
+    ]
+    order = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  6  " in line]
+    assert order[:3] == ["SuperGlue", "same", "further"]
+
+
+@pytest.mark.parametrize(
+    "threshold, said",
+    [
+        (0.2, "shipped is the same model as ours, so it has no rows of its own"),
+        (0.05, "shipped has the weights of ours and another threshold, 0.05"),
+    ],
+)
+def test_where_training_kept_its_weights_that_is_said_once(work, capsys, threshold, said):
+    write_model(work / "model.safetensors", about={"step": 0})
+    write_model(work / "begun.safetensors", about={"step": 2400, "match_threshold": threshold})
+    also = f"shipped={work / 'begun.safetensors'}"
+    assert run(work, "--no-refine", "--threshold", "0", "--also", also) == 0
+    said = f"Training kept the weights it began with: {said}"
+    assert capsys.readouterr().out.count(said) == 1
+    assert (work / "out" / "index.html").read_text().count(said) == 1
+    assert ("shipped.precision" in read_metrics(work)) == (threshold != 0.2)
+
+
+def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
+    images = {"good.png": photo, "tiny.png": photo[:40, :40]}
+    write_image_set(work / "mixed", images, "test", broken=["broken.jpg"])
+    assert run(work, "--no-refine", "--images", work / "mixed") == 0
+    lines = read_csv(work / "out" / "bad_images.csv")
+    assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
+    assert "2 unreadable images left out" in capsys.readouterr().out
+    write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
+    assert run(work, "--images", work / "none") == 1
+    assert "none of the 1 images could be read" in capsys.readouterr().err
+
+
+def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
+    """It needs no params.yaml at hand, and pairs without any match are failures, not gaps."""
+    for name, H in (("shifted", SHIFT), ("turned", TURN)):
+        image = np.ascontiguousarray(photo[:240, :320])
+        write_sequence(work / "pairs" / name, image, {2: H, 3: np.eye(3)})
+    write_sequence(work / "pairs" / "flat", np.full((240, 320), 90, np.uint8), {2: SHIFT})
+    (work / "params.yaml").unlink()
+    monkeypatch.chdir(work)
+    asked = ["--model", "model.safetensors", "--pairs", "pairs", "--resize", "0"]
+    asked += ["--max-keypoints", "300", "--threshold", "0.1"]
+    assert errors.run(evaluate.main, [*asked, "--out", "out"]) == 0
+    rows = read_csv(work / "out" / "scenes.csv")
+    found = {(row["scene"], row["matcher"]): row for row in rows}
+    assert {row["scene"] for row in rows} == {"flat", "shifted", "turned"}
+    flat = found["flat", "superglue"]
+    assert (flat["pairs"], flat["precision"], flat["recall"]) == ("1", "0.0", "")
+    assert flat["auc_ransac_10"] == "0.0"
+    assert math.isinf(float(read_csv(work / "out" / "pairs.csv")[0]["error_ransac"]))
+    for matcher in ("ratio_test", "superglue"):
+        assert float(found["shifted", matcher]["precision"]) > 0.8
+        assert float(found["shifted", matcher]["auc_ransac_3"]) > 0.5
+    printed = capsys.readouterr().out
+    assert "pairs: 3 sequences, full size, 300 keypoints, 5 pairs" in printed
+    assert "turned" in printed
+
+
+@pytest.mark.parametrize(
+    "extra, said",
+    [
+        (["--model", "nowhere.safetensors"], "nowhere.safetensors: no such model"),
+        (["--model", __file__], "test_evaluate.py"),
+        (["--images", "nowhere"], "no manifest here"),
+        (["--pairs", "nowhere"], "no such folder"),
+        (["--params", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["--max-keypoints", "0"], "--max-keypoints 0: must be 1 or more"),
+        (["--threshold", "1"], "--threshold 1.0: must be at least 0 and below 1"),
+        (["--device", "cuda:99"], "device cuda:99: not available here"),
+        (["--out", __file__], "is a file; name a folder"),
+        (["--paper", "--pairs", "x"], "--pairs and --paper are two evaluations"),
+        (["--robustness", "3", "--pairs", "x"], "--robustness needs held-out images"),
+        (["--bound", "--poses", "x"], "--bound needs homographies"),
+        (["--estimators", "ransac,best"], "--estimators best: unknown"),
+        (["--also", "a.b=x"], "--also a.b=x: must be NAME=FILE"),
+        (["--also", "nn=x"], "--also nn=x: there is a matcher called nn already"),
+    ],
+)
+def test_wrong_requests_are_one_line(work, capsys, extra, said):
+    assert run(work, *extra) == 2
+    message = capsys.readouterr().err
+    assert said in message and message.count("\n") == 1
+
+
+def test_results_reach_the_run_of_the_training(work, monkeypatch):
+    events = []
+
+    class Run:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            events.append("closed")
+
+        def log(self, metrics, step):
+            events.append((metrics, step))
+
+        def artifact(self, path, folder=""):
+            assert path.exists()
+            events.append((path.name, folder))
+
+        def describe(self, result, note):
+            events.append((result, note))
+
+        def compare_with_champion(self, pairs):
+            events.append(pairs.name)
+
+    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
+    assert run(work, "--mlflow-run", "log.jsonl") == 0
+    metrics, step = events[0]
+    shown = {"auc_5", "recall_at_p", "auc_5_gain"}
+    assert step == 7 and {name for name in metrics if "/" not in name} == shown
+    full = read_metrics(work)
+    assert metrics["auc_5"] == full["superglue.auc_ransac_5"]
+    assert metrics["verdict/auc_5_aligned"] == full["superglue.auc_ransac_aligned_5"]
+    best = max(full[f"{name}.auc_ransac_5"] for name in MATCHERS[1:])
+    assert metrics["auc_5_gain"] == pytest.approx(metrics["auc_5"] - best, abs=2e-4)
+    short = json.loads((work / "out" / "summary.json").read_text())
+    assert {name.rpartition("/")[2]: value for name, value in metrics.items()} == short
+    assert len(short) <= 10
+    (note,) = (text for name, text in events[1:-2] if name == f"AUC@5 {100 * short['auc_5']:.1f}")
+    assert "```\n" in note and "SuperGlue (ours)" in note
+    for name in ("gain-median", "gain-most"):
+        assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note
+        assert (work / "out" / "pictures" / f"{name}.png").is_file()
+    assert ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events
+    assert events[-2:] == ["pairs.csv", "closed"]
+
+
+def test_the_size_of_a_batch_does_not_matter(work, done, monkeypatch):
+    monkeypatch.setattr(protocol, "BATCH", 1)
+    assert run(work) == 0
+    one, many = (read_csv(folder / "out" / "pairs.csv") for folder in (work, done.folder))
+    assert [line["matches"] for line in one] == [line["matches"] for line in many]
+
+
+@given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 10))
+def test_units_hold_every_scene_once_in_order(counts, most):
+    units = divide(counts, most)
+    assert [index for unit in units for index in unit] == list(range(len(counts)))
+    for unit in units:
+        assert unit and (len(unit) == 1 or sum(counts[index] for index in unit) <= most)
+
+
+def launch(folder, root, processes, *extra):
+    """An evaluation by torchrun."""
+    torchrun = ["torch.distributed.run", f"--nproc_per_node={processes}"]
+    torchrun += ["--master_port", str(free_port()), "-m", "pipeline.evaluate"]
+    command = [sys.executable, "-m", *torchrun, *words(folder, *extra, out="many")]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
+def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, processes):
+    images = {f"{n}.png": np.ascontiguousarray(photo[20 * n : 20 * n + 280]) for n in range(5)}
+    write_image_set(work / "five", images, "test", broken=["bad.jpg"])
+    assert run(work, "--images", work / "five") == 0
+    done = launch(work, root, processes, "--images", work / "five")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("written to") == 1  # one process prints
+    for name in ("metrics.json", "pairs.csv", "bad_images.csv", "curves/calibration.csv"):
+        assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
+
+
+def test_a_wrong_request_ends_every_process(work, photo, root, monkeypatch):
+    for name in "abcdefghij":
+        image = np.ascontiguousarray(photo[:120, :160])
+        write_sequence(work / "pairs" / name, image, {2: SHIFT})
+    (work / "pairs" / "b" / "2.png").write_bytes(b"nothing")
+    done = launch(work, root, 2, "--pairs", work / "pairs")
+    assert done.returncode != 0 and "2.png: not an image" in done.stderr, done.stderr

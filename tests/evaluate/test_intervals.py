@@ -1,0 +1,238 @@
+"""Means and their intervals: against closed forms, over clusters, paired differences, and what has
+no interval.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from pipeline import bootstrap
+from pipeline.evaluate import metrics
+from pipeline.evaluate.matchers import MATCHERS, OURS, RATIO_TEST
+from pipeline.evaluate.scoring import MatchCounts, PairResult, PairRow, ScoredMatches
+from pipeline.report.rows import Measure, table_of
+
+ROUNDED = 6e-5  # four decimals are written
+AUC = Measure("auc", "ransac", limit=10)
+PRECISION = Measure("precision")
+RECALL_AT = Measure("recall_at_ratio_precision")
+PRECISION_AT = Measure("precision_at_ratio_recall")
+
+
+def mean(values, clusters=None):
+    """The line of a mean; without clusters, each pair is one."""
+    values = np.asarray(values, np.float64)
+    names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
+    return bootstrap.Clusters(names).mean(values).line()
+
+
+@pytest.mark.parametrize(
+    "value, written",
+    [
+        (0.55622749, 0.5562),
+        (0.00004999, 0.0),
+        (75.43592, 75.44),
+        (217.84, 217.8),
+        (60, 60),
+        (math.nan, None),
+        (math.inf, None),
+    ],
+)
+def test_written_values_have_the_digits_that_mean_something(value, written):
+    assert bootstrap.plain(value) == bootstrap.plain(np.float32(value)) == written
+
+
+def test_interval_of_a_mean_agrees_with_the_normal_one_and_with_scipy():
+    from scipy import stats
+
+    values = np.random.default_rng(1).normal(0.4, 0.2, 800)
+    found = mean(values)
+    half = 1.96 * values.std() / math.sqrt(800)
+    assert found["value"] == pytest.approx(values.mean(), abs=ROUNDED) and found["pairs"] == 800
+    assert found["low"] == pytest.approx(values.mean() - half, abs=0.1 * half)
+    assert found["high"] == pytest.approx(values.mean() + half, abs=0.1 * half)
+    few = values[:40]
+    other = stats.bootstrap((few,), np.mean, n_resamples=4000, method="percentile")
+    found = mean(few)
+    assert found["low"] == pytest.approx(other.confidence_interval.low, abs=0.01)
+    assert found["high"] == pytest.approx(other.confidence_interval.high, abs=0.01)
+
+
+def test_pairs_of_one_photograph_count_as_one():
+    """Twenty equal pairs of each of thirty photographs have the interval of one pair of each."""
+    values = np.random.default_rng(5).uniform(0, 1, 30)
+    many = mean(np.repeat(values, 20), np.repeat(np.arange(30), 20))
+    assert many == {**mean(values), "pairs": 600}
+    independent = mean(np.repeat(values, 20))
+    assert many["high"] - many["low"] > 3 * (independent["high"] - independent["low"])
+
+
+def test_clusters_of_unequal_size_weigh_by_their_pairs():
+    found = bootstrap.Clusters(["0", "1", "1", "1"]).mean(np.array([1.0, 0.0, 0.0, 0.0]))
+    assert found.value == 0.25 and set(np.round(found.samples, 6)) == {0.0, 0.25, 1.0}
+
+
+def test_interval_is_the_same_every_time_and_ignores_what_is_no_number():
+    known = np.array([0.1, 0.5, np.nan, 0.9])
+    names = ["a", "b", "b", "c"]
+    assert mean(known, names) == mean(known, names)
+    assert mean(known, names) == mean(known[[0, 1, 3]], ["a", "b", "c"])
+
+
+def test_one_cluster_and_none_have_no_interval():
+    one = mean([0.5, 0.7], ["a", "a"])
+    none = mean([])
+    assert one["value"] == pytest.approx(0.6) and one["low"] is None and one["pairs"] == 2
+    assert none["value"] is None and none["pairs"] == 0
+
+
+def test_coverage_of_the_interval_is_near_its_level():
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(60):
+        centres = rng.uniform(-0.3, 0.3, (40, 1))
+        values = 0.5 + centres + rng.uniform(-0.2, 0.2, (40, 5))
+        found = mean(values.ravel(), np.repeat(range(40), 5))
+        hits += found["low"] <= 0.5 <= found["high"]
+    assert hits >= 51  # 57 expected
+
+
+NOTHING = ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8)
+
+
+def results_of(ours, baseline, scored=None, matchers=MATCHERS):
+    """Synthetic results, each pair of another photograph."""
+    results = []
+    for index, (first, second) in enumerate(zip(ours, baseline)):
+        rows = {}
+        for matcher in matchers:
+            error = first if matcher == OURS else second + (matcher == "nn")
+            errors = {Measure("error", name): error for name in ("ransac", "dlt")}
+            names = str(index), f"photograph {index}", matcher
+            rows[matcher] = PairRow(*names, 10, 10, MatchCounts(10, 5, 8, 4), errors, {})
+        own = dict.fromkeys((OURS, "shipped"), NOTHING)
+        results.append(
+            PairResult((index, 0), rows, {**own, **({OURS: scored[index]} if scored else {})})
+        )
+    return results
+
+
+def compare(*results, **thresholds):
+    """The comparison, and the values by matcher and measure."""
+    compared = metrics.compare(results_of(*results), {OURS: 0.2, **thresholds})
+    return compared, table_of(compared.rows)
+
+
+def test_areas_of_aligned_matches_are_their_own():
+    errors = {Measure("error", "ransac"): 2.0, Measure("error", "ransac", True): 0.5}
+    row = PairRow("p", "s", OURS, 10, 10, MatchCounts(10, 5, 8, 4), errors, {})
+    found = {measure.name: value for measure, value in metrics.summarize([row, row]).items()}
+    assert (found["auc_ransac_5"], found["auc_ransac_aligned_5"]) == (0.6, 0.9)
+    assert (found["median_error_ransac"], found["median_error_ransac_aligned"]) == (2.0, 0.5)
+    areas = [name for name in found if name.startswith("auc_")]
+    both = ("ransac", "ransac_aligned")
+    assert areas == [f"auc_{name}_{px}" for name in both for px in (1, 3, 5, 10)]
+
+
+def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
+    """Four matches of ours by falling confidence: right, right, wrong, right, of eight keypoints;
+    two pairs alike.
+    """
+    right = np.array([True, True, False, True])
+    scored = {OURS: ScoredMatches(np.array([0.9, 0.8, 0.7, 0.6]), right, right, 8)}
+    counts = {name: MatchCounts(4, 3, 8, 3) for name in MATCHERS}
+    counts[RATIO_TEST] = MatchCounts(3, 2, 8, 2)
+    errors = {Measure("error", "pose"): 1.0}
+    results = [
+        PairResult(
+            (n, 0),
+            {
+                m: PairRow(str(n), f"scene {n}", m, 8, 9, own, errors, {})
+                for m, own in counts.items()
+            },
+            scored,
+        )
+        for n in range(2)
+    ]
+    rows = metrics.compare(results, {OURS: 0.2}).rows
+    found = {row.name: row.value for row in rows}
+    assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=ROUNDED)
+    assert found["ratio_test.matching_score"] == 0.25
+    # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score
+    # and no wrong one
+    assert found["superglue.matching_score_at_ratio_precision"] == 3 / 8
+    assert found["superglue.precision_at_ratio_matching_score"] == 1.0
+    assert not any("recall" in name for name in found)
+
+
+def test_paired_differences_see_what_separate_intervals_cannot():
+    rng = np.random.default_rng(3)
+    hard = rng.uniform(0, 9, 40)  # pairs differ much, matchers by a constant 0.3 px
+    compared, _ = compare(hard, hard + 0.3)
+    lines = {row.measure: row for row in compared.differences}
+    found = lines[AUC]
+    assert found.baseline in ("mutual_nn", "ratio_test") and found.verdict == "better"
+    assert found.value == pytest.approx(0.03, abs=ROUNDED) and found.high - found.low < 0.001
+    assert lines[PRECISION].verdict == "equal" and lines[PRECISION].value == 0.0
+    separate = {row[:2]: row for row in compared.rows}
+    ours, theirs = (separate[name, AUC] for name in (OURS, RATIO_TEST))
+    assert ours.low < theirs.high  # their intervals overlap
+    assert ours.value == pytest.approx(bootstrap.auc_by_pair(hard, 10).mean(), abs=ROUNDED)
+
+
+@pytest.mark.parametrize("photographs, verdict", [(5, "too few"), (6, "better")])
+def test_a_few_photographs_decide_nothing(photographs, verdict):
+    """Ours is better on every pair; with five photographs that happens by chance once in sixteen
+    times.
+    """
+    errors = np.linspace(1, 2, photographs)
+    compared, _ = compare(errors, errors + 1)
+    (found,) = (row.verdict for row in compared.differences if row.measure == AUC)
+    assert (found, compared.clusters) == (verdict, photographs)
+
+
+def test_failures_count_in_intervals():
+    compared, _ = compare([math.inf, 0.0], [0.5, 0.5])
+    area = Measure("auc", "dlt", limit=1)
+    (row,) = (row for row in compared.rows if row[:2] == (OURS, area))
+    assert (row.value, row.pairs) == (0.5, 2)
+
+
+def test_ours_at_the_operating_point_of_the_ratio_test():
+    """The ratio test of the synthetic results has precision 0.5 and recall 0.5.
+
+    Matches of ours are right with the probability that their confidence says.
+    """
+    rng = np.random.default_rng(6)
+    scores = rng.uniform(0, 1, (30, 50))
+    right = rng.uniform(0, 1, scores.shape) < scores
+    scored = [ScoredMatches(own, correct, correct, 40) for own, correct in zip(scores, right)]
+    compared, table = compare([1.0] * 30, [1.0] * 30, scored)
+    ours, theirs = table[OURS], table[RATIO_TEST]
+    assert theirs[RECALL_AT] == theirs[Measure("recall")] == 0.5
+    assert theirs[PRECISION_AT] == theirs[PRECISION] == 0.5
+    assert RECALL_AT not in table["nn"] and ours[Measure("threshold")] == 0.2
+    mean_right = right.sum(axis=1).mean()
+    assert mean_right / 50 >= 0.5  # so all matches together have the precision that is asked
+    assert ours[RECALL_AT] == pytest.approx(mean_right / 40, abs=ROUNDED)
+    # the most confident fraction f of the matches holds (1 - (1 - f)^2) / 2 * 50 right ones: 20 of
+    # them at f = 0.553
+    assert ours[PRECISION_AT] == pytest.approx(20 / (0.553 * 50), abs=0.04)
+    for row in compared.rows:
+        if row.matcher == OURS and row.measure in (RECALL_AT, PRECISION_AT):
+            assert row.low - 0.01 <= row.value <= row.high + 0.01
+            assert 0.005 < row.high - row.low < 0.15
+    (gain,) = (row for row in compared.differences if row.measure == PRECISION_AT)
+    assert gain.baseline == RATIO_TEST and gain.verdict == "better"
+    assert gain.value == pytest.approx(ours[PRECISION_AT] - 0.5, abs=2 * ROUNDED)
+
+
+def test_a_further_network_is_compared_and_is_no_baseline():
+    names = (OURS, "shipped", *MATCHERS[1:])
+    compared, table = compare([2.0] * 8, [1.0] * 8, None, names, shipped=0.3)
+    baselines = [row.baseline for row in compared.differences if row.measure == AUC]
+    assert baselines == ["mutual_nn", "shipped"]
+    assert table["shipped"][Measure("threshold")] == 0.3

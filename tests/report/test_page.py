@@ -1,0 +1,282 @@
+"""The HTML page, and what it says of hard pairs."""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.evaluate.matchers import MATCHERS
+from pipeline.report import __main__ as report
+from pipeline.report import charts, document, page, summary, tables
+from pipeline.report.document import Condition
+from pipeline.report.rows import Measure, Row
+from superglue_sift import drawing
+
+OURS = "superglue"
+PRECISION = Measure("precision")
+VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed wrongly; collects what the page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open = []
+        self.loaded = []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+
+def area(limit, aligned=False, name="ransac"):
+    return Measure("auc", name, aligned, limit)
+
+
+def named(matcher, **values):
+    """Rows without an interval."""
+    return [Row(matcher, Measure(name), value) for name, value in values.items()]
+
+
+MADE = {"commit": "abcdef01", "date": "2026-01-31"}
+MATCHES = {
+    "superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]],
+    "ratio_test": [],
+}
+PICTURE = document.Picture("worst-1", "a & <blur>", "/9g=", 200, 100, MATCHES)
+GAIN = Row(OURS, PRECISION, 0.1, 0.05, 0.2, 40, "nn", "better")
+CURVE = [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]
+ROWS = [
+    *[row for m in MATCHERS for row in named(m, pairs=3)],
+    *named(OURS, threshold=0.5, unrelated_matches=1.25, unrelated_matches_p95=4.0),
+    *named("ratio_test", unrelated_matches=7.0, unrelated_matches_p95=20.0),
+    *[row for m in (OURS, "ratio_test") for row in named(m, unrelated_pairs=60)],
+    *[Row(m, PRECISION, 0.8, 0.4, 0.6, 3) for m in MATCHERS],
+    *[Row(m, Measure("recall"), 0.7, 0.4, 0.6, 3) for m in MATCHERS],
+    *[Row(m, area(5), 0.5, 0.4, 0.6, 3) for m in MATCHERS],
+]
+
+
+def content(**changes):
+    values = {
+        "title": "Evaluation <b>",
+        "rows": ROWS,
+        "differences": [GAIN, GAIN._replace(low=None, verdict="too few")],
+        "errors": [(Measure("error", "ransac"), CURVE)],
+        "curves": {
+            "precision_recall": [{"threshold": 0.0, "precision": 0.5, "recall": None}],
+            "precision_at_recall": [{"recall": 0.5, "superglue": 0.5}],
+            "operating_points": [{"matcher": "nn", "recall": 0.4, "precision": 0.3}],
+            "calibration": [],
+        },
+        "robustness": [],
+        "pictures": [PICTURE],
+        "protocol": {
+            "views": "640x480",
+            "model": {"file": "m.safetensors", "sha256": "0123456789", "step": 7},
+        },
+        "notes": ["3 pairs"],
+        "clusters": 52,
+        "unit": "photographs",
+    }
+    return document.Content(**{**values, **changes})
+
+
+def render(**changes):
+    text = page.render(content(**changes), {}, MADE)
+    assert all(address.startswith("data:") for address in Balanced(text).loaded)
+    return text
+
+
+def test_page_is_whole_and_says_data_model_commit_and_date():
+    text = render()
+    assert "http" not in re.sub("&[a-z]+;", "", text)
+    assert "Evaluation &lt;b&gt;" in text and "a &amp; &lt;blur&gt;" in text
+    assert "Better than the best baseline in: precision." in text
+    assert "80.0<br><small>40.0&ndash;60.0" in text
+    assert "viewport" in text and "<caption>AUC RANSAC</caption>" in text
+    title = re.search("<title>(.*)</title>", text).group(1)
+    assert all(word in title for word in ("Evaluation", "01234567", "abcdef01", "2026-01-31"))
+    verdict = re.search('<p class="verdict">(.*)</p>', text).group(1)
+    assert "AUC@5 RANSAC 50.0 %" in verdict and "80.0 % of its matches are right" in verdict
+    assert "give 1.2 matches (95th percentile 4), by the ratio test 7.0 (20)" in verdict
+
+
+def test_aligned_areas_have_a_table_of_their_own():
+    moved = [Row(m, area(5, True), 0.75, 0.4, 0.6, 3) for m in MATCHERS]
+    text = render(rows=[*ROWS, *moved], errors=[(Measure("error", "ransac", True), CURVE)])
+    found = re.findall("<caption>(.*?)</caption><tr><th></th>(.*?)</tr>", text)
+    assert found == [
+        ("Matches", "<th>precision</th><th>recall</th>"),
+        ("AUC RANSAC", "<th>@5</th>"),
+        ("AUC RANSAC, matches aligned by the pixels", "<th>@5</th>"),
+    ]
+    assert "Homography from RANSAC aligned: fraction of pairs" in text
+    assert "with matches aligned by the pixels 75.0 %" in text
+    assert "aligned" not in render()
+
+
+SURE = "the best baseline (ratio test, mutual): AUC@5 RANSAC 50.0 %, +1.6 points"
+INTERVAL = "(95 % interval +0.7 .. +2.4, 52 photographs)."
+PLAIN = {
+    "better": f"Better than {SURE} {INTERVAL}",
+    "worse": f"Worse than {SURE} {INTERVAL}",
+    "equal": f"Equal, within the 95 % interval, to {SURE} {INTERVAL}",
+    "too few": (
+        "Too few photographs to tell (3 of 6): AUC@5 RANSAC 50.0 %, "
+        "+1.6 points from the best baseline (ratio test, mutual)."
+    ),
+}
+
+
+@pytest.mark.parametrize("said", PLAIN)
+def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_path, capsys):
+    """Where the photographs are too few there is no interval that could contradict it."""
+    gain = Row(OURS, area(5), 0.016, 0.007, 0.024, 99, "ratio_test", said)
+    given = content(differences=[gain], clusters=3 if said == "too few" else 52)
+    assert summary.verdict(given)[0] == PLAIN[said]
+    body = page.render(given, {}, MADE).split("</h1>")[1]
+    assert body.lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
+    assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
+    document.save(tmp_path, given)
+    assert document.load(tmp_path) == given
+    assert report.main(["--evaluation", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith(PLAIN[said])
+
+
+def test_pictures_show_matches_above_the_threshold_and_hold_all():
+    pattern = (
+        r'<path d="([^"]*)" class="(\w+)"(?: stroke="([^"]*)")? data-score="([^"]*)"( hidden)?'
+    )
+    colour = drawing.css_colours([[1.0, 2.0]], 96)[0]
+    assert re.findall(pattern, render()) == [
+        ("M1 2L101 2", "right", colour, "0.9", ""),
+        ("M3 4L150 9", "wrong", "", "0.3", " hidden"),
+    ]
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))
+def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
+    rows = [[1.0, 2.0, 103.0, 4.0, score, float(right)] for score, right in matches]
+    marks = page.draw(rows, PICTURE)
+    assert sum(mark.line for mark in marks) == min(len(marks), drawing.LINES)
+    assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
+    assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
+
+
+def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
+    (tmp_path / "train.csv").write_text("step,loss\n10,2.0\n20,1.0\n")
+    (tmp_path / "validation.csv").write_text("step,loss,precision,recall\n20,1.5,0.5,0.25\n")
+    assert "<h2>Training</h2>" not in page.render(content(), page.read_curves(None), MADE)
+    text = page.render(content(), page.read_curves(tmp_path), MADE)
+    first = text[text.index("<h2>Training</h2>") :]
+    assert first.index("<img") < first.index("Training and validation loss")
+
+
+def run_browser(folder, name, *options):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("needs Chromium")
+    words = ["--headless=new", "--no-sandbox", "--disable-gpu", *options]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    command = [browser, *words, profile, (folder / name).as_uri()]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def make_wide():
+    """As many columns as an evaluation has: four estimators' tables of four areas, six metrics by
+    condition.
+    """
+    names = ["precision", "recall", "recall_at_ratio_precision", "precision_at_ratio_recall"]
+    areas = [area(px, moved, n) for n in ("ransac", "dlt") for moved in (0, 1) for px in (1, 5, 10)]
+    measures = [*map(Measure, names), *areas]
+    row = Row(OURS, PRECISION, 0.973, 0.901, 0.998, 120, "mutual_nn", "better")
+    hard = [Row("", tables.PAIRS, 40)]
+    hard += [Row(m, each, 0.973) for m in (OURS, "ratio_test") for each in measures[:6]]
+    return content(
+        rows=[
+            *ROWS,
+            *(row._replace(matcher=m, measure=each) for m in MATCHERS for each in measures),
+        ],
+        differences=[row._replace(measure=each) for each in measures],
+        robustness=[Condition("rotation_deg", "120 .. 181", hard)],
+    )
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_browser_opens_it_without_complaint_and_no_table_is_cut_off(tmp_path, width):
+    measure = (
+        "<body style=margin:0><iframe id=f"
+        f" style='width:{width}px;height:900px;border:0'></iframe><script>f.srcdoc = atob(PAGE);"
+        " f.onload = () => { const d = f.contentDocument; document.title ="
+        " [f.contentWindow.innerWidth, d.documentElement.scrollWidth,"
+        " ...Array.from(d.querySelectorAll('.wide')).map(e => e.scrollWidth -"
+        " e.clientWidth)].join(' '); }</script>"
+    )
+    text = base64.b64encode(page.render(make_wide(), {}, MADE).encode()).decode()
+    (tmp_path / "frame.html").write_text(measure.replace("PAGE", f"'{text}'"), encoding="utf-8")
+    options = ("--hide-scrollbars", "--window-size=1400,1000", "--dump-dom")
+    done = run_browser(tmp_path, "frame.html", "--enable-logging=stderr", *options)
+    assert "CONSOLE" not in done.stderr
+    found = [int(word) for word in re.search("<title>(.*?)</title>", done.stdout).group(1).split()]
+    assert found[:2] == [width, width] and len(found) > 8 and not any(found[2:])
+
+
+def hard(pairs, ours=0.9, theirs=0.8, name="precision", **counts):
+    """A line of robustness."""
+    return Condition(
+        "blur (px)",
+        "2",
+        [
+            *named("", pairs=pairs, **counts),
+            *named(OURS, **{name: ours}),
+            *named("ratio_test", **{name: theirs}),
+        ],
+    )
+
+
+def test_a_few_pairs_are_marked_and_not_compared():
+    text = render(robustness=[hard(19), hard(20), hard(40, None)])
+    assert text.count('<span class="duel better">90.0 <span>| 80.0') == 1
+    assert text.count('<span class="duel ">90.0 <span>| 80.0') == 1
+    assert "<small>19* pairs</small>" in text and "<small>20 pairs</small>" in text
+    assert "- <span>| 80.0" in text
+    text = render(robustness=[hard(30, name="recall", recall_pairs=5)])
+    few = '<span class="duel ">90.0 <span>| 80.0</span></span><br><small>5* with true matches'
+    assert few in text
+
+
+def test_a_further_model_has_its_own_sentence_in_the_summary():
+    other = GAIN._replace(baseline="shipped")
+    text = render(differences=[GAIN._replace(verdict="worse"), other])
+    assert "Worse than the best baseline in: precision." in text
+    assert "Better than shipped in: precision." in text
+    # the legend names only the verdicts that are there
+    text = render(differences=[GAIN._replace(verdict="worse")])
+    assert re.findall(r'<i class="(better|worse|few)"></i>', text) == ["worse"]
+
+
+def test_a_chart_has_a_line_and_a_name_for_each_series():
+    series = {"a & b": [(x / 30, x / 60) for x in range(30)], "c": [(0, 0), (1, 1)], "none": []}
+    image, again = (charts.line_chart(series, "x <1>", "y", (0, 1), diagonal=True) for _ in "12")
+    assert image == again and 'alt="y, x &lt;1&gt;"' in image
+    svg = base64.b64decode(image.split("base64,")[1].split('"')[0]).decode()
+    assert all(svg.count(colour) > 1 for colour in charts.COLOURS[:2])
+    assert all(f">{word}</text>" in svg for word in ("a &amp; b", "c", "x &lt;1&gt;", "y"))

@@ -1,0 +1,191 @@
+"""Tables, and the command that prints the comparison."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from pathlib import Path
+
+import pytest
+from made_scenes import write_model
+
+from pipeline import errors
+from pipeline.report import __main__ as report
+from pipeline.report import document, outputs, tables
+from pipeline.report.rows import Measure, Row, table_of
+
+
+def area(name, limit, aligned=False):
+    return Measure("auc", name, aligned, limit)
+
+
+OURS = {
+    Measure("pairs"): 4,
+    Measure("matches"): 51.7,
+    Measure("precision"): 0.8,
+    Measure("recall"): None,
+    area("ransac", 1): 0.1,
+    area("ransac", 5): 0.537,
+    area("dlt", 1): 0.0,
+    area("dlt", 5): None,
+    Measure("threshold"): 0.25,
+}
+TABLE = {"superglue": OURS, "ratio_test": {Measure("pairs"): 4, Measure("matches"): None}}
+ROWS = [Row(name, measure, v) for name, values in TABLE.items() for measure, v in values.items()]
+
+
+def extend(**values):
+    """The table with more values of ours."""
+    more = {Measure(name): value for name, value in values.items()}
+    return {**TABLE, "superglue": {**OURS, **more}}
+
+
+@pytest.mark.parametrize(
+    "measure, name, title",
+    [
+        (Measure("recall"), "recall", "recall"),
+        (
+            Measure("recall_at_ratio_precision"),
+            "recall_at_ratio_precision",
+            "recall at the ratio test's precision",
+        ),
+        (area("ransac", 10), "auc_ransac_10", "AUC@10 RANSAC"),
+        (area("dlt", 3, True), "auc_dlt_aligned_3", "AUC@3 DLT aligned"),
+        (
+            Measure("median_error", "dlt", True),
+            "median_error_dlt_aligned",
+            "median error dlt aligned",
+        ),
+    ],
+)
+def test_names_and_titles_of_measures(measure, name, title):
+    assert (measure.name, measure.title) == (name, title)
+
+
+def test_table_shows_pairs_percentages_and_gaps():
+    text = tables.comparison(TABLE)
+    ours = next(line for line in text.splitlines() if line.startswith("SuperGlue (ours)"))
+    assert ours.split()[2:6] == ["4", "52", "80.0", "-"] and "53.7" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+    above, header = text.splitlines()[4:6]
+    starts = [match.start() for match in re.finditer(r"@1\b", header)]
+    assert [above.index("AUC RANSAC"), above.index("AUC DLT")] == starts
+
+
+def test_aligned_areas_stand_below_in_the_columns_of_the_others():
+    moved = {area("ransac", 1, True): 0.625, area("ransac", 5, True): 0.875}
+    text = tables.comparison({**TABLE, "superglue": {**OURS, **moved}})
+    heads, ours, _, gap, below, again, ratio = text.splitlines()[5:12]
+    assert heads.startswith("as detected") and gap == "" and below.startswith("aligned")
+    assert below.split()[1:] == ["@1", "@5", "@1", "@5"]
+    assert again.split()[2:] == ["62.5", "87.5", "-", "-"]
+    assert again.index("87.5") == ours.index("53.7") and ratio.startswith("ratio test")
+    # 3 lines, a gap and a note
+    assert len(tables.comparison(TABLE).splitlines()) == len(text.splitlines()) - 5
+
+
+def test_the_headline_is_among_the_metrics_shown_first():
+    names = [("dlt", False), ("ransac", False), ("dlt", True)]
+    areas = [area(name, limit, moved) for name, moved in names for limit in (1, 3, 5, 10)]
+    rows = [Row("superglue", measure, 0.5) for measure in (Measure("precision"), *areas)]
+    shown = [row.measure.name for row in tables.foremost(rows)]
+    names = ("dlt", "ransac", "dlt_aligned")
+    assert shown == ["precision", *(f"auc_{name}_{px}" for name in names for px in (5, 10))]
+    rows = [Row("superglue", area("pose", limit), 0.5) for limit in (5, 10, 20)]
+    assert [row.measure.limit for row in tables.foremost(rows)] == [5, 20]
+
+
+def test_table_says_how_many_pairs_the_recall_is_of():
+    assert "recall is over" not in tables.comparison(TABLE)
+    assert "recall is over 3 of 4 pairs" in tables.comparison(extend(recall_pairs=3))
+
+
+def test_table_states_the_threshold_and_both_operating_points():
+    points = {"recall_at_ratio_precision": 0.91, "precision_at_ratio_recall": 0.97}
+    lines = tables.comparison(extend(**points)).splitlines()
+    assert lines[0].split()[2:6] == ["P", "R", "R@P", "P@R"] and "0.25" in " ".join(lines[4:])
+    assert lines[1].split()[4:8] == ["80.0", "-", "91.0", "97.0"]
+    assert "R@P" not in tables.comparison(TABLE).splitlines()[0]
+
+
+def test_table_by_scene_marks_those_of_few_pairs():
+    def scene(pairs, **more):
+        values = {Measure("pairs"): pairs, area("ransac", 3): 0.25, Measure("precision"): 1.0}
+        return dict.fromkeys(("superglue", "nn"), values)
+
+    head, graf, wall, note = tables.by_scene([("graf", scene(5)), ("wall", scene(20))]).splitlines()
+    assert "25.0 | 100.0" in graf and graf.split()[1] == "5*" and wall.split()[1] == "20"
+    assert head.startswith("AUC@3 RANSAC | precision") and note == tables.FEW
+    moved = {name: {**v, area("ransac", 3, True): 0.5} for name, v in scene(20).items()}
+    head, wall = tables.by_scene([("wall", moved)]).splitlines()
+    assert head.startswith("AUC@3 RANSAC | aligned | precision") and "25.0 | 50.0 | 100.0" in wall
+
+
+def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
+    outputs.write_lines(tmp_path / "deep" / "a.csv", [{"a": 1}, {"a": 2, "b": math.inf}])
+    with (tmp_path / "deep" / "a.csv").open() as file:
+        assert list(csv.DictReader(file)) == [{"a": "1", "b": ""}, {"a": "2", "b": "inf"}]
+    outputs.write_lines(tmp_path / "bad_images.csv", [])
+    assert (tmp_path / "bad_images.csv").read_text() == "file,reason\n"
+
+
+@pytest.fixture
+def evaluated(tmp_path) -> Path:
+    """A folder with report.json."""
+    model = {"file": "m", "sha256": "0123456789", "step": 1}
+    content = document.Content("here", ROWS, [], [], {}, [], [], {"model": model})
+    document.save(tmp_path, content)
+    assert table_of(document.load(tmp_path).rows) == TABLE
+    return tmp_path
+
+
+def test_report_command(evaluated, capsys):
+    (evaluated / "pairs.csv").write_text("pair\n")
+    assert report.main(["--evaluation", str(evaluated)]) == 0
+    printed = capsys.readouterr().out
+    assert "SuperGlue (ours)" in printed and "pairs.csv" in printed and "make ui" in printed
+    assert "pictures  " not in printed
+
+
+def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
+    model = write_model(tmp_path / "model.safetensors")
+    command = "A.jpg B.jpg --model models/superglue.safetensors"
+    assert report.next_steps(tmp_path, model)[-1].endswith(command)
+    write_model(model, extractor="mine:orb", descriptor="binary", descriptor_dim=256)
+    assert report.next_steps(tmp_path, model)[-1].endswith(f"{command} --extractor mine:orb")
+
+
+def test_in_an_image_no_hint_names_make(evaluated, capsys, monkeypatch):
+    monkeypatch.setenv("IMAGE_STACK", "modern")
+    model = write_model(evaluated / "model.safetensors")
+    report.main(["--evaluation", str(evaluated), "--model", str(model)])
+    printed = capsys.readouterr().out
+    assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed
+    assert "make " not in printed and ".venv" not in printed
+    assert errors.typed("repro", preset="sample") == "docker run ... repro --preset sample"
+
+
+def test_the_page_is_made_where_it_is_missing_and_opened_where_there_is_a_browser(
+    evaluated, capsys, monkeypatch
+):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    assert report.main(["--evaluation", str(evaluated), "--open"]) == 0
+    made = evaluated / "index.html"
+    assert f"open {made}" in capsys.readouterr().out and "SuperGlue on here" in made.read_text()
+    opened = []
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setattr(report.webbrowser, "open", lambda address: opened.append(address) or True)
+    made.write_text("as it is")
+    assert report.main(["--evaluation", str(evaluated), "--open"]) == 0
+    assert opened == [made.as_uri()] and made.read_text() == "as it is"
+
+
+@pytest.mark.parametrize("content", [None, "{", "{}"])
+def test_report_command_without_an_evaluation(tmp_path, capsys, content):
+    if content is not None:
+        (tmp_path / "report.json").write_text(content)
+    assert errors.run(report.main, ["--evaluation", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "report.json" in message and message.count("\n") == 1
