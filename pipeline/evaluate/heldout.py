@@ -47,9 +47,9 @@ class HeldOutPairs(Source):
         self.params = params
         self.disturb = disturb
         self.view_size = (params.width, params.height)
-        count, rest = params.pairs_per_image, 0
-        if total is not None:
-            count, rest = divmod(total, len(self.entries))
+        if total is None:
+            total = params.pairs_per_image * len(self.entries)
+        count, rest = divmod(total, len(self.entries) or 1)
         self.scenes = [(e.name, count + (index < rest)) for index, e in enumerate(self.entries)]
 
     def load(self, index: int) -> Scene:

@@ -88,7 +88,8 @@ class Mark(NamedTuple):
 def draw(matches: Sequence[Sequence[float]], picture: Picture) -> List[Mark]:
     """The matches of a `Picture` in the order and colours of `drawing`, as many of them lines."""
     rows = np.array(matches, np.float64).reshape(-1, 6)
-    points, scores = rows[:, :2], rows[:, 4]
+    points = rows[:, :2]
+    scores = rows[:, 4]
     wrong = rows[:, 5] == 0
     width = (picture.width - drawing.GAP) // 2
     colours = drawing.css_colours(points, width)

@@ -211,7 +211,8 @@ def test_ours_at_the_operating_point_of_the_ratio_test():
     right = rng.uniform(0, 1, scores.shape) < scores
     scored = [ScoredMatches(own, correct, correct, 40) for own, correct in zip(scores, right)]
     compared, table = compare([1.0] * 30, [1.0] * 30, scored)
-    ours, theirs = table[OURS], table[RATIO_TEST]
+    ours = table[OURS]
+    theirs = table[RATIO_TEST]
     assert theirs[RECALL_AT] == theirs[Measure("recall")] == 0.5
     assert theirs[PRECISION_AT] == theirs[PRECISION] == 0.5
     assert RECALL_AT not in table["nn"] and ours[Measure("threshold")] == 0.2

@@ -96,7 +96,7 @@ STAGES = {
     "train, loader processes": LEARN._replace(loaders="2"),
     "evaluate": Stage(
         evaluate.main,
-        f"--model {BEST} --device cpu --params params.json --images images --batch 4 --pictures 1",
+        f"--model {BEST} --device cpu --params params.json --images images",
         ("photos", "images", "checkpoints"),
         ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"),
         (),
