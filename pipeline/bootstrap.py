@@ -8,9 +8,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-# Decimals and significant digits of every written value. Intervals of some hundred pairs are wider
-# than a tenth of a percent; further digits differ between processors and mean nothing.
-DIGITS = 4
+DIGITS = 6  # decimals of written metrics, beyond which float32 sums are noise
 RESAMPLES = 2000
 SEED = 0
 LEVEL = 0.95
@@ -21,10 +19,10 @@ Line = Dict[str, Any]
 
 
 def plain(value: float) -> Optional[float]:
-    """A number for a file, rounded; None for NaN and infinity (no pair, or an infinite median)."""
+    """A number for JSON, rounded; None for NaN and infinity (no pair, or an infinite median)."""
     if isinstance(value, (int, np.integer)):
         return int(value)
-    return round(float(f"{value:.{DIGITS}g}"), DIGITS) if math.isfinite(value) else None
+    return round(float(value), DIGITS) if math.isfinite(value) else None
 
 
 def rounded(line: Mapping[str, float]) -> Line:

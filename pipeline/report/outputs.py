@@ -6,6 +6,7 @@ Only here do the names of metrics leave the program; no other module reads them 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
@@ -24,6 +25,10 @@ FILES = (
     *(f"{name}.csv" for name in CSV),
 )
 FOLDERS = ("curves", "pictures")
+# Decimals and significant digits of a value in a file. Intervals of some hundred pairs are wider
+# than a tenth of a percent; further digits differ between processors and mean nothing. Tables are
+# printed from values with more digits, so that none is rounded twice.
+DIGITS = 4
 COLUMNS = {
     "bad_images": ("file", "reason"),
     "calibration": ("confidence", "precision", "matches"),
@@ -35,12 +40,10 @@ def write(out: Path, content: document.Content, training: Optional[Path] = None)
 
     training: folder of its curves.
     """
-    for name, values in {
-        "metrics": {row.name: row.value for row in content.rows},
-        "summary": summary.headline(content),
-        "protocol": content.protocol,
-    }.items():
-        write_json(out / f"{name}.json", values)
+    write_json(out / "metrics.json", {row.name: shorten(row.value) for row in content.rows})
+    headline = summary.headline(content)
+    write_json(out / "summary.json", {name: shorten(value) for name, value in headline.items()})
+    write_json(out / "protocol.json", content.protocol)
     for name, lines in zip(CSV, list_lines(content)):
         write_lines(out / f"{name}.csv", lines)
     for folder in FOLDERS:
@@ -55,15 +58,12 @@ def write(out: Path, content: document.Content, training: Optional[Path] = None)
 
 def write_variants(out: Path, contents: Mapping[str, document.Content]) -> None:
     """Write metrics.json, protocols.csv and a page of several evaluations, by name."""
-    rows = [
-        (f"{name}.{row.name}", row.value) for name, each in contents.items() for row in each.rows
-    ]
-    write_json(out / "metrics.json", dict(rows))
-    lines = [
-        line
-        for name, content in contents.items()
-        for line in list_matchers(content.table, protocol=name)
-    ]
+    values = {}
+    lines = []
+    for name, content in contents.items():
+        values.update({f"{name}.{row.name}": shorten(row.value) for row in content.rows})
+        lines += list_matchers(content.table, protocol=name)
+    write_json(out / "metrics.json", values)
     write_lines(out / "protocols.csv", lines)
     title = "Evaluation: the paper's protocol and its variants"
     text = page.template().render(title=title, parts=contents)
@@ -107,11 +107,18 @@ def list_matchers(table: Table, **first: str) -> List[Dict[str, Any]]:
     ]
 
 
+def shorten(value: Any) -> Any:
+    """A number with DIGITS digits; anything else unchanged."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    return round(float(f"{value:.{DIGITS}g}"), DIGITS)
+
+
 def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Write dicts as CSV, with all keys in order of appearance as columns."""
     names = list(dict.fromkeys(name for line in lines for name in line))
     names = names or COLUMNS.get(path.stem, [])
-    write_csv(path, [names, *([line.get(name) for name in names] for line in lines)])
+    write_csv(path, [names, *([shorten(line.get(name)) for name in names] for line in lines)])
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import re
 from pathlib import Path
@@ -120,6 +121,32 @@ def test_table_by_scene_marks_those_of_few_pairs():
     moved = {name: {**v, area("ransac", 3, True): 0.5} for name, v in scene(20).items()}
     head, wall = tables.by_scene([("wall", moved)]).splitlines()
     assert head.startswith("AUC@3 RANSAC | aligned | precision") and "25.0 | 50.0 | 100.0" in wall
+
+
+@pytest.mark.parametrize(
+    "value, written",
+    [
+        (0.55622749, 0.5562),
+        (0.00004999, 0.0),
+        (75.43592, 75.44),
+        (217.84, 217.8),
+        (60, 60),
+        (None, None),
+        (math.inf, math.inf),
+    ],
+)
+def test_files_hold_the_digits_that_mean_something(value, written):
+    assert outputs.shorten(value) == written
+
+
+def test_a_value_is_rounded_once(tmp_path):
+    """Four decimals, 0.8905, would be printed as 89.0 or 89.1 by chance."""
+    model = {"file": "m", "sha256": "0123456789", "step": 1}
+    rows = [*ROWS, Row("nn", Measure("pairs"), 4), Row("nn", Measure("precision"), 0.890546)]
+    content = document.Content("here", rows, [], [], {}, [], [], {"model": model})
+    outputs.write(tmp_path, content)
+    assert json.loads((tmp_path / "metrics.json").read_text())["nn.precision"] == 0.8905
+    assert "89.1" in tables.comparison(document.load(tmp_path).table)
 
 
 def test_csv_keeps_columns_that_only_later_lines_have(tmp_path):
