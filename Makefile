@@ -65,8 +65,7 @@ test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
 	@python -m pytest -m "not slow" -n 2 --dist loadfile
 
 test-all: $(SETUP_DEV)  ## all tests, also the slow ones
-	@python -m pytest tests/faults -n 2 --dist loadfile  # these fork: before any library has started threads
-	@python -m pytest --ignore tests/faults -n 2 --dist loadfile
+	@python -m pytest -n 2 --dist loadfile
 
 test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
 	@requirements/test-cu111.sh
@@ -74,11 +73,11 @@ test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.ve
 images:  ## build and try both images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
 
-faults: $(SETUP_DEV)  ## kill trainings in every way of the matrix; writes docs/faults.md (an hour)
+faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random; writes docs/faults.md (an hour)
 	@python tests/faults/run.py
 
-random-faults: $(SETUP_DEV)  ## disturb every stage 1,000 times at random (hours; continues where it stopped); its section of docs/faults.md
-	@python tests/faults/run.py --random 1000
+random-faults: $(SETUP_DEV)  ## its random part alone: 100 faults in all, or make random-faults N=1000; goes on where it stopped
+	@python tests/faults/run.py --only-random --random $(or $(N),100)
 
 lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types
 	@ruff check .
