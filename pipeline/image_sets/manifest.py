@@ -84,6 +84,8 @@ def read(path: Union[str, Path]) -> List[Entry]:
             raise RequestError(
                 f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`"
             ) from None
+    if not entries:
+        raise RequestError(f"{path}: lists no image; run `dvc repro -f fetch`")
     return entries
 
 

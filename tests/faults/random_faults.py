@@ -281,8 +281,7 @@ def damage(cell: Cell) -> bool:
     inputs = digests(cell.folder, cell.stage.read)
     name = cell.draw.choice(sorted({*inputs, *digests(cell.folder, cell.stage.made)}))
     victim = cell.folder / name
-    good = victim.read_bytes()
-    if not good:
+    if not victim.stat().st_size:
         return False
     write_damaged(victim, cell.draw)
     before = len(cell.said())
@@ -294,10 +293,8 @@ def damage(cell: Cell) -> bool:
     named = victim.stem in said
     if (any(codes) or wrong) and not named:
         cell.problems.append(f"{name} is damaged, and no message names it")
-    if name in inputs:  # the user restores it
-        victim.write_bytes(good)
-        for made in digests(cell.folder, cell.stage.made):
-            (cell.folder / made).unlink()
+    if name in inputs:  # the user restores it, and removes what was made from it
+        cell.folder = cell.base.fresh(cell.stage)
     elif any(codes) or cell.wrong():
         victim.unlink(missing_ok=True)
     return True

@@ -266,6 +266,10 @@ def test_an_incomplete_output_is_named(tmp_path, run):
     (folder / "source.json").write_text("[]")
     with pytest.raises(RequestError, match=r"source\.json"):
         open_manifest(folder)
+    lines = (folder / "manifest.csv").read_text().splitlines()
+    (folder / "manifest.csv").write_text(lines[0] + "\n")
+    with pytest.raises(RequestError, match=r"manifest\.csv: lists no image"):
+        open_manifest(folder)
 
 
 # --- archives over HTTP

@@ -20,8 +20,10 @@ from made_params import file_of
 from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
+from pipeline.image_sets.manifest import Entry
+from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import image, shards
+from pipeline.keypoints import image, pool, shards
 from pipeline.keypoints.image import gray_views
 from superglue_sift.images import BadImage, read_gray
 
@@ -30,6 +32,13 @@ SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 IN_SHARDS_OF_3 = (
     "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
 )
+
+
+def words(tmp_path: Path, out: str, *more: str) -> list:
+    """Command line of the stage."""
+    places = {"params": "params.yaml", "images": "images", "reports": "reports", "out": out}
+    named = [word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))]
+    return [*named, *more]
 
 
 @pytest.fixture
@@ -49,29 +58,20 @@ def stage(tmp_path, make_params, root, monkeypatch):
     """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the
     folder of the stores.
     """
-    from ruamel.yaml import YAML
-
     monkeypatch.setattr(shards, "SHARD_IMAGES", 3)
 
-    def write_params(folder, changes):
+    def run(folder, out="kp", workers=1, **changes) -> Path:
+        held = {"source": "folder", "path": str(folder), "val_fraction": 0.4}
         tree = {
-            "fetch": (
-                make_params(
-                    "fetch", source="folder", path=str(folder), val_fraction=0.4
-                ).model_dump()
-            ),
+            "fetch": make_params("fetch", **held).model_dump(),
             "keypoints": make_params("keypoints", **{**SMALL, **changes}).model_dump(),
         }
-        with (tmp_path / "params.yaml").open("w") as stream:
-            YAML(typ="safe").dump(file_of(tree), stream)
-
-    def run(folder, out="kp", workers=1, **changes) -> Path:
-        write_params(folder, changes)
-        shared = ["--params", str(tmp_path / "params.yaml"), "--reports", str(tmp_path / "reports")]
+        params = tmp_path / "params.yaml"
+        params.write_text(json.dumps(file_of(tree)))  # JSON is YAML
+        shared = ["--params", str(params), "--reports", str(tmp_path / "reports")]
         archives = str(tmp_path / "archives")
         fetch.main([*shared, "--out", str(tmp_path / "images"), "--archives", archives])
-        arguments = [*shared, "--images", str(tmp_path / "images"), "--out", str(tmp_path / out)]
-        keypoints.main([*arguments, "--workers", str(workers)])
+        keypoints.main(words(tmp_path, out, "--workers", str(workers)))
         return tmp_path / out
 
     return run
@@ -92,33 +92,25 @@ def bad_list(tmp_path):
     return dict(rows[1:])
 
 
-def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path):
+def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_params):
     out = stage(pictures)
     opened = {split: Store(out / split, verify="all") for split in ("train", "val")}
     assert sorted(path.name for path in out.iterdir()) == ["train", "val"]
     metrics = json.loads((tmp_path / "reports" / "metrics.json").read_text())
     for split, each in opened.items():
-        assert (
-            each.counts.shape == (len(each), 3)
-            and each.view_size == (128, 96)
-            and each.counts.max() <= 50
-        )
+        assert each.counts.shape == (len(each), 3) and each.counts.max() <= 50
         assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
         assert metrics[split]["keypoints_mean"] == pytest.approx(each.counts.mean(), abs=0.01)
     assert metrics["bad_images"] == 0 and bad_list(tmp_path) == {}
     assert len(files(out)) == 2 + -(-len(opened["train"]) // 3) + -(-len(opened["val"]) // 3)
-
-
-def test_a_stored_view_is_what_gray_views_gives(stage, pictures, make_params):
-    out = stage(pictures)
-    opened = Store(out / "train")
+    store = opened["train"]
     settings = make_params("keypoints", **SMALL)
-    made = gray_views(read_gray(pictures / opened.images[1]), opened.images[1], settings)
+    made = gray_views(read_gray(pictures / store.images[1]), store.images[1], settings)
     for index in range(3):
-        view = opened.view(1, index)
+        view = store.view(1, index)
         assert view.records.tobytes() == made.records[index].tobytes()
         assert np.array_equal(view.H_image_to_view, made.homographies[index])
-    assert tuple(opened.sizes[1]) == made.size
+    assert tuple(store.sizes[1]) == made.size and store.view_size == (128, 96)
 
 
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
@@ -131,22 +123,23 @@ def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, t
     assert files(stage(other, "other")) == one
 
 
-def test_what_is_done_is_not_done_twice(stage, pictures, monkeypatch, tmp_path):
+def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypatch):
     out = stage(pictures)
     before = files(out)
-    done = []
-    original = shards.store.write_shard
-    monkeypatch.setattr(
-        shards.store,
-        "write_shard",
-        lambda path, images: done.append(path) or original(path, images),
-    )
-    stage(pictures)
-    assert done == [] and files(out) == before
+    calls = []
+
+    def watch(name):
+        inner = getattr(shards.store, name)
+        monkeypatch.setattr(
+            shards.store, name, lambda path, *more: calls.append(path) or inner(path, *more)
+        )
+
+    watch("write_shard")
+    watch("file_sha256")
+    assert files(stage(pictures)) == before and not calls
     damaged = out / "train" / "shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    stage(pictures)
-    assert done == [damaged] and files(out) == before
+    assert files(stage(pictures)) == before and calls == [damaged, damaged]
 
 
 def test_other_parameters_discard_what_was_made(stage, pictures):
@@ -166,22 +159,6 @@ def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     after = files(stage(pictures))
     changed = {path for path in before if before[path] != after[path]}
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
-
-
-def test_a_finished_store_is_hashed_again_only_where_it_was_written_to(
-    stage, pictures, monkeypatch
-):
-    out = stage(pictures)
-    before = files(out)
-    hashed = set()
-    original = shards.store.file_sha256
-    monkeypatch.setattr(
-        shards.store, "file_sha256", lambda path: hashed.add(path) or original(path)
-    )
-    assert files(stage(pictures)) == before and not hashed
-    damaged = out / "train" / "shard-00000.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert files(stage(pictures)) == before and hashed == {damaged}
 
 
 def make_bad(folder: Path, photo) -> dict:
@@ -262,11 +239,8 @@ def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monke
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 1.0)
     for path in pictures.iterdir():  # after fetch, which looks itself whether any image can be used
         path.write_bytes(b"")
-    places = {"params": "params.yaml", "images": "images", "out": "other", "reports": "reports"}
     with pytest.raises(WorkError, match="no train image is left"):
-        keypoints.main(
-            [word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))]
-        )
+        keypoints.main(words(tmp_path, "other"))
     for path in sorted(pictures.iterdir())[1:]:
         path.unlink()
     with pytest.raises(RequestError, match="1 different image, and none for val"):
@@ -281,16 +255,8 @@ def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
         keypoints.main(["--params", sample, "--workers", "-1"])
 
 
-def test_a_folder_that_cannot_be_made_is_named(stage, pictures, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file/kp: cannot be created: Not a directory"):
-        stage(pictures, out="file/kp")
-
-
-def test_gray_views_is_pure_and_refuses_small_images(photo, make_params):
+def test_small_images_are_refused(photo, make_params):
     settings = make_params("keypoints", **SMALL)
-    first, second = (gray_views(photo, "a.png", settings) for _ in range(2))
-    assert all(a.tobytes() == b.tobytes() for a, b in zip(first.records, second.records))
     with pytest.raises(BadImage, match="too small: 64x48, a view needs 65x49 pixels"):
         gray_views(photo[:48, :64], "a.png", settings)
 
@@ -305,9 +271,7 @@ def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(
     for index in range(9, 60):
         cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
     reference = files(stage(pictures, "reference", workers=2))
-    command = [sys.executable, "-c", IN_SHARDS_OF_3, "--params", str(tmp_path / "params.yaml")]
-    command += ["--images", str(tmp_path / "images"), "--out", str(tmp_path / "killed")]
-    command += ["--reports", str(tmp_path / "reports"), "--workers", "2"]
+    command = [sys.executable, "-c", IN_SHARDS_OF_3, *words(tmp_path, "killed", "--workers", "2")]
     for attempt in range(10):
         process = subprocess.Popen(
             command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
@@ -331,15 +295,6 @@ def _alive(pid: str) -> bool:
         return False
 
 
-def test_verify_names_the_damaged_shard(stage, pictures, tmp_path):
-    out = stage(pictures)
-    Store(out / "val", verify="all")
-    damaged = out / "val" / "shard-00000.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    with pytest.raises(RequestError, match=r"val/shard-00000\.safetensors: SHA-256"):
-        Store(out / "val", verify="all")
-
-
 def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monkeypatch, tmp_path):
     original = shards.store.write_shard
 
@@ -357,16 +312,7 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monke
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
     reference = files(stage(pictures, "reference"))
-    command = [sys.executable, "-c", IN_SHARDS_OF_3, "--params", str(tmp_path / "params.yaml")]
-    command += [
-        "--images",
-        str(tmp_path / "images"),
-        "--out",
-        str(tmp_path / "ranks"),
-        "--workers",
-        "1",
-    ]
-    command += ["--reports", str(tmp_path / "reports")]
+    command = [sys.executable, "-c", IN_SHARDS_OF_3, *words(tmp_path, "ranks", "--workers", "1")]
     ranks = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -376,23 +322,38 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
 
 
 @pytest.mark.slow
+def test_photographs_give_the_same_bytes_with_workers_and_ranks(stage, shared_data, tmp_path, root):
+    """One worker, two workers, and torchrun with two ranks: equal in every file."""
+    folder = tmp_path / "coco"
+    folder.mkdir()
+    for number, path in enumerate(sorted((shared_data / "coco").rglob("*.jpg"))[::5]):
+        (folder / f"{number}.jpg").symlink_to(path)
+    stage(folder)
+    plain = [sys.executable, "-c", IN_SHARDS_OF_3]
+    for out, workers in (("one", "1"), ("two", "2")):
+        subprocess.run([*plain, *words(tmp_path, out, "--workers", workers)], cwd=root, check=True)
+    reference = files(tmp_path / "one")
+    assert files(tmp_path / "two") == reference and len(reference) > 6
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
+    command = [sys.executable, *torchrun, sys.executable, "-c", IN_SHARDS_OF_3]
+    subprocess.run([*command, *words(tmp_path, "ranks")], cwd=root, check=True)
+    assert files(tmp_path / "ranks") == reference
+
+
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_images(make_params):
     """The pool keeps a bounded number of images under way, whatever their number."""
-    from pipeline.image_sets.manifest import Entry
-    from pipeline.image_sets.sources import ImageSet
-    from pipeline.keypoints import pool as pools
-
-    settings = make_params("keypoints", **SMALL)
     made = []
 
-    def entries(count):
-        for index in range(count):
+    def entries():
+        for index in range(20_000):
             made.append(index)
             yield Entry(str(index), "train", "none", str(index), 0, "")
 
-    with pools.Pool(ImageSet((), {"none": "/nowhere"}), settings, 2) as pool:
-        for seen, result in enumerate(pool.map(entries(20_000))):
-            assert isinstance(result, BadImage) and len(made) - seen <= 2 * pools._IN_FLIGHT + 1
+    settings = make_params("keypoints", **SMALL)
+    with pool.Pool(ImageSet((), {"none": "/nowhere"}), settings, 2) as workers:
+        for seen, result in enumerate(workers.map(entries())):
+            assert isinstance(result, BadImage) and len(made) - seen <= 2 * pool._IN_FLIGHT + 1
     assert len(made) == 20_000
 
 
