@@ -9,7 +9,6 @@ import hashlib
 import json
 import random
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
@@ -198,10 +197,10 @@ class Cell:
         there = [child for each in processes if each.is_alive() for child in family(each.pid)]
         if there:
             send(there)
-        codes = self.wait(processes)
+        self.codes = self.wait(processes)
         _, left = psutil.wait_procs(there, 60)
         self.problems += [f"process {each.pid} outlives its parent" for each in left]
-        return bool(there) and any(codes)
+        return bool(there) and any(self.codes)
 
     def finish(self) -> None:
         """Repeat the command until it ends with 0; what is right must not be computed again."""
@@ -260,8 +259,10 @@ def stop(cell: Cell) -> bool:
 
     struck = cell.interrupt(send)
     cell.no_traceback()
-    if struck and in_steps[0] and not list(cell.folder.glob("checkpoints/*/step-*.safetensors")):
-        cell.problems.append(f"{signal.Signals(number).name}: no checkpoint")
+    if struck and in_steps[0]:
+        saved = list(cell.folder.glob("checkpoints/*/step-*.safetensors"))
+        if not saved or not {0, 143} >= set(cell.codes):
+            cell.problems.append(f"{number.name}: ended with {cell.codes}, {len(saved)} saved")
     return struck
 
 

@@ -78,9 +78,9 @@ machine are skipped and do not count.
 RANDOM = """
 ## Random faults
 
-{done} of {count} cells of seed {seed}, at {commits}. A cell runs a stage on small inputs with a
-fault at a random moment, and repeats it until it succeeds. Tried: the fault occurred before the
-stage ended. Held: the promise was kept.
+Written by `make random-faults`: {done} of {count} cells of seed {seed}, at {commits}. A cell runs a
+stage on small inputs with a fault at a random moment, and repeats it until it succeeds. Tried: the
+fault occurred before the stage ended. Held: the promise was kept.
 
 | promise | stage | tried | held |
 |---|---|---|---|
