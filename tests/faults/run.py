@@ -153,7 +153,7 @@ def main() -> int:
     )
     parser.add_argument("--only-random", action="store_true", help="keep the matrix of the report")
     options = parser.parse_args()
-    head = options.report.read_text().partition(RANDOM[:20])[0]
+    head = options.report.read_text().partition("\n## Random")[0]
     if not options.only_random:
         head = HEAD.format(
             date=datetime.date.today(),
