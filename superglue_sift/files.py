@@ -16,8 +16,8 @@ from zipfile import BadZipFile
 
 from superglue_sift.errors import RequestError
 
-# Raised by a damaged `.npz`
-DAMAGED = (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error)
+# Raised by a damaged `.npz`, whose bits can also ask for another compression or a password
+DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error)
 
 
 def write_atomic(path: Union[str, Path], content: Union[str, bytes]) -> None:

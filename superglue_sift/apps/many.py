@@ -24,6 +24,7 @@ from superglue_sift.apps import results, retrieval
 from superglue_sift.errors import RequestError
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
+from superglue_sift.files import write_atomic
 from superglue_sift.images import EXTENSIONS
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
@@ -61,43 +62,34 @@ class Output:
 
     def missing(self, item0: Item, item1: Item) -> Set[str]:
         """Suffixes of requested files, other than the matches, that do not exist."""
-        wanted = {
-            JSON: self.json,
-            PICTURE: self.pictures,
-            OVERLAY: self.homography,
-            BLINK: self.homography,
-        }
-        return {
-            ending
-            for ending in wanted
-            if wanted[ending] and not self.file(item0, item1, ending).is_file()
-        }
+        wanted = [JSON] * self.json + [PICTURE] * self.pictures + [OVERLAY, BLINK] * self.homography
+        return {ending for ending in wanted if not self.file(item0, item1, ending).is_file()}
 
     def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
         """Write the missing files; returns whether there were any."""
         missing = self.missing(item0, item1)
+        if not missing:
+            return False
         found = found._replace(images=(item0.image, item1.image))
-        fitted = found.fits() if missing else {}
+        fitted = found.fits()
+        files: Dict[str, bytes] = {}
         if JSON in missing:
             about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
-            results.write_json(self.file(item0, item1, JSON), found, fitted, about)
+            files[JSON] = results.json_of(found, fitted, about)
         if PICTURE in missing:
-            results.write_picture(self.file(item0, item1, PICTURE), found, fitted)
-        H_0to1 = fitted["homography"].model if missing & {OVERLAY, BLINK} else None
-        if H_0to1 is None:
-            missing -= {OVERLAY, BLINK}
-        else:
-            results.write_overlay(self.folder / f"{item0.name}_{item1.name}", found, H_0to1)
-        return bool(missing)
+            files[PICTURE] = results.picture_of(found, fitted)
+        if missing & {OVERLAY, BLINK}:
+            files.update(results.overlays_of(found, fitted["homography"].model))
+        for ending, content in files.items():
+            write_atomic(self.file(item0, item1, ending), content)
+        return bool(files)
 
     def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
-        """Write all files of a pair, the matches last; files of an earlier result are removed
-        first.
-        """
+        """Write all files of a pair, the matches last; an earlier result is removed first."""
         for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
             self.file(item0, item1, ending).unlink(missing_ok=True)
         self.complete(item0, item1, found, made)
-        results.write_npz(self.file(item0, item1, MATCHES), found, made)
+        write_atomic(self.file(item0, item1, MATCHES), results.npz_of(found, made))
 
 
 def photos_in(folder: Path, out_dir: Path) -> List[Item]:
@@ -246,23 +238,15 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
     return readable, bad
 
 
-def resolved(photos: Sequence[Item], store: FeatureStore, pairing: str) -> str:
-    """Resolve the pairing "auto" for these photos; return others unchanged."""
-    if pairing != "auto":
-        return pairing
-    return "nearest" if len(photos) > MAX_EXHAUSTIVE and store.is_sift else "exhaustive"
-
-
 def choose_pairs(
     photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
 ) -> Tuple[Pairs, int]:
     """Pairs of photos, and their number.
 
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto:
-    exhaustive up to MAX_EXHAUSTIVE photos, else nearest. nearest compares SIFT.
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS). nearest
+    compares SIFT.
     """
     count = len(photos)
-    pairing = resolved(photos, store, pairing)
     if pairing == "exhaustive":
         return itertools.combinations(photos, 2), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]
@@ -292,34 +276,45 @@ class Run:
     def match(self, pairs: Pairs, total: Optional[int]) -> None:
         """Match and write each pair that is not done. total: number of pairs, if known."""
         matcher = self.store.matcher
-        output = self.output
         matcher.side_by_side()
-        size = (
-            BATCH_ON_GPU
-            if matcher.device.startswith("cuda")
-            else PAIRS_OF_A_WORKER * matcher.workers
-        )
-        shown = Progress(total=total, desc="matching", unit="pairs")
+        on_gpu = matcher.device.startswith("cuda")
+        size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
         started: collections.deque = collections.deque()  # pairs in progress, and their `made_from`
-        with shown:
+        with Progress(total=total, desc="matching", unit="pairs") as shown:
             for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
-                (item0, item1), made = started.popleft()
-                output.write(item0, item1, found, made)
-                self._add((item0, item1), found)
+                pair, made = started.popleft()
+                self.output.write(*pair, found, made)
+                self._add(pair, found)
                 self.matched += 1
                 shown.update(1)
+
+    def report(self, total: Optional[int]) -> str:
+        """Numbers of matched and existing pairs, and of other pairs in the folder."""
+        words = [f"{self.matched} pairs matched"]
+        if total and self.matched < total:
+            words[0] += f" of {total}, the others before"
+        if self.again:
+            words.append(f"{self.again} of them again, since their inputs changed")
+        if self.completed:
+            words.append(f"{self.completed} of the others were completed")
+        folder = self.output.folder
+        text = f"{'; '.join(words)}: {folder}"
+        others = sum(1 for _ in folder.glob(f"*_{MATCHES}")) - self.matched - self.before
+        if others > 0:
+            text += f"\n{folder} also holds {others} pairs of other commands, which are kept"
+        return text
 
     def _waiting(
         self, pairs: Pairs, started: collections.deque, shown: Progress
     ) -> Iterator[Tuple[Features, Features]]:
         """Features of the pairs to match, which are added to `started`."""
+        features = self.store.with_pixels if self.store.matcher.refine else self.store
         for pair in pairs:
             if not self.output.again and self._done(pair, shown):
                 self.before += 1
                 shown.initial += 1
                 shown.update(1)
                 continue
-            features = self.store.with_pixels if self.store.matcher.refine else self.store
             sides = features(pair[0]), features(pair[1])
             # After reading the features, which are of this content
             started.append((pair, self._made_from(pair)))
@@ -330,14 +325,10 @@ class Run:
             add(*pair, found)
 
     def _made_from(self, pair: Tuple[Item, Item]) -> str:
-        return results.made_from(
-            (self.store.digest(pair[0]), self.store.digest(pair[1])), self.output.settings
-        )
+        return results.made_from([self.store.digest(item) for item in pair], self.output.settings)
 
     def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
-        """Whether the result of a pair exists and has the same inputs as now; writes its missing
-        files.
-        """
+        """Whether a pair's result is of the same inputs as now; writes its missing files."""
         path = self.output.file(*pair, MATCHES)
         before = results.read_made_from(path)
         now = self._made_from(pair)
@@ -345,13 +336,9 @@ class Run:
             return False
         why = results.differs(before, now)
         if not why and (self.adding or self.output.missing(*pair)):
-            try:
-                found = results.read_npz(path, *(self.store(item).size for item in pair))
-            except results.DAMAGED:
-                why = "is damaged"
-            else:
-                self.completed += self.output.complete(*pair, found, now)
-                self._add(pair, found)
+            found = results.read_npz(path, *(self.store(item).size for item in pair))
+            self.completed += self.output.complete(*pair, found, now)
+            self._add(pair, found)
         if why:
             self.again += 1
             if self.again == 1:

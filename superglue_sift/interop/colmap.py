@@ -22,7 +22,7 @@ import numpy as np
 from superglue_sift import geometry, scenes, tracks
 from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
-from superglue_sift.feature_store import FeatureStore
+from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
 from superglue_sift.images import AXES, inverse, to_upright
 from superglue_sift.match_result import MatchResult
@@ -64,22 +64,31 @@ class ColmapDatabase:
         self._database = pycolmap.Database.open(str(path))
         self._shared = camera and self._write_camera(camera)
         self._known: Dict[str, Tuple[int, Any]] = {}  # image id and camera
-        self._unread: List[str] = []  # images that COLMAP cannot read
+        self._inferred: Dict[str, Any] = {}  # cameras by EXIF; None: a guess
 
     def __enter__(self) -> ColmapDatabase:
         return self
 
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
-        if self._unread:
-            count = f"{self._unread[0]}" + (
-                f" and {len(self._unread) - 1} more" if self._unread[1:] else ""
-            )
+
+    def infer_cameras(self, names: Sequence[str]) -> None:
+        """Read the focal lengths of photographs; name those on stderr that COLMAP cannot read."""
+        unread = []
+        for name in [] if self._images is None or self._shared else names:
+            path = self._images / name
+            self._inferred[name] = None
+            try:
+                if path.is_file():
+                    self._inferred[name] = self._pycolmap.infer_camera_from_image(str(path))
+            except (ValueError, RuntimeError):  # a format that COLMAP does not read
+                unread.append(name)
+        if unread:
+            more = f" and {len(unread) - 1} more" if unread[1:] else ""
             guess = f"the focal length in the database is a guess, {FOCAL} times the longer side"
+            fix = "save as JPEG or PNG to use its EXIF"
             print(
-                f"{count}: COLMAP cannot read the file; {guess}; save as JPEG or PNG to use its"
-                " EXIF",
-                file=sys.stderr,
+                f"{unread[0]}{more}: COLMAP cannot read the file; {guess}; {fix}", file=sys.stderr
             )
 
     def add(
@@ -113,8 +122,10 @@ class ColmapDatabase:
     def _image(self, name: str, features: Features) -> Tuple[int, Any]:
         """Id and camera of an image; writes new images with their keypoints."""
         if name not in self._known:
+            if name not in self._inferred:
+                self.infer_cameras([name])
             camera = self._shared or self._write_camera(
-                self._guessed_camera(name, _stored_size(features))
+                self._inferred.get(name) or self._guess_camera(_stored_size(features))
             )
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
             image.image_id = self._database.write_image(image)
@@ -135,15 +146,9 @@ class ColmapDatabase:
             self._known[name] = image.image_id, camera
         return self._known[name]
 
-    def _guessed_camera(self, name: str, size: Tuple[int, int]) -> Any:
-        if self._images is not None and (self._images / name).is_file():
-            try:
-                return self._pycolmap.infer_camera_from_image(str(self._images / name))
-            except (ValueError, RuntimeError):  # a format that COLMAP does not read
-                self._unread.append(name)
-        return self._pycolmap.Camera.create_from_model_name(
-            0, "SIMPLE_RADIAL", FOCAL * max(size), *size
-        )
+    def _guess_camera(self, size: Tuple[int, int]) -> Any:
+        create = self._pycolmap.Camera.create_from_model_name
+        return create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
 
     def _write_camera(self, camera: Any) -> Any:
         """Write a camera on a rig of its own, with the same id."""
@@ -156,10 +161,9 @@ class ColmapDatabase:
 
 @contextlib.contextmanager
 def database_of(
-    path: Path, root: Path, store: FeatureStore, refine: bool = True
+    path: Path, root: Path, photos: Sequence[Item], store: FeatureStore, refine: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """A function that adds pairs of photographs below `root` to a database; `path` is created at
-    the end.
+    """A function that adds pairs of `photos` below `root` to a database, created at the end.
 
     refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
     matches of scenes that then do not fit (`scenes.consistent`): without this, four cameras of
@@ -170,29 +174,29 @@ def database_of(
     path.parent.mkdir(parents=True, exist_ok=True)
     keypoints: Dict[Any, np.ndarray] = {}
     pairs: List[Tuple[Any, Any, MatchResult]] = []
+    name = {photo: os.path.relpath(photo.image, root) for photo in photos}
 
     def add(photo0: Any, photo1: Any, result: MatchResult) -> None:
         # keep the keypoints of a photograph once, not for each of its pairs
-        kept = [
-            keypoints.setdefault(p, k)
-            for p, k in ((photo0, result.keypoints0), (photo1, result.keypoints1))
-        ]
-        pairs.append((photo0, photo1, result._replace(keypoints0=kept[0], keypoints1=kept[1])))
+        shared0 = keypoints.setdefault(photo0, result.keypoints0)
+        shared1 = keypoints.setdefault(photo1, result.keypoints1)
+        pairs.append((photo0, photo1, result._replace(keypoints0=shared0, keypoints1=shared1)))
 
     with ColmapDatabase(partial, root) as database:
+        database.infer_cameras(
+            list(name.values())
+        )  # before hours of work, names what it cannot read
         yield add
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
         for photo0, photo1, result in pairs:
-            side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
             if refine and result.pair_score is not None:
-                index0, index1 = result.matches.T
-                unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
-                unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
-                points0 = moved[photo0][index0]
-                points1 = moved[photo1][index1]
-                result = result.only(scenes.consistent(points0, points1, (unit0, unit1)))
-            name0, name1 = (os.path.relpath(photo.image, root) for photo in (photo0, photo1))
-            database.add(name0, name1, side0, side1, result)
+                points0 = moved[photo0][result.matches[:, 0]]
+                points1 = moved[photo1][result.matches[:, 1]]
+                sizes = (result.size0, result.size1)
+                units = tuple(geometry.unit_of(size, scenes.RESIZE) for size in sizes)
+                result = result.only(scenes.consistent(points0, points1, units))
+            side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
+            database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)
 
 
@@ -212,7 +216,7 @@ def exact_keypoints(
         )
         done = store.matcher.align_batch(waiting)
         shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")
-        for (photo0, photo1, _), result in zip(accepted, shown):
+        for result, (photo0, photo1, _) in zip(shown, accepted):
             yield number[photo0], number[photo1], result
 
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))

@@ -1,0 +1,180 @@
+"""The page of `superglue-match --serve`: its answers, and a real browser that uses it."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import json
+import shutil
+import socket
+import sys
+import threading
+import time
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import TURN, write_model
+
+from superglue_sift import Matcher, RequestError, images
+from superglue_sift.apps import results, serve
+
+pytest.importorskip("flask", reason="needs Flask")
+HOME = "http://127.0.0.1:8010"
+
+
+@pytest.fixture(scope="module")
+def matcher(tmp_path_factory) -> Matcher:
+    return Matcher.load(write_model(tmp_path_factory.mktemp("model") / "m.safetensors"), "cpu")
+
+
+@pytest.fixture(scope="module")
+def views(photo):
+    """Two views of a photograph as PNG."""
+    turned = cv2.warpPerspective(photo, TURN, photo.shape[::-1])
+    return [cv2.imencode(".png", view)[1].tobytes() for view in (photo, turned)]
+
+
+@pytest.fixture(scope="module")
+def client(matcher):
+    return serve.make_app(matcher).test_client()
+
+
+def post(client, *files, headers=None, home=HOME, **more):
+    named = {f"image{i}": (io.BytesIO(data), "../../a<b>.png") for i, data in enumerate(files)}
+    return client.post("/match", data={**named, **more}, base_url=home, headers=headers)
+
+
+def gray(data: bytes) -> np.ndarray:
+    return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_two_images_give_the_files_of_the_command(client, matcher, views, tmp_path, threshold):
+    answer = post(client, *views, **({"threshold": threshold} if threshold else {})).get_json()
+    files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
+    own = dataclasses.replace(matcher, threshold=threshold or matcher.threshold)
+    expected = own.match(*map(gray, views))
+    fitted = expected.fits()
+    assert answer["threshold"] == own.threshold
+    assert f"matches {len(expected.matches)}\n" in answer["summary"]
+    record = json.loads(files["matches.json"])
+    written = json.loads(results.json_of(expected, fitted, {}))
+    for name in ("keypoints0", "matches", "frame", "image_size1"):
+        assert record[name] == written[name], name
+    (tmp_path / "m.npz").write_bytes(files["matches.npz"])
+    read = results.read_npz(tmp_path / "m.npz", expected.size0, expected.size1)
+    np.testing.assert_array_equal(read.matches, expected.matches)
+    picture = expected.show(*map(gray, views)).pixels
+    assert cv2.imdecode(np.frombuffer(files["matches.jpg"], np.uint8), 1).shape == picture.shape
+    seen = gray(files["overlay.jpg"])[100:-100, 150:-150]  # both are one there
+    assert np.abs(seen.astype(int) - gray(views[1])[100:-100, 150:-150]).mean() < 8
+
+
+def test_a_photograph_of_a_phone_is_matched_upright(client, photo, views):
+    from PIL import Image
+
+    lying = io.BytesIO()
+    exif = Image.Exif()
+    exif[images.ORIENTATION] = 6
+    Image.fromarray(images.turned(photo, images.inverse(6))).save(lying, "PNG", exif=exif)
+    answers = [post(client, first, views[1]).get_json() for first in (lying.getvalue(), views[0])]
+    found, usual = (
+        json.loads(base64.b64decode(answer["files"]["matches.json"])) for answer in answers
+    )
+    assert found["turned0"] == 6 and found["keypoints0"] == usual["keypoints0"]
+
+
+@pytest.mark.parametrize("bad", [b"", b"<svg/>", b"\xff\xd8\xff\xe0" + bytes(100)])
+def test_a_bad_image_is_one_line(client, views, bad):
+    for files, name in (((bad, views[0]), "first"), ((views[0], bad), "second")):
+        reply = post(client, *files)
+        assert reply.status_code == 400
+        assert reply.get_json()["error"].startswith(f"{name} image: ")
+
+
+def test_what_is_refused(client, views):
+    assert post(client, bytes(serve.MAX_BYTES), b"").status_code == 413
+    assert post(client, views[0]).status_code == 400  # one image
+    assert post(client, *views, headers={"Origin": "http://evil.example"}).status_code == 403
+    assert post(client, *views, home="http://evil.example").status_code == 400
+    assert client.get("/match", base_url=HOME).status_code == 405
+    page = client.get("/", base_url=HOME, headers={"Origin": HOME})
+    assert page.status_code == 200 and "http" not in page.text  # loads nothing from elsewhere
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+
+
+def test_without_flask_one_line_says_what_to_install(matcher, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flask", None)
+    with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[serve\]'"):
+        serve.make_app(matcher)
+
+
+@pytest.fixture(scope="module")
+def port(matcher) -> int:
+    """The port of a running server, as the command starts it."""
+    with socket.socket() as probe:
+        probe.bind((serve.HOST, 0))
+        number = probe.getsockname()[1]
+    threading.Thread(target=serve.run, args=(matcher, number), daemon=True).start()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex((serve.HOST, number)) == 0:
+                return number
+        time.sleep(0.05)
+    raise AssertionError("the server does not start")
+
+
+def test_it_listens_on_this_machine_alone_and_a_taken_port_is_one_line(matcher, port):
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.2", port)) != 0
+    with pytest.raises(RequestError, match=f"--port {port}"):
+        serve.run(matcher, port)
+
+
+@pytest.fixture
+def page(port):
+    """The page in a browser, which must complain of nothing."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        pytest.skip("needs Chromium")
+    complaints = []
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 390, "height": 800})
+        opened.on("console", lambda message: complaints.append(message.text))
+        opened.on("pageerror", lambda error: complaints.append(str(error)))
+        opened.goto(f"http://{serve.HOST}:{port}")
+        yield opened
+        assert opened.evaluate("document.documentElement.scrollWidth") <= 390
+        browser.close()
+    assert complaints == []
+
+
+def test_a_browser_uses_the_page(page, views, tmp_path):
+    playwright = sys.modules["playwright.sync_api"]
+    uploads = [
+        {"name": f"{side}.png", "mimeType": "image/png", "buffer": data}
+        for side, data in enumerate(views)
+    ]
+    page.set_input_files("#image0", uploads[:1])
+    assert "One more image" in page.inner_text("#said")
+    page.set_input_files("#image1", uploads[1:])
+    page.wait_for_selector("#picture:visible", timeout=60_000)
+    every = page.inner_text("#said")
+    assert "homography inliers" in every and page.inner_text("#name1") == "1.png"
+    page.fill("#threshold", "0.5")
+    expect = playwright.expect
+    expect(page.locator("#said")).not_to_contain_text(every.splitlines()[0])
+    expect(page.locator("#said")).to_contain_text("homography inliers")
+    assert page.inner_text("#value") == "0.50"
+    for view in ("overlay.jpg", "blink.gif"):
+        page.select_option("#view", view)
+        assert page.evaluate("picture.decode().then(() => picture.naturalWidth)") == 600
+    with page.expect_download() as download:
+        page.click("text=matches.json")
+    download.value.save_as(tmp_path / "m.json")
+    assert json.loads((tmp_path / "m.json").read_text())["image_size0"] == [600, 400]
