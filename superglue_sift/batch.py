@@ -22,16 +22,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from superglue_sift.sift import KEYPOINT, ORIENTED
+from superglue_sift.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 
-_FIELDS = dict(KEYPOINT.fields or {})
-DESCRIPTOR_AT = _FIELDS["descriptor"][1]  # byte offset inside a record
+DESCRIPTOR_AT = 4 * len(GEOMETRY)  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
-_COLUMN = {
-    "position": slice(2),
-    **{name: _FIELDS[name][1] // 4 for name in ("scale", "angle", "score")},
-}
 MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
 
 
@@ -155,28 +150,25 @@ class PairBatch:
             self, **{name: function(value) for name, value in tensors.items()}
         )
 
-    keypoints0 = property(
-        lambda self: _column(self.records0, "position"), doc="(B, M, 2) float32, px"
-    )
-    keypoints1 = property(
-        lambda self: _column(self.records1, "position"), doc="(B, N, 2) float32, px"
-    )
-    scales0 = property(
-        lambda self: _column(self.records0, "scale"), doc="(B, M) float32, diameter in px"
-    )
-    scales1 = property(
-        lambda self: _column(self.records1, "scale"), doc="(B, N) float32, diameter in px"
-    )
-    angles0 = property(lambda self: _column(self.records0, "angle"), doc="(B, M) float32, degrees")
-    angles1 = property(lambda self: _column(self.records1, "angle"), doc="(B, N) float32, degrees")
-    scores0 = property(lambda self: _column(self.records0, "score"), doc="(B, M) float32")
-    scores1 = property(lambda self: _column(self.records1, "score"), doc="(B, N) float32")
-    descriptors0 = property(
-        lambda self: self.records0[..., DESCRIPTOR_AT:], doc="(B, M, R - 20) uint8"
-    )
-    descriptors1 = property(
-        lambda self: self.records1[..., DESCRIPTOR_AT:], doc="(B, N, R - 20) uint8"
-    )
+    @property
+    def keypoints0(self) -> Tensor:
+        """(B, M, 2) float32, px."""
+        return floats_of_bytes(self.records0[..., :8])
+
+    @property
+    def keypoints1(self) -> Tensor:
+        """(B, N, 2) float32, px."""
+        return floats_of_bytes(self.records1[..., :8])
+
+    @property
+    def descriptors0(self) -> Tensor:
+        """(B, M, R - 20) uint8."""
+        return self.records0[..., DESCRIPTOR_AT:]
+
+    @property
+    def descriptors1(self) -> Tensor:
+        """(B, N, R - 20) uint8."""
+        return self.records1[..., DESCRIPTOR_AT:]
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
@@ -288,20 +280,10 @@ class Keypoints(NamedTuple):
         size = images.join(
             [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
         )
-        floats = floats_of_bytes(records[:, :DESCRIPTOR_AT])
-        return cls(
-            positions=floats[:, _COLUMN["position"]],
-            scores=floats[:, _COLUMN["score"]],
-            scales=floats[:, _COLUMN["scale"]],
-            angles=floats[:, _COLUMN["angle"]],
-            descriptors=records[:, DESCRIPTOR_AT:],
-            image_size=size,
-            images=images,
-        )
-
-
-def _column(records: Tensor, name: str) -> Tensor:
-    return floats_of_bytes(records[..., :DESCRIPTOR_AT])[..., _COLUMN[name]]
+        geometry = floats_of_bytes(records[:, :DESCRIPTOR_AT])
+        scales, angles, scores = geometry[:, 2:].unbind(1)
+        descriptors = records[:, DESCRIPTOR_AT:]
+        return cls(geometry[:, :2], scores, scales, angles, descriptors, size, images)
 
 
 def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:

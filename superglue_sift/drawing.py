@@ -47,6 +47,11 @@ class Panel:
     wrong: Optional[np.ndarray] = None
     wrong_means: str = "wrong"
 
+    @property
+    def is_wrong(self) -> np.ndarray:
+        """(K,) bool: `wrong`, False if not known."""
+        return np.zeros(len(self.scores), bool) if self.wrong is None else np.asarray(self.wrong)
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -67,13 +72,11 @@ class Picture:
 
 def colours_of(points: np.ndarray, width: int) -> np.ndarray:
     """(K, 3) uint8 BGR of places (K, 2) in an image of this width: their hue is that of x."""
-    across = np.clip(
-        (np.asarray(points, float).reshape(-1, 2)[:, 0] + 0.5) / max(width, 1), 0.0, 1.0
-    )
-    hue = (HUES[0] + (HUES[1] - HUES[0]) * across) / 2  # OpenCV's unit is two degrees
-    hsv = np.full((len(across), 1, 3), 255, np.uint8)
+    x = np.asarray(points, float).reshape(-1, 2)[:, 0]
+    hue = np.interp((x + 0.5) / max(width, 1), (0.0, 1.0), HUES) / 2  # OpenCV: two degrees
+    hsv = np.full((len(x), 1, 3), 255, np.uint8)
     hsv[:, 0, 0] = np.rint(hue)
-    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(hsv) else np.zeros((0, 3), np.uint8)
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(x) else hsv[:, 0]
 
 
 def css_colours(points: np.ndarray, width: int) -> List[str]:
@@ -83,25 +86,18 @@ def css_colours(points: np.ndarray, width: int) -> List[str]:
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
-    left, right = (
-        cv2.cvtColor(i, cv2.COLOR_GRAY2BGR) if i.ndim == 2 else i for i in (image0, image1)
-    )
-    canvas = np.full(
-        (max(len(left), len(right)), left.shape[1] + GAP + right.shape[1], 3), 255, np.uint8
-    )
-    canvas[: len(left), : left.shape[1]] = left
-    canvas[: len(right), left.shape[1] + GAP :] = right
+    height = max(len(image0), len(image1))
+    right = image0.shape[1] + GAP
+    canvas = np.full((height, right + image1.shape[1], 3), 255, np.uint8)
+    for image, x in ((image0, 0), (image1, right)):
+        color = image if image.ndim == 3 else image[..., None]
+        canvas[: len(image), x : x + image.shape[1]] = color
     return canvas
 
 
 def drawing_order(panel: Panel) -> np.ndarray:
-    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible on
-    top.
-    """
-    wrong = (
-        np.zeros(len(panel.scores), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
-    )
-    return np.lexsort((panel.scores, wrong))
+    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible."""
+    return np.lexsort((panel.scores, panel.is_wrong))
 
 
 def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.ndarray:
@@ -121,43 +117,30 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.
 
 
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
-    """Draw the matches of a panel on two images side by side; size: (width, height) of the
-    first.
-    """
+    """Draw the matches of a panel on two images side by side; size: (width, height) of the left."""
     order = drawing_order(panel)
-    lines = np.zeros(len(order), bool)
-    lines[spread(panel.points0, panel.scores, size)[:LINES]] = True
-    wrong = np.zeros(len(lines), bool) if panel.wrong is None else np.asarray(panel.wrong, bool)
+    lines = spread(panel.points0, panel.scores, size)[:LINES]
     thickness = 1 + canvas.shape[1] // 2000
     # fixed-point coordinates for cv2: four fractional bits
-    ends = np.rint(
-        16 * np.stack([panel.points0, panel.points1 + np.array([size[0] + GAP, 0])], axis=1)
-    ).astype(int)
-    colours = [
-        RED if bad else colour.tolist()
-        for bad, colour in zip(wrong, colours_of(panel.points0, size[0]))
-    ]
+    points1 = panel.points1 + np.array([size[0] + GAP, 0])
+    ends = np.rint(16 * np.stack([panel.points0, points1], axis=1)).astype(int).tolist()
+    colours = colours_of(panel.points0, size[0])
+    colours[panel.is_wrong] = RED
+    colours = colours.tolist()
     below = canvas.copy()
-    for index in order[lines[order]]:
-        start, end = (tuple(point.tolist()) for point in ends[index])
-        cv2.line(canvas, start, end, colours[index], thickness, cv2.LINE_AA, 4)
+    for index in order[np.isin(order, lines)]:
+        cv2.line(canvas, *ends[index], colours[index], thickness, cv2.LINE_AA, 4)
     cv2.addWeighted(canvas, OPACITY, below, 1 - OPACITY, 0, dst=canvas)
     for index in order:
-        for point in ends[index]:
-            _draw_end(canvas, point, colours[index], bool(wrong[index]), thickness)
-
-
-def _draw_end(
-    canvas: np.ndarray, point: np.ndarray, colour: Sequence[int], wrong: bool, size: int
-) -> None:
-    """Draw a dot, or a cross for a wrong match, at `point` in sixteenths of a pixel."""
-    if not wrong:
-        cv2.circle(canvas, tuple(point.tolist()), 16 * (2 + size), colour, -1, cv2.LINE_AA, 4)
-        return
-    for dx, dy in ((1, 1), (1, -1)):
-        arm = 16 * (3 + size) * np.array([dx, dy])
-        ends = tuple((point - arm).tolist()), tuple((point + arm).tolist())
-        cv2.line(canvas, *ends, colour, size + 1, cv2.LINE_AA, 4)
+        for x, y in ends[index]:
+            colour = colours[index]
+            if not panel.is_wrong[index]:
+                cv2.circle(canvas, (x, y), 16 * (2 + thickness), colour, -1, cv2.LINE_AA, 4)
+                continue
+            arm = 16 * (3 + thickness)
+            for up in (arm, -arm):
+                ends_of_arm = ((x - arm, y - up), (x + arm, y + up))
+                cv2.line(canvas, *ends_of_arm, colour, thickness + 1, cv2.LINE_AA, 4)
 
 
 def text_bar(width: int, text: str) -> np.ndarray:
@@ -166,23 +149,18 @@ def text_bar(width: int, text: str) -> np.ndarray:
     while size > 6 and ImageFont.load_default(size).getlength(text) > width - 16:
         size -= 1
     bar = Image.new("RGB", (width, BAR), DARK)
-    place = (8, BAR // 2)
-    ImageDraw.Draw(bar).text(
-        place, text, fill="white", font=ImageFont.load_default(size), anchor="lm"
-    )
+    font = ImageFont.load_default(size)
+    ImageDraw.Draw(bar).text((8, BAR // 2), text, fill="white", font=font, anchor="lm")
     return np.array(bar)  # white and gray: the same in RGB and BGR
 
 
 def legend(panels: Sequence[Panel]) -> str:
     """What lines, dots and crosses mean; names only what the panels use."""
-    words = (
-        ["colour: place in the first image"] if any(len(panel.scores) for panel in panels) else []
-    )
-    means = dict.fromkeys(
-        panel.wrong_means for panel in panels if panel.wrong is not None and np.any(panel.wrong)
-    )
+    counts = [len(panel.scores) for panel in panels]
+    words = ["colour: place in the first image"] * any(counts)
+    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.is_wrong.any())
     words += [f"red crosses: {each}" for each in means]
-    if any(len(panel.scores) > LINES for panel in panels):
+    if max(counts) > LINES:
         words.append(f"lines: {LINES} matches spread over the image, dots: the others")
     return ";   ".join(words)
 

@@ -22,7 +22,6 @@ from superglue_sift.sift import KEYPOINT
 # 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
 # 0.06 with 3 and deviations too small.
 ALIGNED_AT = 2
-DESCRIPTOR = KEYPOINT["descriptor"].shape[0]
 # (gray, max_keypoints) -> records, as `sift.extract`
 Extract = Callable[[np.ndarray, int], np.ndarray]
 
@@ -102,25 +101,24 @@ class Features(NamedTuple):
         """
         keypoints = np.asarray(keypoints)
         descriptors = np.asarray(descriptors)
+        columns = {"scales": scales, "angles": angles, "scores": scores}
         count = len(keypoints)
-        if keypoints.shape != (count, 2):
-            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 2)")
-        for name, values in (("scales", scales), ("angles", angles), ("scores", scores)):
-            if np.shape(values) != (count,):
+        wanted = (
+            ("keypoints", keypoints, (count, 2)),
+            *((name, values, (count,)) for name, values in columns.items()),
+            ("descriptors", descriptors, (count, *KEYPOINT["descriptor"].shape)),
+        )
+        for name, values, shape in wanted:
+            if np.shape(values) != shape:
                 raise RequestError(
-                    f"{name} of shape {np.shape(values)}: must be ({count},), one for each keypoint"
+                    f"{name} of shape {np.shape(values)}: must be {shape}, a row for each keypoint"
                 )
-        if descriptors.shape != (count, DESCRIPTOR):
-            raise RequestError(
-                f"descriptors of shape {descriptors.shape}: must be SIFT's, ({count}, {DESCRIPTOR})"
-            )
         if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
         records = np.zeros(count, KEYPOINT)
         records["x"], records["y"] = keypoints.T
-        records["scale"] = scales
-        records["angle"] = angles
-        records["score"] = scores
+        for name, values in columns.items():
+            records[name[:-1]] = values
         records["descriptor"] = descriptors
         return cls(records, size)
 
@@ -160,14 +158,12 @@ def _divided(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
 def gray_of(image: Union[np.ndarray, torch.Tensor, PIL.Image.Image]) -> np.ndarray:
     """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
     pixels = _array(image)
-    gray = pixels.ndim == 2
-    color = pixels.ndim == 3 and pixels.shape[-1] == 3
-    if pixels.dtype != np.uint8 or not (gray or color) or 0 in pixels.shape:
-        raise RequestError(
-            f"an image of {pixels.dtype} {pixels.shape}: must be uint8, (H, W) gray or (H, W,"
-            " 3) BGR"
-        )
-    return pixels if gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
+    is_gray = pixels.ndim == 2
+    is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
+    if pixels.dtype != np.uint8 or not (is_gray or is_color) or 0 in pixels.shape:
+        allowed = "must be uint8, (H, W) gray or (H, W, 3) BGR"
+        raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: {allowed}")
+    return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
 
 
 def photo_of(image: Image, frame: str) -> Photo:
@@ -189,17 +185,14 @@ def _array(image: Any) -> np.ndarray:
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):
-            raise RequestError(
-                f"an image of {image.dtype} {tuple(image.shape)}: floats must be from 0 to 1"
-            )
+            given = f"{image.dtype} {tuple(image.shape)}"
+            raise RequestError(f"an image of {given}: floats must be from 0 to 1")
         image = (image * 255).round().to(torch.uint8)
     if image.dim() == 4 and image.shape[0] == 1:
         image = image[0]
     if image.dim() == 3 and image.shape[0] in (1, 3):
         image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
     elif image.dim() != 2:
-        raise RequestError(
-            f"a tensor of shape {tuple(image.shape)}: must be (H, W), (1, H, W), (3, H, W) or (1,"
-            " 3, H, W)"
-        )
+        allowed = "(H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"
+        raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be {allowed}")
     return np.ascontiguousarray(image.numpy())

@@ -49,7 +49,7 @@ AXES = {
 }  # fmt: skip
 
 
-class BadImage(Exception):
+class BadImage(RequestError):
     """A file that is not a usable image. name: of the file; reason: one line for bad_images.csv."""
 
     def __init__(self, name: str, reason: str) -> None:
@@ -72,36 +72,23 @@ class Photo(NamedTuple):
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it is
-    damaged.
-    """
-    return _decode(data, name, True, frame)[0]
+    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if damaged."""
+    return decode(data, name, True, frame)[0]
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode to (H, W, 3) uint8 BGR, with the checks and errors of `decode_gray`."""
-    return _decode(data, name, False, frame)[0]
+    return decode(data, name, False, frame)[0]
 
 
 def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
     """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
-    return gray_of_file(read(path), path, frame)[0]
-
-
-def gray_of_file(data: bytes, path: Union[str, Path], frame: str) -> Tuple[np.ndarray, int]:
-    """(H, W) uint8 from the bytes of a file, and its EXIF orientation. Raises RequestError."""
-    try:
-        return _decode(data, str(path), True, frame)
-    except BadImage as error:
-        raise RequestError(str(error)) from None
+    return decode_gray(read(path), str(path), frame)
 
 
 def read_photo(path: Union[str, Path], frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
-    try:
-        shown, turn = _decode(read(path), str(path), False, UPRIGHT)
-    except BadImage as error:
-        raise RequestError(str(error)) from None
+    shown, turn = decode(read(path), str(path), False, UPRIGHT)
     size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
     return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
 
@@ -185,8 +172,8 @@ def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
     return H
 
 
-def _decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, int]:
-    """Pixels in `frame`, and the EXIF orientation of the file, 1 to 8."""
+def decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, int]:
+    """Pixels in `frame`, and the EXIF orientation of the file, 1 to 8. Raises BadImage."""
     image = open_image(data, name)
     if gray and image.format == "JPEG":
         # The luma of the file: faster than by way of RGB, and up to two gray levels closer.

@@ -46,7 +46,7 @@ from superglue_sift.errors import RequestError, check_range
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import FRAMES, UPRIGHT, gray_of_file, read
+from superglue_sift.images import FRAMES, UPRIGHT, decode, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.torch_compat import no_compiler
@@ -207,7 +207,7 @@ class Matcher:
 
     def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
         """`extract` for the bytes of a file."""
-        gray, turned = gray_of_file(data, path, self.frame)
+        gray, turned = decode(data, str(path), True, self.frame)
         features = self.extract_gray(gray)
         return features._replace(image=path, turned=turned if self.frame == UPRIGHT else 1)
 

@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -37,7 +36,6 @@ from superglue_sift.features import Features
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import match_threshold
 from superglue_sift.pair_inputs import choose_pair
-from superglue_sift.progress import Progress
 from superglue_sift.sift import positions
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
@@ -74,13 +72,11 @@ class PaddedSuperGlue(nn.Module):
         log_P, _ = log_optimal_transport(
             scores.double(), mask0, mask1, self.model.dustbin, iterations, wait=False
         )
-        matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
-        matches0, scores0, matches1, scores1 = (
-            t[:, :-1] for t in (matches0, scores0, matches1, scores1)
-        )
+        found = mutual_matches(log_P, self.threshold)
+        matches0, scores0, matches1, scores1 = (values[:, :-1] for values in found)
         batch, index0 = torch.where(matches0 >= 0)
-        found = torch.stack([batch, index0, matches0[batch, index0]], 1)
-        return matches0, matches1, scores0, scores1, found, scores0[batch, index0]
+        rows = torch.stack([batch, index0, matches0[batch, index0]], 1)
+        return matches0, matches1, scores0, scores1, rows, scores0[batch, index0]
 
 
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
@@ -102,24 +98,14 @@ def example(
 ) -> Tuple[Tensor, ...]:
     """INPUTS of synthetic keypoints; the last one of each image is masked."""
     generator = torch.Generator().manual_seed(0)
-    values = []
+    values: List[Tensor] = []
     for count in counts:
-        drawn = [
-            torch.rand((batch, count, *rest), generator=generator)
-            for rest in ((2,), (SIFT_DIM,), (), (), ())
-        ]
+        shapes = [(batch, count, *rest) for rest in ((2,), (SIFT_DIM,), (), (), ())]
+        drawn = [torch.rand(shape, generator=generator) for shape in shapes]
         position, descriptors, scores, scales, angles = drawn
-        mask = torch.arange(count).expand(batch, count) < max(count - 1, 0)
-        size = torch.tensor([[640.0, 480.0]]).repeat(batch, 1)
-        values += [
-            position * 400,
-            (descriptors * 255).round(),
-            scores / 10,
-            1 + scales * 9,
-            angles * 360,
-            size,
-            mask,
-        ]
+        values += [position * 400, (descriptors * 255).round(), scores / 10]
+        values += [1 + scales * 9, angles * 360, torch.tensor([[640.0, 480.0]]).repeat(batch, 1)]
+        values.append(torch.arange(count).expand(batch, count) < max(count - 1, 0))
     return tuple(value.to(device) for value in values)
 
 
@@ -142,10 +128,8 @@ def program(model: SuperGlue, threshold: float) -> Any:
     not for SIFT.
     """
     if not can_export():
-        raise RequestError(
-            f"torch {torch.__version__} cannot export a network with dynamic shapes: install 2.5 or"
-            " newer"
-        )
+        reason = "cannot export a network with dynamic shapes: install 2.5 or newer"
+        raise RequestError(f"torch {torch.__version__} {reason}")
     if model.config.descriptor != "sift":
         raise RequestError(
             "only models for SIFT can be exported to ONNX; this one is for"
@@ -165,17 +149,12 @@ def program(model: SuperGlue, threshold: float) -> Any:
 
 
 def export(
-    path: Union[str, Path],
-    model: Union[str, Path, None] = None,
-    threshold: Optional[float] = None,
-    report: Callable[[str], None] = lambda step: None,
+    path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None
 ) -> Path:
-    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one file that ends in
-    .onnx.
+    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one .onnx file.
 
     threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata
-    contain it.
-    report: receives a line at the start of each step, since the export takes a minute or more.
+    contain it. Takes a minute or more.
     Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
     packages.
     """
@@ -189,14 +168,11 @@ def export(
     except ImportError:
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
-    report("step 1 of 3: torch traces the network")
     threshold = match_threshold(info) if threshold is None else threshold
-    exported = program(network, threshold)
     names = {"input_names": INPUTS, "output_names": OUTPUTS}
-    report("step 2 of 3: torch translates it to ONNX, the longest step")
+    exported = program(network, threshold)
     written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
-    report(f"step 3 of 3: writing {path}")
     file = written.model_proto  # a property that returns a new object
     onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,22 +182,16 @@ def export(
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry point of `python -m superglue_sift.onnx`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m superglue_sift.onnx", description=str(__doc__).splitlines()[0]
-    )
+    about = str(__doc__).splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=about)
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
     parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
     parser.add_argument(
         "--threshold", type=float, help="minimum probability of a match (default: the model's own)"
     )
     args = parser.parse_args(argv)
-    started = time.monotonic()
-
-    def report(step: str) -> None:
-        passed = Progress.format_interval(time.monotonic() - started)
-        print(f"{passed}  {step}", file=sys.stderr, flush=True)
-
-    path = export(args.out, args.model, args.threshold, report)
+    print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
+    path = export(args.out, args.model, args.threshold)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
     return 0
 

@@ -9,6 +9,7 @@ from typing import Dict
 import cv2
 import numpy as np
 
+from superglue_sift import sift
 from superglue_sift.errors import RequestError
 
 
@@ -22,18 +23,14 @@ def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
     OpenCV lacks it.
     """
     if not hasattr(cv2, "KAZE"):
-        raise RequestError(
-            f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: pip install"
-            " 'opencv-python<5'"
-        )
+        fix = "pip install 'opencv-python<5'"
+        raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")
     return _features(cv2.KAZE.create(), gray)
 
 
 def _features(detector: cv2.Feature2D, gray: np.ndarray) -> Dict[str, np.ndarray]:
     points, descriptors = detector.detectAndCompute(gray, None)  # pyright: ignore
-    values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32).reshape(
-        -1, 5
-    )
+    values = sift.values_of(points)
     return {
         "keypoints": values[:, :2],
         "scales": values[:, 2],

@@ -16,6 +16,7 @@ Choices and the measurements behind them:
 from __future__ import annotations
 
 import functools
+from typing import Optional, Sequence
 
 import cv2
 import numpy as np
@@ -98,14 +99,18 @@ def detector(count: int, contrast: float = CONTRAST) -> cv2.SIFT:
     return cv2.SIFT.create(nfeatures=count, contrastThreshold=contrast, enable_precise_upscale=True)
 
 
-def _records(points, descriptors) -> np.ndarray:
+def values_of(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
+    """(n, 5) float32: the GEOMETRY of OpenCV's keypoints."""
+    values = [(*p.pt, p.size, p.angle, p.response) for p in points]
+    return np.array(values, np.float32).reshape(-1, len(GEOMETRY))
+
+
+def _records(points: Sequence[cv2.KeyPoint], descriptors: Optional[np.ndarray]) -> np.ndarray:
     records = np.empty(len(points), KEYPOINT)
-    if not points:
-        return records  # OpenCV returns None as descriptors
-    values = np.array([(*p.pt, p.size, p.angle, p.response) for p in points], np.float32)
-    for column, name in zip(values.T, GEOMETRY):
-        records[name] = column
-    records["descriptor"] = descriptors
+    if points:  # else OpenCV returns no descriptors
+        for column, name in zip(values_of(points).T, GEOMETRY):
+            records[name] = column
+        records["descriptor"] = descriptors
     return records
 
 

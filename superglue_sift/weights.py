@@ -146,19 +146,15 @@ def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
             raise ValueError(f"{name}: has {actual}, its configuration says {shape}")
 
 
-def weights_of(tensors: Dict[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+def weights_of(tensors: Tensors) -> Tensors:
     """The network's weights: all tensors of a model; of a checkpoint, the moving `average.*`, else
     `model.*`.
     """
-    weights = {
-        name[len("model.") :]: value for name, value in tensors.items() if name.startswith("model.")
-    }
-    average = {
-        name[len("average.") :]: value
-        for name, value in tensors.items()
-        if name.startswith("average.")
-    }
-    return {**weights, **average} or tensors
+    weights = {}
+    for prefix in ("model.", "average."):
+        found = {name: value for name, value in tensors.items() if name.startswith(prefix)}
+        weights.update({name[len(prefix) :]: value for name, value in found.items()})
+    return weights or tensors
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:

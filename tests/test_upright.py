@@ -15,14 +15,7 @@ from pipeline import errors
 from superglue_sift import Matcher, RequestError, images
 from superglue_sift.apps import cli
 from superglue_sift.geometry import corner_error, transform
-from superglue_sift.images import (
-    STORED,
-    UPRIGHT,
-    decode_color,
-    decode_gray,
-    gray_of_file,
-    read_photo,
-)
+from superglue_sift.images import STORED, UPRIGHT, decode_color, decode_gray, read_photo
 
 ALL = range(1, 9)
 # where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)
@@ -65,7 +58,7 @@ def test_pixels_upright_and_stored(tmp_path, ending, orientation):
     path = tmp_path / f"a{ending}"
     save(path, marked(), orientation)
     data = path.read_bytes()
-    assert gray_of_file(data, path, STORED)[1] == orientation
+    assert images.decode(data, str(path), True, STORED)[1] == orientation
     for decode in (decode_gray, decode_color):
         stored = decode(data, frame=STORED)
         turned = decode(data, frame=UPRIGHT)
@@ -91,7 +84,7 @@ def test_positions_move_as_pixels_do(orientation):
 @pytest.mark.parametrize("value", [0, 9, 65535])
 def test_an_orientation_that_is_none_turns_nothing(tmp_path, value):
     save(tmp_path / "a.jpg", marked(), value)
-    assert gray_of_file((tmp_path / "a.jpg").read_bytes(), "a.jpg", STORED)[1] == 1
+    assert images.decode((tmp_path / "a.jpg").read_bytes(), "a.jpg", True, STORED)[1] == 1
 
 
 @pytest.fixture(scope="module")
