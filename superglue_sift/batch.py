@@ -15,7 +15,7 @@ which image a keypoint belongs to (`Images`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -39,6 +39,15 @@ class Pair(NamedTuple):
     records1: np.ndarray
     size0: Tuple[int, int]
     size1: Tuple[int, int]
+
+
+def _column_of(records: str, column: Union[int, slice], meaning: str) -> property:
+    """A property of a batch: numbers of its keypoints, of the GEOMETRY of their records."""
+
+    def read(batch: PairBatch) -> Tensor:
+        return floats_of_bytes(getattr(batch, records)[..., :DESCRIPTOR_AT])[..., column]
+
+    return property(read, doc=meaning)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,15 +159,14 @@ class PairBatch:
             self, **{name: function(value) for name, value in tensors.items()}
         )
 
-    @property
-    def keypoints0(self) -> Tensor:
-        """(B, M, 2) float32, px."""
-        return floats_of_bytes(self.records0[..., :8])
-
-    @property
-    def keypoints1(self) -> Tensor:
-        """(B, N, 2) float32, px."""
-        return floats_of_bytes(self.records1[..., :8])
+    keypoints0 = _column_of("records0", slice(2), "(B, M, 2) float32, px")
+    keypoints1 = _column_of("records1", slice(2), "(B, N, 2) float32, px")
+    scales0 = _column_of("records0", 2, "(B, M) float32, diameter in px")
+    scales1 = _column_of("records1", 2, "(B, N) float32, diameter in px")
+    angles0 = _column_of("records0", 3, "(B, M) float32, degrees")
+    angles1 = _column_of("records1", 3, "(B, N) float32, degrees")
+    scores0 = _column_of("records0", 4, "(B, M) float32")
+    scores1 = _column_of("records1", 4, "(B, N) float32")
 
     @property
     def descriptors0(self) -> Tensor:

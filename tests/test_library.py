@@ -463,7 +463,7 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
         ),
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, dtype=torch.int64)), "int64"),
-        (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be SIFT's, \(5, 128\)"),
+        (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
         (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
         (
             lambda matcher, folder: features(5, 128, scales=4),
