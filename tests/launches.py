@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from typing import Any, Counter, Dict, Iterator, Optional, Sequence
+from typing import Any, Counter, Optional, Sequence
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.compat import grad_scaler
@@ -28,32 +27,12 @@ from superglue_sift.sift import ORIENTED
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
-NO_LAUNCH = (
-    "view",
-    "_unsafe_view",
-    "_reshape_alias",
-    "transpose",
-    "t",
-    "permute",
-    "unsqueeze",
-    "squeeze",
-    "expand",
-    "slice",
-    "select",
-    "split",
-    "split_with_sizes",
-    "unbind",
-    "detach",
-    "alias",
-    "as_strided",
-    "diagonal",
-    "lift_fresh",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-)
+VIEWS = """
+view _unsafe_view _reshape_alias transpose t permute unsqueeze squeeze expand slice select split
+split_with_sizes unbind detach alias as_strided diagonal lift_fresh
+"""
+EMPTY = "empty empty_like empty_strided new_empty new_empty_strided"
+NO_LAUNCH = {*VIEWS.split(), *EMPTY.split()}
 # Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's
 # MultiTensorApply.cuh).
 TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
@@ -96,45 +75,6 @@ def _launches(name: str, arguments: Sequence[Any], found: Any) -> int:
     return -(-len(lists[0]) // TENSORS_OF_A_LAUNCH[min(len(lists), len(TENSORS_OF_A_LAUNCH)) - 1])
 
 
-class Autocast(TorchFunctionMode):
-    """Autocast to bfloat16 for `meta`, which has none: as on a GPU, each weight is cast once."""
-
-    PRODUCTS = (nn.functional.linear, torch.bmm, torch.addmm)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.on = True
-        self._cast: Dict[Tensor, Tensor] = {}
-
-    def __torch_function__(self, function, types, arguments=(), keywords=None):
-        if self.on and any(function is each for each in self.PRODUCTS):
-            arguments = tuple(self.half(each) for each in arguments)
-        elif self.on and function is nn.functional.layer_norm:
-            arguments = (arguments[0].float(), *arguments[1:])
-        return function(*arguments, **(keywords or {}))
-
-    def half(self, value: Any) -> Any:
-        if not (isinstance(value, Tensor) and value.dtype == torch.float32):
-            return value
-        if not isinstance(value, nn.Parameter):
-            return value.to(torch.bfloat16)
-        return (
-            self._cast.setdefault(value, value.to(torch.bfloat16))
-            if value not in self._cast
-            else self._cast[value]
-        )
-
-    @contextlib.contextmanager
-    def off(self, kind: str) -> Iterator[None]:
-        """Stand in for `no_autocast`."""
-        before = self.on
-        self.on = False
-        try:
-            yield
-        finally:
-            self.on = before
-
-
 class _Attention(torch.autograd.Function):
     """The shapes of attention, in one launch."""
 
@@ -161,40 +101,33 @@ def batch_of(counts: Sequence[int]) -> PairBatch:
     return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
 
 
-def launches_of_a_step(
-    counts: Sequence[int], precision: str = "float32", iterations: int = 30
-) -> Counter[str]:
+def launches_of_a_step(counts: Sequence[int]) -> Counter[str]:
     """Network, truth, loss, gradient, clipping, Muon and moving average: D = 128, 9 + 9 layers,
-    neighbours.
+    neighbours, T = 30.
     """
-    model = (
-        SuperGlue(SuperGlueConfig(neighbours=True, sinkhorn_iterations=iterations)).to(META).train()
-    )
+    config = SuperGlueConfig(neighbours=True, sinkhorn_iterations=30)
+    model = SuperGlue(config).to(META).train()
     objective = MatchingObjective(model, 3.0, 5.0)
     optimizer = Muon(model, lr=0.1)
     scaler = grad_scaler(False)
     average = optimization.MovingAverage(model, 0.9)
     batch = batch_of(counts)
     counting = Launches()
-    for _ in range(2):  # the first step creates the optimiser's state
-        counting.counted.clear()
-        autocast = Autocast()
-        with contextlib.ExitStack() as stack:
-            for module in (superglue, sinkhorn, pair_inputs):
-                stack.enter_context(mock.patch.object(module, "no_autocast", autocast.off))
-            attend = lambda q, k, v, visible: _Attention.apply(q, k, v)  # noqa: E731
-            stack.enter_context(
-                mock.patch.object(attention, "scaled_dot_product_attention", attend)
-            )
-            cast = lambda x: autocast.half(x) if autocast.on and precision != "float32" else x  # noqa: B023, E731
-            stack.enter_context(mock.patch.object(attention, "cast_as_autocast", cast))
-            if precision != "float32":
-                stack.enter_context(autocast)
-            stack.enter_context(counting)
-            values: step.Values = {}
-            optimizer.zero_grad()
-            step._backward(objective, batch, False, scaler, 1.0, values)
-            with autocast.off("meta"):
+    stand_ins = {
+        "scaled_dot_product_attention": lambda q, k, v, visible: _Attention.apply(q, k, v),
+        "cast_as_autocast": lambda x: x,
+        "no_autocast": lambda kind: contextlib.nullcontext(),
+    }
+    with contextlib.ExitStack() as stack:
+        for module in (superglue, sinkhorn, pair_inputs, attention):
+            for name in stand_ins.keys() & vars(module):
+                stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
+        for _ in range(2):  # the first step creates the optimiser's state
+            counting.counted.clear()
+            with counting:
+                values: step.Values = {}
+                optimizer.zero_grad()
+                step._backward(objective, batch, False, scaler, 1.0, values)
                 step._enqueued(values, optimizer, scaler, 1.0)
                 optimizer.step()
                 average.update(model, 5)

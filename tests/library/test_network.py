@@ -112,15 +112,6 @@ class TestSinkhorn:
         for a, b in zip(*gradients):
             assert torch.allclose(a, b, atol=1e-9 * max(1.0, float(b.abs().max())))
 
-    def test_gradcheck(self):
-        torch.manual_seed(1)
-        a = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-        b = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
-        dustbin = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
-        assert torch.autograd.gradcheck(
-            lambda x, y, z: tuple(transport([x, y], z, 4)[0]), (a, b, dustbin)
-        )
-
     @pytest.mark.parametrize("lead", [20.0, 60.0, 100.0, 300.0])
     def test_the_float32_gradient_of_hard_scores_is_that_of_float64(self, lead):
         """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave
@@ -336,11 +327,10 @@ class TestBatches:
 
 class TestSuperGlue:
     @pytest.mark.parametrize("norm", ["layer", "batch"])
-    @pytest.mark.parametrize("dim", [32, 128])
-    def test_a_pair_is_the_same_alone_and_in_any_batch(self, norm, dim):
+    def test_a_pair_is_the_same_alone_and_in_any_batch(self, norm):
         rng = np.random.default_rng(0)
         pairs = [pair(rng, *counts) for counts in ((20, 33), (0, 4), (60, 1), (7, 7), (2, 0))]
-        model = scrambled(SuperGlueConfig(dim=dim, layers=2, norm=norm))
+        model = scrambled(SuperGlueConfig(dim=128, layers=2, norm=norm))
         # float32 adds up in another order for other shapes; scores reach 20, where one rounding is
         # 1.9e-6. torch 1.10 has no fused attention and rounds more.
         rounding = 1e-5 if torch_compat.can_compile() else 5e-5

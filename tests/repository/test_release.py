@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 import superglue_sift
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def yaml_of(name: str) -> Dict[str, Any]:

@@ -1,0 +1,151 @@
+"""Which images there are: folders, the manifest, reading them back from folders and archives."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import RequestError
+from pipeline.fetch import containers
+from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.manifest import Entry
+from superglue_sift.images import BadImage
+
+
+def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
+    (image_folder / "._coffee.png").write_bytes(b"x")
+    (image_folder / ".cache").mkdir()
+    (image_folder / ".cache" / "a.png").write_bytes(b"x")
+    (image_folder / "notes.txt").write_text("x")
+    (image_folder / "folder.jpg").mkdir()
+    (image_folder / "gone.jpg").symlink_to("nowhere")
+    found = sources.list_images(image_folder)
+    names = [path.relative_to(image_folder).as_posix() for path in found]
+    assert names == ["chelsea.jpg", "coffee.png", "flipped.webp", "gone.jpg", "nested/turned.JPG"]
+    with pytest.raises(RequestError, match="no such folder"):
+        sources.list_images(image_folder / "nothing")
+
+
+def test_manifest_survives_a_round_trip_and_does_not_depend_on_order(tmp_path):
+    entries = [
+        Entry('b, with "quotes".jpg', "train", "train", "b.jpg", 5, "0000abcd"),
+        Entry("new\nline.jpg", "train", "train", "c.jpg", 5, "", 30, 4, 8),
+        Entry("a.jpg", "val", "val", "a.jpg", 0, ""),
+        Entry(os.fsdecode(b"caf\xe9.jpg"), "test", "train", "d.jpg", 1, "00000001"),
+    ]
+    manifest.write(tmp_path / "1.csv", entries)
+    manifest.write(tmp_path / "2.csv", entries[::-1])
+    assert (tmp_path / "1.csv").read_bytes() == (tmp_path / "2.csv").read_bytes()
+    assert manifest.read(tmp_path / "1.csv") == manifest.sort(entries)
+
+
+def test_a_damaged_manifest_names_its_line(tmp_path):
+    path = tmp_path / "manifest.csv"
+    with pytest.raises(RequestError, match="run `dvc repro fetch`"):
+        manifest.read(path)
+    path.write_text(
+        "name,split,container,member,size,crc32,offset,packed,method\na,train,c,m,many,,0,0,0\n"
+    )
+    with pytest.raises(RequestError, match="line 2"):
+        manifest.read(path)
+
+
+def test_images_read_back_and_a_changed_one_is_bad(image_folder, tmp_path):
+    names = ["chelsea.jpg", "coffee.png"]
+    images = sources.ImageSet(
+        sources.folder_entries(image_folder, names, "train", "train"), {"train": str(image_folder)}
+    )
+    first, second = images.entries("train")
+    assert images.read(first) == (image_folder / "chelsea.jpg").read_bytes()
+    (image_folder / "coffee.png").write_bytes(b"x" * second.size)
+    with pytest.raises(BadImage, match="CRC-32"):
+        images.read(second)
+    (image_folder / "coffee.png").write_bytes(b"x")
+    with pytest.raises(BadImage, match=f"has 1 bytes, {second.size} when"):
+        images.read(second)
+    (image_folder / "coffee.png").unlink()
+    with pytest.raises(BadImage, match="cannot be read"):
+        images.read(second)
+
+
+@pytest.fixture
+def zipped(image_folder, tmp_path) -> Path:
+    path = tmp_path / "images.zip"
+    with zipfile.ZipFile(path, "w") as out:
+        out.write(image_folder / "chelsea.jpg", "set/chelsea.jpg")
+        out.write(image_folder / "coffee.png", "set/coffee.png", zipfile.ZIP_DEFLATED)
+        out.writestr("set/readme.txt", "no image")
+    return path
+
+
+def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
+    container = containers.zip_container(zipped)
+    entries = [container.entry(name, "train", "train") for name in container.names]
+    images = sources.ImageSet(entries, {"train": str(zipped)})
+    assert [entry.name for entry in entries] == ["set/chelsea.jpg", "set/coffee.png"]
+    for entry in entries:
+        assert images.read(entry) == (image_folder / Path(entry.name).name).read_bytes()
+    data = bytearray(zipped.read_bytes())
+    data[entries[0].offset + 5000] ^= 1
+    zipped.write_bytes(data)
+    with pytest.raises(BadImage, match="CRC-32"):
+        images.read(entries[0])
+
+
+@pytest.mark.parametrize(
+    "name", ["../out.jpg", "/etc/out.jpg", "a/../../b.jpg", "C:/x.jpg", "\\\\host\\x.jpg"]
+)
+def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
+    with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
+        out.writestr(name, b"x")
+    with pytest.raises(RequestError, match="points outside"):
+        containers.zip_container(tmp_path / "slip.zip")
+
+
+def test_bombs_links_and_doubles_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as out:
+        out.writestr("a.jpg", bytes(10_000_000))
+    with pytest.raises(RequestError, match=r"'a.jpg' would grow from \d+ to 10000000"):
+        containers.zip_container(tmp_path / "bomb.zip")
+    link = zipfile.ZipInfo("a.jpg")
+    link.external_attr = 0o120777 << 16
+    with zipfile.ZipFile(tmp_path / "link.zip", "w") as out:
+        out.writestr(link, "/etc/passwd")
+    with pytest.raises(RequestError, match="symbolic link"):
+        containers.zip_container(tmp_path / "link.zip")
+    with zipfile.ZipFile(tmp_path / "twice.zip", "w") as out, pytest.warns(UserWarning):
+        out.writestr("a.jpg", b"1")
+        out.writestr("a.jpg", b"2")
+    with pytest.raises(RequestError, match="in it twice"):
+        containers.zip_container(tmp_path / "twice.zip")
+
+
+def test_a_cut_archive_is_refused(zipped):
+    data = zipped.read_bytes()
+    for length in np.linspace(0, len(data) - 1, 20).astype(int):
+        zipped.write_bytes(data[:length])
+        with pytest.raises(RequestError, match=r"images\.zip"):
+            containers.zip_container(zipped)
+
+
+@given(
+    st.lists(st.text(min_size=1, max_size=8), unique=True, max_size=40),
+    st.floats(0, 1),
+    st.integers(0, 5),
+)
+def test_hold_out_partitions_and_depends_on_names_alone(names, fraction, seed):
+    kept, held = sources.hold_out(names, fraction, seed)
+    assert sorted(kept + held) == sorted(names)
+    assert (kept, held) == sources.hold_out(names[::-1], fraction, seed)
+    if len(names) > 1 and 0 < fraction < 1:
+        assert kept and held
+    if len(names) > 20:  # a name stays on its side when others leave (unless a side would be empty)
+        fewer_kept, fewer_held = sources.hold_out(names[:-1], fraction, seed)
+        moved = (set(fewer_kept) & set(held)) | (set(fewer_held) & set(kept))
+        assert len(moved) <= 1
