@@ -111,7 +111,7 @@ def aligned(setting: Setting) -> Iterator[Row]:
 
 
 def filled(setting: Setting) -> Iterator[Row]:
-    """The fill of a pair of a scene (`scenes.filled`): classical matches of 8,192 keypoints of each
+    """The fill of a pair of a scene (`scenes.fill`): classical matches of 8,192 keypoints of each
     of two views.
     """
     image = cv2.resize(photographs(setting.images, 1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
@@ -124,7 +124,7 @@ def filled(setting: Setting) -> Iterator[Row]:
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
     strict = matches[np.argsort(-scores)[:ALIGNED]]
     given = strict, np.ones(len(strict), np.float32), 0.5, sides, scenes.Rules()
-    seconds = setting.time({"fill": lambda: scenes.filled(*given)})["fill"].wall
+    seconds = setting.time({"fill": lambda: scenes.fill(*given)})["fill"].wall
     name = f"filling a pair of {len(records[0]):,} and {len(records[1]):,} keypoints"
     yield Row(
         name, statistics.median(seconds), "s", note=f"{min(seconds):.3f} to {max(seconds):.3f}"

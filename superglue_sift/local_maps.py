@@ -15,13 +15,10 @@ MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 
 
 def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) maps 0 -> 1 from the keypoints' scales and angles; the identity where they have
-    none.
-    """
-    known = (records0["scale"] > 0) & (records1["scale"] > 0)
-    ratio = np.where(known, records1["scale"] / np.where(known, records0["scale"], 1), 1.0).astype(
-        np.float64
-    )
+    """(K, 2, 2) maps 0 -> 1 by the keypoints' scales and angles, the identity without these."""
+    scales = np.stack([records0["scale"], records1["scale"]])
+    scales[:, (scales <= 0).any(0)] = 1.0
+    ratio = (scales[1] / scales[0]).astype(np.float64)
     rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
     c = ratio * np.cos(rotation)
     s = ratio * np.sin(rotation)
@@ -36,21 +33,22 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
     these, `fallback` (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
-    plane = geometry.fit_homography(*given, GEOMETRY_PX)
-    agreeing = plane.inliers
-    if agreeing.mean() < PLANAR:
-        agreeing = agreeing | geometry.fit_fundamental(*given, GEOMETRY_PX).inliers
+    H, planar = geometry.fit_homography(*given, GEOMETRY_PX)
+    agreeing = planar
+    if planar.sum() < PLANAR * len(planar):
+        agreeing = planar | geometry.fit_fundamental(*given, GEOMETRY_PX).inliers
     if agreeing.sum() < MIN_AGREEING:
-        return fallback.copy()
+        return fallback
     maps = nearest_affine(points0, points1, agreeing)
-    if plane.model is not None and plane.inliers.sum() >= PLANAR * agreeing.sum():
-        maps[plane.inliers] = geometry.jacobians(plane.model, points0[plane.inliers])
+    if H is not None and planar.sum() >= PLANAR * agreeing.sum():
+        maps[planar] = geometry.jacobians(H, points0[planar])
     return maps
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) affine maps of the nearest `agreeing` matches, regularized by the map of all of
-    these.
+    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, at least one.
+
+    Each is regularized by the map of all of these.
     """
     from scipy.spatial import KDTree
 
@@ -60,11 +58,11 @@ def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarra
     distance, index = KDTree(own).query(points0, count)
     weight = 1.0 / (NEAR_PX + distance)
     weight = weight / weight.sum(1, keepdims=True)
-    p = own[index]
-    q = theirs[index]
-    p, q = (x - (weight[..., None] * x).sum(1, keepdims=True) for x in (p, q))
-    centred = own - own.mean(0)
-    whole = np.linalg.lstsq(centred, theirs - theirs.mean(0), rcond=None)[0]
+    p, q = (
+        points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
+        for points in (own, theirs)
+    )
+    whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
     normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
     right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
     return np.linalg.solve(normal, right).swapaxes(1, 2)

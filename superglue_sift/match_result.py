@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -13,9 +13,9 @@ from superglue_sift.images import UPRIGHT, Photo
 from superglue_sift.sift import positions
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
-INLIER_PX = 3.0  # distance up to which a match fits a homography or an epipolar line
-POSE_PX = 1.0  # the same for an essential matrix
-Fitted = TypeVar("Fitted", geometry.Fit, geometry.Pose)
+# Distances up to which a match is an inlier, in pixels of an image of `geometry.REFERENCE_PX`
+INLIER_PX = 3.0  # of a homography or a fundamental matrix
+POSE_PX = 1.0  # of a relative pose
 
 
 class MatchResult(NamedTuple):
@@ -89,17 +89,17 @@ class MatchResult(NamedTuple):
             index0 = np.flatnonzero(matches >= 0)
             matches = np.stack([index0, matches[index0]], axis=1)
             scores = scores[index0]
-        result = cls(
+        return cls(
             features0.keypoints,
             features1.keypoints,
             matches,
             scores,
             features0.size,
             features1.size,
+            frame=features0.frame,
+            turned=(features0.turned, features1.turned),
+            images=(features0.image, features1.image),
         )
-        turned = (features0.turned, features1.turned)
-        images = (features0.image, features1.image)
-        return result._replace(frame=features0.frame, turned=turned, images=images)
 
     def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
         """Partner of each keypoint of image `side` in the other image, or -1, int64; and its score,
@@ -130,24 +130,22 @@ class MatchResult(NamedTuple):
         """Align the positions by the pixels of both images (`refine.align`); without pixels, return
         self.
         """
-        if features0.gray is None or features1.gray is None:
-            return self
         gray0 = features0.gray
         gray1 = features1.gray
-        small0 = features0.resized((gray0.shape[1], gray0.shape[0]))
-        small1 = features1.resized((gray1.shape[1], gray1.shape[0]))
+        if gray0 is None or gray1 is None:
+            return self
+        small0 = features0.resized(gray0.shape[::-1])
+        small1 = features1.resized(gray1.shape[::-1])
         records0 = small0.records[self.matches[:, 0]]
         records1 = small1.records[self.matches[:, 1]]
-        aligned = refine.align(gray0, gray1, records0, records1, device=device)
+        aligned = refine.align(gray0, gray1, records0, records1, device)
         if features0.size == small0.size and features1.size == small1.size:
             return self._replace(**aligned._asdict())
-        points0 = self.keypoints0[self.matches[:, 0]]
-        points1 = self.keypoints1[self.matches[:, 1]]
         unit = np.float32(max(features1.size) / max(small1.size))
-        points1 = points1 + (aligned.aligned1 - positions(records1)) * unit
+        points1 = self.keypoints1[self.matches[:, 1]]
         return self._replace(
-            aligned0=points0,
-            aligned1=points1,
+            aligned0=self.keypoints0[self.matches[:, 0]],
+            aligned1=points1 + (aligned.aligned1 - positions(records1)) * unit,
             deviations=aligned.deviations * unit,
             correlations=aligned.correlations,
         )
@@ -165,29 +163,70 @@ class MatchResult(NamedTuple):
         sides = (self.points0, self.points1, self.keypoints0, self.keypoints1)
         return stamps.find_stamps(*sides, self.size0, self.size1)
 
-    def homography(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """Robust homography from pixels of image 0 to image 1; its model is None for fewer than
-        four matches.
+    def homography(self, threshold_px: Optional[float] = None) -> geometry.Fit:
+        """Robust homography from pixels of image 0 to image 1 (`geometry.fit_homography`).
 
-        None, too, where matches only fit a mirror image. threshold_px: distance in image 1 up to
-        which a match is an inlier. See `geometry.fit_homography`.
+        Its model is None for fewer than four matches, and where matches only fit a mirror image.
+        threshold_px: distance in image 1 up to which a match is an inlier; None: 3 px, in images
+        larger than 1,024 px as much more as they are larger.
         """
+        to0, to1 = self._reductions()
+        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
+        fit = self._fit(
+            lambda r: geometry.fit_homography(r.points0, r.points1, limit, r.deviations)
+        )
+        if fit.model is None:
+            return fit
+        return fit._replace(model=geometry.compose(geometry.inverse(to1), fit.model, to0))
+
+    def fundamental(self, threshold_px: Optional[float] = None) -> geometry.Fit:
+        """Robust fundamental matrix F, x1^T F x0 = 0 (`geometry.fit_fundamental`).
+
+        Its model is None for fewer than eight matches. threshold_px: distance from epipolar lines,
+        in pixels of image 1; None: as for `homography`.
+        """
+        to0, to1 = self._reductions()
+        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
+        fit = self._fit(lambda r: geometry.fit_fundamental(r.points0, r.points1, limit))
+        return fit if fit.model is None else fit._replace(model=to1.T @ fit.model @ to0)
+
+    def relative_pose(
+        self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
+    ) -> geometry.Pose:
+        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`geometry.relative_pose`).
+
+        R and t are None without a solution. threshold_px: distance from epipolar lines, in pixels
+        of image 1; None: 1 px, in larger images as for `homography`. Raises ValueError for
+        intrinsics of another shape.
+        """
+        to0, to1 = self._reductions()
+        limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return self._fit(
-            lambda r: geometry.fit_homography(r.points0, r.points1, threshold_px, r.deviations)
+            lambda r: geometry.relative_pose(
+                r.points0, r.points1, to0 @ K0, to1 @ K1, limit, r.deviations
+            )
         )
 
-    def fundamental(self, threshold_px: float = INLIER_PX) -> geometry.Fit:
-        """Robust fundamental matrix F, x1^T F x0 = 0; its model is None for fewer than eight
-        matches.
+    def _reductions(self) -> Tuple[np.ndarray, np.ndarray]:
+        """(3, 3) maps from pixels of both images to those at which lengths were chosen."""
+        to0, to1 = (
+            geometry.resizing((unit, unit), (1, 1))
+            for unit in map(geometry.unit_of, (self.size0, self.size1))
+        )
+        return to0, to1
 
-        threshold_px: distance from epipolar lines. See `geometry.fit_fundamental`.
-        """
-        return self._fit(lambda r: geometry.fit_fundamental(r.points0, r.points1, threshold_px))
-
-    def _fit(self, fit: Callable[[MatchResult], Fitted]) -> Fitted:
-        """`fit` of the matches that lie on no stamp; the others are outliers."""
+    def _fit(self, fit: Callable[[MatchResult], Any]) -> Any:
+        """`fit` of the reduced matches that lie on no stamp; the others are outliers."""
         kept = ~self.stamped()
-        found = fit(self.only(kept))
+        to0, to1 = self._reductions()
+        few = self.only(kept)
+        found = fit(
+            few._replace(
+                aligned0=geometry.transform(few.points0, to0),
+                aligned1=geometry.transform(few.points1, to1),
+                deviations=None if few.deviations is None else few.deviations * to1[0, 0],
+            )
+        )
         inliers = np.zeros(len(kept), bool)
         inliers[kept] = found.inliers
         return found._replace(inliers=inliers)
@@ -196,38 +235,29 @@ class MatchResult(NamedTuple):
         """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
-    def relative_pose(
-        self, K0: np.ndarray, K1: np.ndarray, threshold_px: float = POSE_PX
-    ) -> geometry.Pose:
-        """Relative pose of two cameras with intrinsics K0, K1 (3, 3) in pixels; R and t are None
-        without a solution.
-
-        threshold_px: inlier distance, in pixels of the mean focal length. Raises ValueError for
-        intrinsics of another shape. See `geometry.relative_pose`.
-        """
-        return self._fit(
-            lambda r: geometry.relative_pose(
-                r.points0, r.points1, K0, K1, threshold_px, r.deviations
-            )
-        )
-
     def show(
-        self, image0: Optional[Image] = None, image1: Optional[Image] = None
+        self,
+        image0: Optional[Image] = None,
+        image1: Optional[Image] = None,
+        fits: Optional[Mapping[str, geometry.Fit]] = None,
     ) -> drawing.Picture:
-        """Draw the matches (`drawing`); a notebook shows the picture, `.save("matches.png")` writes
-        it.
+        """Draw the matches (`drawing`), outliers of the fit with more inliers in red.
 
-        image0, image1: needed if features without their images were matched. Raises RequestError if
-        an image is missing or cannot be read.
+        A notebook shows the picture, `.save("matches.png")` writes it. image0, image1: needed if
+        features without their images were matched. fits: of `fits`, if known. Raises RequestError
+        if an image is missing or cannot be read.
         """
-        return self.drawn(self.fits(), self.photos(image0, image1))
-
-    def drawn(
-        self, fitted: Mapping[str, geometry.Fit], photos: Tuple[Photo, Photo]
-    ) -> drawing.Picture:
-        """`show` with given fits and photos."""
-        picture = drawing.draw(photos[0].pixels, photos[1].pixels, [self.panel(fitted, photos)])
-        return drawing.Picture(picture)
+        photos = self.photos(image0, image1)
+        fits = fits or self.fits()
+        heading = f"{len(self.matches)} matches: " + ", ".join(
+            f"{int(fit.inliers.sum())} fit one {FIT_NAMES[name]}" for name, fit in fits.items()
+        )
+        points0, points1 = (
+            geometry.transform(points.astype(np.float64), photo.to_shown)
+            for points, photo in zip((self.points0, self.points1), photos)
+        )
+        panel = drawing.Panel(heading, points0, points1, self.scores, *self.left_out(fits))
+        return drawing.Picture(drawing.draw(photos[0].pixels, photos[1].pixels, [panel]))
 
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
@@ -240,23 +270,8 @@ class MatchResult(NamedTuple):
             raise RequestError("the images are not known: pass them, show(image0, image1)")
         return photo_of(first, self.frame), photo_of(second, self.frame)
 
-    def panel(self, fitted: Mapping[str, geometry.Fit], photos: Sequence[Photo]) -> drawing.Panel:
-        """The matches for `drawing.draw`; red: outliers of the fit with more inliers."""
-        heading = f"{len(self.matches)} matches: "
-        heading += ", ".join(
-            f"{int(fit.inliers.sum())} fit one {FIT_NAMES[name]}" for name, fit in fitted.items()
-        )
-        off, means = self.left_out(fitted)
-        points = [
-            geometry.transform(points.astype(np.float64), photo.to_shown)
-            for points, photo in zip((self.points0, self.points1), photos)
-        ]
-        return drawing.Panel(heading, points[0], points[1], self.scores, off, means)
-
-    def left_out(self, fitted: Mapping[str, geometry.Fit]) -> Tuple[Optional[np.ndarray], str]:
-        """(K,) bool, the outliers of the fit with more inliers, or None without a fit; and a legend
-        for them.
-        """
-        name = max(fitted, key=lambda key: int(fitted[key].inliers.sum()))
-        fit = fitted[name]
+    def left_out(self, fits: Mapping[str, geometry.Fit]) -> Tuple[Optional[np.ndarray], str]:
+        """(K,) bool, the outliers of the fit with more inliers, or None; and a legend for them."""
+        name = max(fits, key=lambda key: int(fits[key].inliers.sum()))
+        fit = fits[name]
         return None if fit.model is None else ~fit.inliers, f"does not fit the {FIT_NAMES[name]}"

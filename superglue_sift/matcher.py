@@ -6,8 +6,7 @@
     found = matcher.match("A.jpg", "B.jpg")
     found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
 
-    found.show()                                      # a picture, in a notebook;
-                                                      .save("matches.png")
+    found.show().save("matches.png")                  # a notebook shows the picture by itself
     found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
 
 To match an image several times, compute its features once: `a = matcher.extract("A.jpg")`, then
@@ -87,9 +86,7 @@ class PairMatches(NamedTuple):
 
 @torch.no_grad()
 def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[PairMatches]:
-    """All mutual matches of the network for these pairs, whatever their scores, computed
-    together.
-    """
+    """All mutual matches of the network for each pair, whatever their scores, in one batch."""
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
@@ -97,35 +94,40 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
     places = iter(order)
     for log_P in model.assign(batches)[0]:
         matches = mutual_matches(log_P, threshold=0.0)
-        for row, scores in zip(
-            matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy()
-        ):
-            place = next(places)
-            count = len(pairs[place].records0)
-            found[place] = PairMatches(row[:count], scores[:count])
+        rows = (matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
+        for place, *row in zip(places, *rows):
+            found[place] = PairMatches(*(values[: len(pairs[place].records0)] for values in row))
     return [found[place] for place in range(len(pairs))]
 
 
 @dataclasses.dataclass(eq=False)
 class Matcher:
-    """A trained network with the settings of its input. Create it with `Matcher.load`, which
-    explains the settings.
+    """A trained network with the settings of its input. Create it with `Matcher.load`.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
     in parallel and take turns at the network, which uses all cores by itself.
 
-    model: on `device`, for inference, as `fuse_for_inference` returns it. extractor: None if it may
-    not be run.
+    model: on `device`, for inference, as `fuse_for_inference` returns it.
+    max_keypoints: maximum number of keypoints per image.
+    resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints are
+        always in pixels of the original image.
+    threshold: minimum probability of a match.
+    extractor: None if it may not be run.
+    refine: align matches by the pixels, if available (`MatchResult.aligned1`).
+    rules: the images show one place, but not every two of them overlap: each pair is first accepted
+        or rejected, then filled with matches of all keypoints (see `scenes`). None: any images.
+    frame: of coordinates: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
+        "stored", like COLMAP (see `images`).
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
     device: str = "cpu"
-    max_keypoints: int = 1024
-    resize: int = 1024
+    max_keypoints: int = MAX_KEYPOINTS
+    resize: int = RESIZE
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
     refine: bool = True
-    rules: Optional[scenes.Rules] = None  # of scenes
+    rules: Optional[scenes.Rules] = None
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
@@ -147,7 +149,7 @@ class Matcher:
         frame: str = UPRIGHT,
         **rules: Any,
     ) -> Matcher:
-        """Load a model file.
+        """Load a model file, with the settings of `Matcher`.
 
         Raises RequestError: no such file or device, not a model of this project, or a setting out
         of range.
@@ -156,51 +158,39 @@ class Matcher:
             path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped
                 weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints: maximum number of keypoints per image; None: 1,024, with `scene` 8,192.
-            resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints
-                are always in pixels of the original image. None: 1,024, with `scene` 1,600.
-            threshold: minimum probability of a match; None: the model's own, else 0.2.
+            max_keypoints, resize: None: 1,024 each, with `scene` 8,192 and 1,600.
+            threshold: None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or
                 float16.
             compile: compile the layers by torch 2, for each of a few sizes of images
                 (docs/performance.md).
             extractor: required for non-SIFT models: their `module:function`. Naming it here allows
                 its code to run; without it, such a model matches `Features` only.
-            refine: align matches by the pixels, if available (`MatchResult.aligned1`); ignored with
-                `scene`.
-            scene: the images show one place, but not every two of them overlap: each pair is first
-                accepted or rejected, then filled with matches of all keypoints (see `scenes`).
-            frame: of coordinates in files: "upright", rotated according to EXIF, like `cv2.imread`
-                and browsers; or "stored", like COLMAP (see `images`).
+            scene: follow `scenes.Rules`; its pairs are not aligned.
             rules: fields of `scenes.Rules`, such as `accept=15`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
-        _check_rules(rules, scene)
+        scene_rules = scenes.Rules(**rules)
+        if rules and not scene:
+            raise RequestError(f"{', '.join(rules)}: only with scene=True")
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
-        if threshold is None:
-            threshold = match_threshold(info)
-        extract = _extractor_of(model.config.extractor, extractor, scene)
-        max_keypoints = max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS)
-        side = resize if resize is not None else (scenes.RESIZE if scene else RESIZE)
-        scene_rules = scenes.Rules(**rules) if scene else None
-        network = _prepare(model, precision, compile)
+        if resize is None:
+            resize = scenes.RESIZE if scene else RESIZE
         return cls(
-            network,
+            _prepare(model, precision, compile),
             device,
-            max_keypoints,
-            side,
-            threshold,
-            extract,
+            max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS),
+            resize,
+            match_threshold(info) if threshold is None else threshold,
+            _extractor_of(model.config.extractor, extractor, scene),
             refine and not scene,
-            scene_rules,
+            scene_rules if scene else None,
             frame,
         )
 
     def extract(self, image: Image) -> Features:
-        """Extract the keypoints of an image, for `match`. Raises RequestError if it cannot be
-        read.
-        """
+        """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read."""
         if not isinstance(image, (str, Path)):
             return self.extract_gray(gray_of(image))._replace(image=image)
         return self.extract_file(read(image), image)
@@ -212,8 +202,9 @@ class Matcher:
         return features._replace(image=path, turned=turned if self.frame == UPRIGHT else 1)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
-        """`extract` for gray pixels (H, W) uint8. Raises RequestError if the model's extractor may
-        not be run.
+        """`extract` for gray pixels (H, W) uint8.
+
+        Raises RequestError if the model's extractor may not be run.
         """
         if self.extractor is None:
             name = self.model.config.extractor
@@ -221,9 +212,8 @@ class Matcher:
             raise RequestError(
                 f"the model's keypoints come from {name}, code that runs only if allowed: {fix}"
             )
-        return extract(gray, self.max_keypoints, self.resize, self.extractor)._replace(
-            frame=self.frame
-        )
+        features = extract(gray, self.max_keypoints, self.resize, self.extractor)
+        return features._replace(frame=self.frame)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` several images, two at a time; features are returned unchanged."""
@@ -257,8 +247,7 @@ class Matcher:
         refine: Optional[bool] = None,
         accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
-        """Match one image with each of the others, in their order; features of `image` are computed
-        once.
+        """Match one image, whose features are computed once, with each of the others in order.
 
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
@@ -288,21 +277,21 @@ class Matcher:
             batch = list(zip(sides[::2], sides[1::2]))
             if self.workers == 1:
                 yield from self._match(batch, aligned)
-                continue
-            for results in self._map(lambda pair: self._match([pair], aligned), batch):
-                yield from results
+            else:
+                each = self._map(lambda pair: self._match([pair], aligned), batch)
+                yield from itertools.chain.from_iterable(each)
 
     def align_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
     ) -> Iterator[MatchResult]:
-        """Align each result that is not aligned yet (`MatchResult.align`) with the features of its
-        images, in order.
+        """Align each result (`MatchResult.align`) that is not yet, with the features of its images.
+
+        In their order.
         """
 
         def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
-            return (
-                item[0] if item[0].deviations is not None else item[0].align(*item[1:], self.device)
-            )
+            result, *sides = item
+            return result if result.deviations is not None else result.align(*sides, self.device)
 
         waiting = iter(results)
         for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
@@ -338,17 +327,16 @@ class Matcher:
                 )
                 for pair, answer in zip(sides, answers)
             ]
-        return [
-            result.align(*pair, self.device) if aligned else result
-            for result, pair in zip(results, sides)
-        ]
+        if not aligned:
+            return results
+        return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
 
-    def _pair(self, one: Features, other: Features) -> Pair:
-        """What the network sees, the reduced images: in pixels of the files, it would see a zoom
-        that is not there.
+    def _pair(self, *sides: Features) -> Pair:
+        """What the network sees, the reduced images.
+
+        In pixels of the files, it would see a zoom that is not there.
         """
-        one = one.as_found(self.resize)
-        other = other.as_found(self.resize)
+        one, other = (side.as_found(self.resize) for side in sides)
         return Pair(one.records, other.records, one.size, other.size)
 
     def _ask(self, pairs: Sequence[Pair]) -> List[PairMatches]:
@@ -359,46 +347,24 @@ class Matcher:
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
-        screened = [scenes.screen(*pair, self.resize) for pair in sides]
-        likely = [each.agreeing >= rules.likely for each in screened]
-        asked = []
-        for each, is_likely in zip(screened, likely):
-            if is_likely:
-                few = (
-                    side._replace(records=side.records[: rules.network_keypoints])
-                    for side in each.sides
-                )
-                asked.append(self._pair(*few))
-        answers = iter(self._ask(asked))
-        return [
-            self._fill(pair, each, next(answers) if is_likely else None, rules)
-            for pair, each, is_likely in zip(sides, screened, likely)
+        screened = [scenes.screen(pair, self.resize) for pair in sides]
+        few = slice(rules.network_keypoints)
+        asked = [
+            self._pair(*(scenes.select(side, few) for side in each.sides))
+            for each in screened
+            if each.agreeing >= rules.likely
         ]
-
-    def _fill(
-        self,
-        pair: Tuple[Features, Features],
-        screened: scenes.Screened,
-        answer: Optional[PairMatches],
-        rules: scenes.Rules,
-    ) -> MatchResult:
-        """The result of a pair of a scene. answer: None if the network was not run."""
-        if answer is None:
-            nothing = MatchResult.of(*pair, np.empty((0, 2), np.int64), np.empty(0, np.float32))
-            return nothing._replace(pair_score=scenes.SKIPPED)
-        seen = MatchResult.of(*screened.sides, *answer.above(0.0))
-        seen = seen.only(~seen.stamped())
-        one, other = (
-            scenes.side_of(side.records, side.size, self.resize) for side in screened.sides
-        )
-        found = scenes.filled(seen.matches, seen.scores, self.threshold, (one, other), rules)
-        matches = np.stack(
-            [kept[index] for kept, index in zip(screened.kept, found.matches.T)], axis=1
-        )
-        order = np.argsort(matches[:, 0])
-        return MatchResult.of(*pair, matches[order], found.scores[order])._replace(
-            pair_score=found.score
-        )
+        answers = iter(self._ask(asked))
+        nothing = scenes.Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), scenes.SKIPPED)
+        results = []
+        for pair, each in zip(sides, screened):
+            found = nothing
+            if each.agreeing >= rules.likely:
+                of_network = MatchResult.of(*each.sides, *next(answers))
+                found = scenes.finish(each, of_network, self.threshold, self.resize, rules)
+            result = MatchResult.of(*pair, found.matches, found.scores)
+            results.append(result._replace(pair_score=found.score))
+        return results
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Tuple
+from typing import Tuple
 
 import torch
 from torch import Tensor
 
 from superglue_sift import geometry
 
+RADIUS = 10  # of a patch of (2 RADIUS + 1)^2 samples,
+WIDTH = 5.0  # weighted by a Gaussian of this deviation
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
 CORRELATED = 6.0  # samples of a smoothed image per independent one
 FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
@@ -24,9 +26,7 @@ class Template:
     """
 
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """samples: (n, s s) with a margin of one sample; weight: ((s - 2)^2,) of the inner samples,
-        with sum 1.
-        """
+        """samples: (n, s s), weight: ((s - 2)^2,) as from `patch`."""
         side = round(samples.shape[1] ** 0.5)
         numbers = torch.arange(side * side, device=samples.device).view(side, side)
         self.inner = numbers[1:-1, 1:-1].reshape(-1)
@@ -45,24 +45,24 @@ class Template:
         plain = weight.expand_as(template)[:, None]
         self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
 
-    def only(self, chosen: Tensor) -> Template:
+    def __getitem__(self, chosen: Tensor) -> Template:
         """The chosen patches (n,) bool, for `step` only."""
         part = copy.copy(self)
-        part.mean, part.spread, part.inverse, part.rows = (
-            values[chosen] for values in (self.mean, self.spread, self.inverse, self.rows)
-        )
+        for name in ("mean", "spread", "inverse", "rows"):
+            setattr(part, name, getattr(self, name)[chosen])
         return part
 
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
-        """For samples of image 1 (n, s s): the shift (n, 2) to undo, and the correlation (n,) with
-        the template.
+        """Compare with samples of image 1 (n, s s).
+
+        Returns the shift (n, 2) to undo, and the correlation (n,) with the template.
         """
         samples = samples - self.mean
         sums = (self.rows @ samples[..., None])[..., 0]
         spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
         flat = (spread < FLAT) | (self.spread < FLAT)
         spread = spread.clamp(min=FLAT)
-        correlation = torch.where(flat, torch.full_like(spread, float("nan")), sums[:, 2] / spread)
+        correlation = (sums[:, 2] / spread).masked_fill(flat, float("nan"))
         return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
 
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
@@ -87,29 +87,24 @@ class Template:
             factor = 1.0 / (1.0 - float((weight * (alike @ weight @ alike)).sum()))
         scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
         trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
-        # along an edge, only SIFT's position is known
+        # Along an edge, only SIFT's position is known
         return ((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
 
 
-def patch(settings: Any, device) -> Tuple[Tensor, Tensor]:
-    """Offsets ((2 radius + 3)^2, 2) of samples with a margin of one; weights of the inner samples,
-    with sum 1.
+def patch(device) -> Tuple[Tensor, Tensor]:
+    """Offsets (s s, 2) of samples with a margin of one, s = 2 RADIUS + 3.
 
-    settings: `refine.Settings`.
+    And the weights ((s - 2)^2,) of the inner samples, with sum 1.
     """
-    line = torch.arange(
-        -settings.radius - 1, settings.radius + 2, device=device, dtype=torch.float32
-    )
-    columns = line[None].expand(len(line), len(line))
-    inner = torch.exp(-0.5 * (line[1:-1] / settings.weight) ** 2)
-    weight = (inner[:, None] * inner).reshape(-1)
-    return torch.stack([columns.reshape(-1), columns.t().reshape(-1)], 1), weight / weight.sum()
+    line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)
+    x = line.expand(len(line), -1)
+    inner = torch.exp(-0.5 * (line[1:-1] / WIDTH) ** 2)
+    weight = (inner[:, None] * inner).flatten()
+    return torch.stack([x.flatten(), x.t().flatten()], 1), weight / weight.sum()
 
 
 def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Inner samples (n, (s - 2)^2) of patches (n, s s) with a margin of one, and their gradients in
-    x and y.
-    """
+    """Inner samples (n, (s - 2)^2) of patches (n, s s), and their gradients in x and y."""
     side = round(samples.shape[1] ** 0.5)
     square = samples.view(-1, side, side)
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
@@ -118,15 +113,11 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, s s) with a margin of one sample; 0 for
-    flat patches.
-    """
+    """(n,) gradient energy over variance of patches (n, s s); 0 for flat patches."""
     inner, x, y = inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
-    flat = variance < FLAT**2
-    return torch.where(
-        flat, torch.zeros_like(variance), ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
-    )
+    energies = ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
+    return energies.masked_fill(variance < FLAT**2, 0.0)
 
 
 def corners(points: Tensor) -> Tensor:
@@ -139,5 +130,5 @@ def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
     """(n, 2, 2) inverse except for directions without structure, and the number of these (n,)."""
     values, vectors = torch.linalg.eigh(hessian)
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
-    inverse = torch.where(kept, 1.0 / values.clamp(min=1e-6), torch.zeros_like(values))
+    inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~kept, 0.0)
     return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)

@@ -1,5 +1,4 @@
-"""Refine matches to a fraction of a pixel: align the patch around each match in image 0 to image 1
-by least squares.
+"""Refine matches to a fraction of a pixel: align the patch around each match in image 0 to image 1.
 
 SIFT's positions scatter by some tenths of a pixel, those of large keypoints by several pixels.
 After matching, a patch of 21x21 samples of image 0, warped by the local affine map between the
@@ -23,8 +22,7 @@ images, is shifted until it fits image 1 best.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Callable, List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, List, NamedTuple, Tuple, Union
 
 import cv2
 import numpy as np
@@ -33,37 +31,22 @@ from torch import Tensor
 
 from superglue_sift import patches
 from superglue_sift.local_maps import local_maps, similarities
+from superglue_sift.sift import positions
 
 MAX_ZOOM = 8.0  # maximum magnification between the images
 COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
 COARSER = 3  # maximum number of coarser levels
-SETTLED = 0.003  # samples: a match with a shorter step has converged
+ITERATIONS = 8  # of Gauss-Newton
+# Samples of a patch, which are a pixel apart without magnification
+LONGEST = 1.0  # step
+SETTLED = 0.003  # a match with a shorter step has converged
+FARTHEST = 3.0  # a match that moves farther is rejected,
+MAX_DEVIATION = 0.5  # and one with a larger deviation,
+MIN_CORRELATION = 0.6  # or a smaller correlation
+MAX_BLUR = 8.0  # maximum deviation of the added blur
 BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
 # Ratio of deviations, with and without equal sharpness, below which the former is kept
 SHARPER = 0.85
-MAX_BLUR = 8.0  # samples: maximum deviation of the added blur
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How patches are aligned. Lengths are in samples of a patch, one pixel apart without
-    magnification.
-
-    radius: of a patch of (2 radius + 1)^2 samples, weighted by a Gaussian of deviation `weight`.
-    iterations: of Gauss-Newton, with steps of at most `longest`. A match is rejected below the
-    minimum `correlation`, if it moves farther than `farthest`, or if its deviation exceeds `edge`.
-    """
-
-    radius: int = 10
-    weight: float = 5.0
-    iterations: int = 8
-    longest: float = 1.0
-    correlation: float = 0.6
-    farthest: float = 3.0
-    edge: float = 0.5
-
-
-DEFAULT = Settings()
 
 
 class Aligned(NamedTuple):
@@ -86,24 +69,16 @@ def align(
     gray1: np.ndarray,
     records0: np.ndarray,
     records1: np.ndarray,
-    settings: Settings = DEFAULT,
     device: Union[str, torch.device] = "cpu",
 ) -> Aligned:
-    """Align K matches of two images. Does not raise for any images or matches, however small, few
-    or wrong.
+    """Align K matches of two images. Does not raise for any images or matches.
 
-    gray0, gray1: (H, W) uint8. records0, records1: (K,) keypoint records
-    with x, y, scale and angle (`sift.KEYPOINT`); entry k of one matches entry k of the other.
+    gray0, gray1: (H, W) uint8. records0, records1: (K,) keypoint records (`sift.KEYPOINT`); entry k
+    of one matches entry k of the other.
     """
-    points0, points1 = (
-        np.stack([r["x"], r["y"]], 1).astype(np.float64) for r in (records0, records1)
-    )
-    if not len(points0):
-        return align_points(
-            gray0, gray1, points0, points1, np.zeros((0, 2, 2)), None, settings, device
-        )
+    points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
     maps = local_maps(points0, points1, similarities(records0, records1))
-    return align_points(gray0, gray1, points0, points1, maps, records1["scale"], settings, device)
+    return align_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
 
 
 def align_points(
@@ -112,47 +87,36 @@ def align_points(
     points0: np.ndarray,
     points1: np.ndarray,
     maps: np.ndarray,
-    scales: Optional[np.ndarray] = None,
-    settings: Settings = DEFAULT,
+    scales: Union[float, np.ndarray] = COARSE_PX,
     device: Union[str, torch.device] = "cpu",
 ) -> Aligned:
-    """Align points of any kind. points0, points1: (K, 2) px. maps: (K, 2, 2) local affine maps 0 ->
-    1.
+    """Align points (K, 2) px of any kind. maps: (K, 2, 2) local affine maps 0 -> 1.
 
-    scales: (K,) diameters in px of image 1, which choose the coarsest level of a match; None: only
-    the finest.
+    scales: (K,) diameters in px of image 1, which choose the coarsest level of a match.
     """
-    start0, start1 = (
-        np.asarray(points, np.float32).reshape(-1, 2) for points in (points0, points1)
-    )
+    start0, start1 = (np.asarray(points, np.float32) for points in (points0, points1))
     if not len(start0):
         return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
-    coarsest = (
-        np.zeros(len(start0))
-        if scales is None
-        else np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
-    )
-    levels = torch.as_tensor(np.clip(coarsest, 0, COARSER), device=device).long()
+    octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
+    coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
+    levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
 
-    def begun(image0: np.ndarray, image1: np.ndarray) -> _Work:
-        return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), settings, device)
+    def begin(image0: np.ndarray, image1: np.ndarray) -> _Work:
+        return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), device)
 
     with torch.no_grad():
-        work = begun(gray0, gray1)
+        work = begin(gray0, gray1)
         work.run(levels)
         sharpness = work.sharpness()
         if abs(sharpness) > BLURRED:
-            images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begun)
-            again = begun(*images)
+            images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begin)
+            again = begin(*images)
             again.run(levels, blur)
-            if (
-                torch.isnan(work.deviation).all()
-                or torch.nanmedian(again.plain / work.deviation) < SHARPER
-            ):
+            better = torch.nanmedian(again.plain / work.deviation) < SHARPER
+            if better or torch.isnan(work.deviation).all():
                 work = again
-        shift, deviations, correlations = (
-            x.cpu().numpy() for x in (work.shift, work.deviation, work.correlation)
-        )
+    found = (work.shift, work.deviation, work.correlation)
+    shift, deviations, correlations = (values.cpu().numpy() for values in found)
     return Aligned(start0, start1 + shift, deviations, correlations)
 
 
@@ -161,36 +125,34 @@ def _equally_sharp(
     gray1: np.ndarray,
     work: _Work,
     first: bool,
-    begun: Callable[[np.ndarray, np.ndarray], _Work],
+    begin: Callable[[np.ndarray, np.ndarray], _Work],
 ) -> Tuple[List[np.ndarray], float]:
-    """Blur the sharper image until patches of both have the same gradient energy. first: image 0 is
-    the sharper one.
+    """Blur the sharper image, 0 if `first`, until patches of both have the same gradient energy.
 
     Returns both images, and the deviation of the added blur in samples.
     """
     # Of a sample, in the image to be blurred
     pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())
+    sharp = (gray0 if first else gray1).astype(np.float32)
 
-    def blurred(deviation: float) -> List[np.ndarray]:
-        soft = cv2.GaussianBlur(
-            (gray0 if first else gray1).astype(np.float32), (0, 0), deviation * pixel
-        )
+    def blur(deviation: float) -> List[np.ndarray]:
+        soft = cv2.GaussianBlur(sharp, (0, 0), deviation * pixel)
         return [soft, gray1] if first else [gray0, soft]
 
     least = 0.0
     most = MAX_BLUR
     while most - least > 0.15:
         middle = (least + most) / 2
-        still = begun(*blurred(middle)).sharpness()
-        least, most = (middle, most) if (still > 0) == first else (least, middle)
+        if (begin(*blur(middle)).sharpness() > 0) == first:
+            least = middle
+        else:
+            most = middle
     middle = (least + most) / 2
-    return blurred(middle), middle
+    return blur(middle), middle
 
 
 class _Pyramid:
-    """Levels of an image, each half as large as the previous one, stacked vertically in one float32
-    picture.
-    """
+    """Levels of an image, each half as large as the one before, one below another in a picture."""
 
     def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
         pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), patches.SMOOTHING_PX)]
@@ -201,18 +163,14 @@ class _Pyramid:
         whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.float32, device=device)
-
-        self.picture = tensor(whole)[None, None]
-        # of each level: its last sample in px of the image; a px of the image, and its first
+        self.picture = _tensor(whole, device)[None, None]
+        # Of each level: its last sample in px of the image; a px of the image, and its first
         # sample, in the units of grid_sample, from -1 to 1 over the picture
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
-        self.last = tensor((sizes - 1) / scale[:, None])
-        self.unit = tensor(scale[:, None] * unit)
-        self.begin = tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0)
+        self.last = _tensor((sizes - 1) / scale[:, None], device)
+        self.unit = _tensor(scale[:, None] * unit, device)
+        self.begin = _tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
 
     def grid(self, points: Tensor, level: Tensor) -> Tensor:
         """(K, n, 2) positions for `read` of points (K, n, 2), px of the image, on level (K,)."""
@@ -226,25 +184,31 @@ class _Pyramid:
         return sampled[0, 0]
 
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
-        """(K,) bool: all points (K, n, 2), px of the image, lie inside on level (K,)."""
+        """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
+        points = patches.corners(points)
         return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
 
 
-class _Work:
-    """State of K matches: shift (K, 2) in px of image 1; deviation and correlation (K,), NaN where
-    unknown.
+def _tensor(values: np.ndarray, device: Union[str, torch.device]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float32, device=device)
 
-    plain: the deviation without regard to added blur.
+
+class _Work:
+    """State of K matches: shift (K, 2) in px of image 1; deviation, plain and correlation (K,).
+
+    These are NaN where unknown. plain: the deviation without regard to added blur.
     """
 
-    def __init__(self, gray0, gray1, points0, points1, maps, settings: Settings, device) -> None:
-        self.settings = settings
-        self.device = device
-        usable = (
-            np.isfinite(maps).all((1, 2))
-            & np.isfinite(points0).all(1)
-            & np.isfinite(points1).all(1)
-        )
+    def __init__(
+        self,
+        gray0: np.ndarray,
+        gray1: np.ndarray,
+        points0: np.ndarray,
+        points1: np.ndarray,
+        maps: np.ndarray,
+        device: Union[str, torch.device],
+    ) -> None:
+        usable = np.isfinite(np.column_stack([points0, points1, maps.reshape(-1, 4)])).all(1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
         # Along the direction of most magnification
         scale = np.linalg.norm(maps, ord=2, axis=(1, 2))
@@ -258,30 +222,28 @@ class _Work:
         # Sampling distance, px of image 0: one px of the coarser image
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
-
-        def tensor(values: np.ndarray) -> Tensor:
-            return torch.as_tensor(values, dtype=torch.float32, device=device)
-
         self.usable = torch.as_tensor(usable, device=device)
-        self.step1 = tensor(step0 * scale)
-        self.octaves = tensor(octaves)
-        self.frame0 = tensor(step0[:, None, None] * np.eye(2))  # one sample in px of image 0
-        self.frame1 = tensor(step0[:, None, None] * maps)
-        self.points0 = tensor(points0)
-        self.points1 = tensor(points1)
+        self.step1 = _tensor(step0 * scale, device)
+        self.octaves = _tensor(octaves, device)
+        # One sample, in px of each image
+        self.frame0 = _tensor(step0[:, None, None] * np.eye(2), device)
+        self.frame1 = _tensor(step0[:, None, None] * maps, device)
+        self.points0 = _tensor(points0, device)
+        self.points1 = _tensor(points1, device)
         levels = COARSER + int(np.round(octaves.max()))
         self.pyramid0, self.pyramid1 = (_Pyramid(gray, levels, device) for gray in (gray0, gray1))
+        self.offsets, self.weight = patches.patch(device)
         self.shift = torch.zeros_like(self.points1)
-        self.deviation = torch.full_like(self.step1, float("nan"))
-        self.plain = torch.full_like(self.step1, float("nan"))
-        self.correlation = torch.full_like(self.step1, float("nan"))
+        self.deviation, self.plain, self.correlation = (
+            torch.full_like(self.step1, float("nan")) for _ in range(3)
+        )
         self.blur = 0.0
 
     def run(self, coarsest: Tensor, blur: float = 0.0) -> None:
-        """Align each match from its coarsest level (K,) to the finest; retry failures from one
-        level up.
+        """Align each match from its coarsest level (K,) to the finest.
 
-        blur: deviation of the blur that was added to one image, in samples of the finest level.
+        Failures are aligned again from one level up. blur: deviation of the blur that was added to
+        one image, in samples of the finest level.
         """
         self.blur = blur
         for level in range(COARSER, -1, -1):
@@ -291,23 +253,22 @@ class _Work:
         self._align(0, again & ~torch.isnan(self.deviation))
 
     def sharpness(self) -> float:
-        """Median log ratio of the gradient energies of both patches, per variance; above 0: image 0
-        is sharper.
+        """Median log ratio of the gradient energies of both patches, per variance.
 
-        Uses SIFT's positions, which are accurate enough. 0 without patches inside both images.
+        Above 0, image 0 is sharper; 0 without patches inside both images. SIFT's positions are
+        accurate enough for it.
         """
-        level0, level1 = self.octaves.round().long()
-        offsets, weight = patches.patch(self.settings, self.device)
-        at0 = self.points0[:, None] + offsets @ self.frame0.transpose(1, 2)
-        at1 = self.points1[:, None] + offsets @ self.frame1.transpose(1, 2)
-        inside = (
-            self.pyramid0.holds(patches.corners(at0), level0)
-            & self.pyramid1.holds(patches.corners(at1), level1)
-            & self.usable
-        )
-        energy0 = patches.energy(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
-        energy1 = patches.energy(self.pyramid1.read(self.pyramid1.grid(at1, level1)), weight)
-        ratios = torch.log(energy0 / energy1)[inside & (energy0 > 0) & (energy1 > 0)]
+        usable = self.usable
+        energies = []
+        for points, frame, octave, pyramid in (
+            (self.points0, self.frame0, self.octaves[0], self.pyramid0),
+            (self.points1, self.frame1, self.octaves[1], self.pyramid1),
+        ):
+            level = octave.round().long()
+            at = points[:, None] + self.offsets @ frame.transpose(1, 2)
+            energies.append(patches.energy(pyramid.read(pyramid.grid(at, level)), self.weight))
+            usable = usable & pyramid.holds(at, level) & (energies[-1] > 0)
+        ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
 
     def _align(self, level: int, chosen: Tensor) -> None:
@@ -315,71 +276,65 @@ class _Work:
         rows = torch.nonzero(chosen & self.usable).flatten()
         if not len(rows):
             return
-        limits = self.settings
         new = self._descend(level, rows)
         good = (
-            (new.correlation > limits.correlation)
-            & (new.moved < limits.farthest)
-            & (new.deviation < limits.edge)
+            (new.correlation > MIN_CORRELATION)
+            & (new.moved < FARTHEST)
+            & (new.plain < MAX_DEVIATION)
         )
         sample = self.step1[rows] * float(2**level)
         unset = torch.isnan(self.deviation[rows])
         self.correlation[rows] = torch.where(good | unset, new.correlation, self.correlation[rows])
-        self.plain[rows] = torch.where(good, new.deviation * sample, self.plain[rows])
-        self.deviation[rows] = torch.where(good, new.blurred * sample, self.deviation[rows])
+        self.plain[rows] = torch.where(good, new.plain * sample, self.plain[rows])
+        self.deviation[rows] = torch.where(good, new.deviation * sample, self.deviation[rows])
         self.shift[rows] = torch.where(good[:, None], new.shift, self.shift[rows])
 
     def _descend(self, level: int, rows: Tensor) -> _Descent:
         level0, level1 = (self.octaves[:, rows] + level).round().long()
         frame0 = self.frame0[rows] * 2.0**level
         frame1 = self.frame1[rows] * 2.0**level
-        offsets, weight = patches.patch(self.settings, self.device)
-        at0 = self.points0[rows][:, None] + offsets @ frame0.transpose(1, 2)
-        inside = self.pyramid0.holds(patches.corners(at0), level0)
-        template = patches.Template(self.pyramid0.read(self.pyramid0.grid(at0, level0)), weight)
+        at0 = self.points0[rows][:, None] + self.offsets @ frame0.transpose(1, 2)
+        samples = self.pyramid0.read(self.pyramid0.grid(at0, level0))
+        template = patches.Template(samples, self.weight)
         start = self.points1[rows] + self.shift[rows]
-        at1 = start[:, None] + offsets[template.inner] @ frame1.transpose(1, 2)
+        at1 = start[:, None] + self.offsets[template.inner] @ frame1.transpose(1, 2)
         grid1 = self.pyramid1.grid(at1, level1)
         unit1 = self.pyramid1.unit[level1]
         moved = torch.zeros_like(start)
-        left = torch.arange(len(rows), device=self.device)  # matches that have not converged
-        part = template
-        frame = frame1
-        grid = grid1
-        unit = unit1
-        for _ in range(self.settings.iterations):
+        left = torch.arange(len(rows), device=start.device)  # matches that have not converged
+        part = (template, frame1, grid1, unit1)
+        for _ in range(ITERATIONS):
+            patch, frame, grid, unit = part
             shift = (frame @ moved[left][..., None])[..., 0]
-            step = part.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
+            step = patch.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
             length = step.norm(dim=1, keepdim=True)
-            moved[left] -= step * (self.settings.longest / length.clamp(min=self.settings.longest))
+            moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
             moving = length[:, 0] > SETTLED
             if 2 * int(moving.sum()) < len(left):  # dropping fewer takes longer than moving them
                 left = left[moving]
-                part = part.only(moving)
-                frame = frame[moving]
-                grid = grid[moving]
-                unit = unit[moving]
+                part = tuple(values[moving] for values in part)
             if not len(left):
                 break
         shift = (frame1 @ moved[..., None])[..., 0]
         _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
-        inside &= self.pyramid1.holds(patches.corners(at1) + shift[:, None], level1)
-        correlation = torch.where(inside, correlation, torch.full_like(correlation, float("nan")))
+        inside = self.pyramid0.holds(at0, level0)
+        inside &= self.pyramid1.holds(at1 + shift[:, None], level1)
+        correlation = correlation.masked_fill(~inside, float("nan"))
         plain = template.deviation(correlation)
-        blurred = template.deviation(correlation, self.blur / 2.0**level)
-        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), plain, blurred, correlation)
+        deviation = template.deviation(correlation, self.blur / 2.0**level)
+        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), plain, deviation, correlation)
 
 
 class _Descent(NamedTuple):
     """Alignment of n matches on one level.
 
-    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) samples of this level. deviation,
-    blurred: (n,) of the same unit, without and with regard to added blur. correlation: (n,), NaN
+    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) samples of this level. plain,
+    deviation: (n,) of the same unit, without and with regard to added blur. correlation: (n,), NaN
     outside the image or without structure.
     """
 
     shift: Tensor
     moved: Tensor
+    plain: Tensor
     deviation: Tensor
-    blurred: Tensor
     correlation: Tensor

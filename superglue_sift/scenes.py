@@ -17,7 +17,7 @@ high confidence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -72,25 +72,16 @@ class Rules:
 
 
 class Side(NamedTuple):
-    """A photograph. points: (n, 2) float64 pixels of the reduced image; described: their
-    descriptors.
-    """
+    """Keypoints of a photograph. points: (n, 2) float64 px of the reduced image."""
 
     points: np.ndarray
     described: classical.Described
 
 
 def side_of(records: np.ndarray, size: Tuple[int, int], resize: int) -> Side:
-    """Side of a photograph of `size` (width, height); records: (n,), found after reducing it to
-    `resize`.
-    """
+    """Side of a photograph of `size` (width, height); records: (n,), found at `resize`."""
     unit = geometry.unit_of(size, resize) if resize else 1.0
-    return Side(positions(records).astype(np.float64) / unit, classical.described(records))
-
-
-def strongest(records: np.ndarray, count: int) -> np.ndarray:
-    """(m,) indices of the `count` keypoints of highest score, strongest first; records (n,)."""
-    return np.argsort(-records["score"], kind="stable")[:count]
+    return Side(positions(records).astype(np.float64) / unit, classical.describe(records))
 
 
 class Screened(NamedTuple):
@@ -102,29 +93,30 @@ class Screened(NamedTuple):
     """
 
     agreeing: int
-    kept: Tuple[np.ndarray, np.ndarray]
-    sides: Tuple[Features, Features]
+    kept: List[np.ndarray]
+    sides: List[Features]
 
 
-def screen(side0: Features, side1: Features, resize: int) -> Screened:
+def screen(pair: Sequence[Features], resize: int) -> Screened:
     """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
-    few = [
-        side._replace(records=side.records[strongest(side.records, LIKELY_KEYPOINTS)])
-        for side in (side0, side1)
-    ]
+    orders = [np.argsort(-side.records["score"], kind="stable") for side in pair]
+    few = [select(side, order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side.records, side.size, resize) for side in few)
-    matches, scores = classical.ratio_matches(one.described, other.described)
-    found = MatchResult.of(few[0], few[1], matches, scores)
+    found = MatchResult.of(*few, *classical.ratio_matches(one.described, other.described))
     stamped = found.stamped()
-    index0, index1 = matches[~stamped].T
+    index0, index1 = found.matches[~stamped].T
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], STRICT_PX)
-    kept = []
-    sides = []
-    for side, stamp in ((side0, found.points0[stamped]), (side1, found.points1[stamped])):
-        order = strongest(side.records, len(side.records))
-        kept.append(order[~stamps.near(side.keypoints[order], stamp, side0.size, side1.size)])
-        sides.append(side._replace(records=side.records[kept[-1]]))
-    return Screened(int(fit.inliers.sum()), (kept[0], kept[1]), (sides[0], sides[1]))
+    sizes = (found.size0, found.size1)
+    kept = [
+        order[~stamps.near(side.keypoints[order], points[stamped], *sizes)]
+        for side, order, points in zip(pair, orders, (found.points0, found.points1))
+    ]
+    sides = [select(side, index) for side, index in zip(pair, kept)]
+    return Screened(int(fit.inliers.sum()), kept, sides)
+
+
+def select(side: Features, index: np.ndarray) -> Features:
+    return side._replace(records=side.records[index])
 
 
 def consistent(
@@ -138,11 +130,9 @@ def consistent(
     points0 = points0 / units[0]
     points1 = points1 / units[1]
     F = geometry.fit_fundamental(points0, points1, EXACT_PX).model
-    return (
-        np.ones(len(points0), bool)
-        if F is None
-        else geometry.epipolar_distances(F, points0, points1) <= EXACT_PX
-    )
+    if F is None:
+        return np.ones(len(points0), bool)
+    return geometry.epipolar_distances(F, points0, points1) <= EXACT_PX
 
 
 class Filled(NamedTuple):
@@ -157,27 +147,40 @@ class Filled(NamedTuple):
     score: int
 
 
-def filled(
+def finish(
+    screened: Screened, found: MatchResult, threshold: float, resize: int, rules: Rules
+) -> Filled:
+    """`fill` a pair that was screened, from the network's matches of `screened.sides`.
+
+    Returns indices of the keypoints before screening, in the order of image 0.
+    """
+    found = found.only(~found.stamped())
+    one, other = (side_of(side.records, side.size, resize) for side in screened.sides)
+    pair = fill(found.matches, found.scores, threshold, (one, other), rules)
+    kept0, kept1 = screened.kept
+    matches = np.stack([kept0[pair.matches[:, 0]], kept1[pair.matches[:, 1]]], axis=1)
+    order = np.argsort(matches[:, 0])
+    return Filled(matches[order], pair.scores[order], pair.score)
+
+
+def fill(
     matches: np.ndarray,
     scores: np.ndarray,
     threshold: float,
     sides: Tuple[Side, Side],
     rules: Rules,
 ) -> Filled:
-    """Accept or reject a pair, and add classical matches to those of the network: `matches` (K, 2),
-    `scores` (K,).
+    """Accept or reject a pair, and add classical matches to those of the network.
 
-    The score of a classical match is one minus its ratio of distances, 0.2 to 1.
-    threshold: minimum score of the network's matches in an accepted pair.
+    matches (K, 2), scores (K,): of the network, `threshold` the minimum score that counts in an
+    accepted pair. The score of a classical match is one minus its ratio of distances, 0.2 to 1.
     """
     strict = matches[scores > rules.strict]
-    above = scores > threshold
     F, score = _geometry(sides, strict, strict)
-    if F is None or score < rules.accept:
-        return Filled(matches[:0], scores[:0], score)
+    above = scores > threshold
     matches = matches[above]
     scores = scores[above]
-    if rules.guided:
+    if score >= rules.accept and rules.guided:
         more = classical.ratio_matches(sides[0].described, sides[1].described)
         # strict matches alone are few in wide views, and may lie along a line, as on a row of
         # windows
@@ -185,7 +188,7 @@ def filled(
         # a match of both matchers keeps the network's score
         matches, at = np.unique(np.concatenate([matches, more[0]]), axis=0, return_index=True)
         scores = np.concatenate([scores, more[1]])[at]
-    if F is None or score < rules.accept:
+    if score < rules.accept:
         return Filled(matches[:0], scores[:0], score)
     kept = _distances(F, sides, matches) <= BAND_PX
     return Filled(*classical.one_each(matches[kept], scores[kept]), score)
@@ -193,18 +196,18 @@ def filled(
 
 def _geometry(
     sides: Tuple[Side, Side], matches: np.ndarray, strict: np.ndarray
-) -> Tuple[Optional[np.ndarray], int]:
-    """F (3, 3) of `matches` (K, 2), and how many `strict` matches (S, 2) fit it; None and 0 for a
-    mirror image.
+) -> Tuple[np.ndarray, int]:
+    """F (3, 3) of `matches` (K, 2), and how many `strict` matches (S, 2) fit it.
+
+    None of them without F, or if it is one of a mirror image.
     """
-    points0, points1 = (side.points[matches[:, number]] for number, side in enumerate(sides))
+    points0, points1 = (side.points[index] for side, index in zip(sides, matches.T))
     F = geometry.fit_fundamental(points0, points1, STRICT_PX).model
     if F is None:
-        return None, 0
+        return np.zeros((3, 3)), 0
     agreeing = strict[_distances(F, sides, strict) <= STRICT_PX]
-    if _is_mirrored(sides[0].points[agreeing[:, 0]], sides[1].points[agreeing[:, 1]]):
-        return None, 0
-    return F, len(agreeing)
+    points0, points1 = (side.points[index] for side, index in zip(sides, agreeing.T))
+    return F, 0 if _is_mirrored(points0, points1) else len(agreeing)
 
 
 def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
@@ -221,6 +224,5 @@ def _is_mirrored(points0: np.ndarray, points1: np.ndarray) -> bool:
 
 
 def _distances(F: np.ndarray, sides: Tuple[Side, Side], matches: np.ndarray) -> np.ndarray:
-    return geometry.epipolar_distances(
-        F, *(side.points[matches[:, number]] for number, side in enumerate(sides))
-    )
+    points = (side.points[index] for side, index in zip(sides, matches.T))
+    return geometry.epipolar_distances(F, *points)

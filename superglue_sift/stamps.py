@@ -15,7 +15,7 @@ import numpy as np
 
 from superglue_sift import geometry
 
-REFERENCE_PX = 1024  # longer side of an image to which these lengths belong; they grow with it
+# Lengths are those of images of `geometry.REFERENCE_PX`, and grow with them
 SAME_PX = 1.5  # scatter of the translations of one stamp
 PLACE_PX = 10.0  # maximum distance from the same place in both images
 AROUND_PX = 16.0  # letters this far from a stamp's matches belong to it
@@ -81,7 +81,7 @@ def near(points: np.ndarray, stamp: np.ndarray, size0: Size, size1: Size) -> np.
 
 
 def _unit(size0: Size, size1: Size) -> float:
-    return max(geometry.unit_of(size, REFERENCE_PX) for size in (size0, size1))
+    return max(geometry.unit_of(size) for size in (size0, size1))
 
 
 def _offsets(size0: Tuple[float, float], size1: Size) -> List[np.ndarray]:

@@ -61,17 +61,6 @@ def _without_cudnn() -> ContextManager[Any]:
     )
 
 
-def has_byte_products() -> bool:
-    """Whether products of int8 are faster than those of float32 (torch 2.4; AVX-512 with VNNI)."""
-    supported = getattr(getattr(torch, "cpu", None), "_is_vnni_supported", None)
-    return hasattr(torch, "_int_mm") and supported is not None and bool(supported())
-
-
-def byte_product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a (n, d) int8 times b (d, m) int8 into `out` (n, m) int32. Needs `has_byte_products`."""
-    return torch._int_mm(a, b, out=out)  # pyright: ignore
-
-
 def exact_float32() -> None:
     """Disable TF32, the default of torch 1.10: scores reach 40, where TF32 has errors of 0.02."""
     torch.backends.cuda.matmul.allow_tf32 = False

@@ -18,17 +18,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks.dev import scene_errors
 from benchmarks.dev import scenes as bench
-from superglue_sift import (
-    Matcher,
-    RequestError,
-    classical,
-    errors,
-    geometry,
-    matcher,
-    scenes,
-    sift,
-    torch_compat,
-)
+from superglue_sift import Matcher, RequestError, classical, errors, geometry, matcher, scenes, sift
 from superglue_sift.apps import cli
 from superglue_sift.descriptors import record_dtype, root_sift_of
 
@@ -62,31 +52,19 @@ def plain_matches(
     return found
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
-def test_classical_matches_are_those_of_the_definition(whole, seed, count0, count1):
-    if whole and not torch_compat.has_byte_products():
-        pytest.skip("no fast product of bytes here")
-    count1 = min(count0, count1) if whole else count1
+def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     rng = np.random.default_rng(seed)
     one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
-    # bytes cannot tell which of several copies is the nearer one
-    picked = rng.permutation(count0)[:count1] if whole else rng.integers(0, count0, count1)
-    copied = one[picked].astype(float)
+    copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classical, "has_byte_products", lambda: whole)
-        found, scores = classical.ratio_matches(
-            *(classical.described(records_of(each)) for each in (one, other))
-        )
+    sides = [classical.describe(records_of(each)) for each in (one, other)]
+    found, scores = classical.ratio_matches(*sides)
     rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
-    slack = 0.02 if whole else 1e-4  # a ratio within rounding of the limit may fall on either side
     matches = set(map(tuple, found.tolist()))
-    assert (
-        plain_matches(*rows, 0.8 - slack, 0.8 - slack)
-        <= matches
-        <= plain_matches(*rows, 0.8 + slack, 0.8 + slack)
-    )
+    # a ratio within rounding of the limit may fall on either side
+    least, most = (plain_matches(*rows, limit, limit) for limit in (0.8 - 1e-4, 0.8 + 1e-4))
+    assert least <= matches <= most
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
 
@@ -100,10 +78,10 @@ def test_descriptors_of_other_kinds_match_too(kind):
         records["bits"][1, :, 0] ^= 255  # eight bits of 256 differ
     else:
         records["descriptor"] = rng.normal(size=(40, 256))
-    found, scores = classical.ratio_matches(*(classical.described(side) for side in records))
+    found, scores = classical.ratio_matches(*(classical.describe(side) for side in records))
     assert found.tolist() == [[n, n] for n in range(40)] and (scores > 0.7).all()
     nothing = classical.ratio_matches(
-        classical.described(records[0]), classical.described(records[1, ::-1][:0])
+        classical.describe(records[0]), classical.describe(records[1, ::-1][:0])
     )[0]
     assert len(nothing) == 0
 
@@ -113,13 +91,13 @@ def test_the_second_orientation_matches_too():
     one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
     second = np.zeros_like(other)
     second[7] = one[3]
-    sides = classical.described(records_of(one)), classical.described(records_of(other, second))
+    sides = classical.describe(records_of(one)), classical.describe(records_of(other, second))
     found, _ = classical.ratio_matches(*sides)
     assert found.tolist() == [[3, 7]]
 
 
 def test_keypoints_too_few_for_a_ratio_give_no_match():
-    side = classical.described(records_of(np.full((1, 128), 9, np.uint8)))
+    side = classical.describe(records_of(np.full((1, 128), 9, np.uint8)))
     found, scores = classical.ratio_matches(side, side)
     assert found.shape == (0, 2) and scores.shape == (0,)
 
@@ -146,7 +124,7 @@ def made_pair(right: int, wrong: int, seed: int = 0):
     other = descriptors.copy()
     other[right:] = rng.gamma(0.6, 40, (wrong, 128)).clip(0, 255)
     sides = tuple(
-        scenes.Side(v, classical.described(records_of(d)))
+        scenes.Side(v, classical.describe(records_of(d)))
         for v, d in zip(views, (descriptors, other))
     )
     return sides, np.stack([np.arange(count)] * 2, axis=1)
@@ -159,13 +137,13 @@ def test_few_strict_matches_open_a_pair_and_all_that_agree_fill_it():
     scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(100, 0.7)]).astype(
         np.float32
     )
-    found = scenes.filled(network, scores, 0.5, sides, scenes.Rules())
+    found = scenes.fill(network, scores, 0.5, sides, scenes.Rules())
     assert found.score == 20
     right = found.matches[:, 0] < 200
     # Of 100 at random places few lie on their lines
     assert right.sum() == 200 and (~right).sum() < 5
     assert (found.matches[:, 0] == found.matches[:, 1]).all()
-    alone = scenes.filled(network, scores, 0.5, sides, scenes.Rules(guided=False))
+    alone = scenes.fill(network, scores, 0.5, sides, scenes.Rules(guided=False))
     assert (alone.matches[:, 0] < 200).sum() == 40
 
 
@@ -185,13 +163,13 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
 
 def test_a_pair_without_strict_matches_gives_nothing():
     sides, matches = made_pair(right=200, wrong=0)
-    found = scenes.filled(
+    found = scenes.fill(
         matches, np.full(200, 0.79, np.float32), 0.5, sides, scenes.Rules(strict=0.8)
     )
     assert found.score == 0 and found.matches.shape == (0, 2) and found.scores.shape == (0,)
     nine = np.where(np.arange(200) < 9, 0.9, 0.6).astype(np.float32)
-    assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=10)).matches) == 0
-    assert len(scenes.filled(matches, nine, 0.5, sides, scenes.Rules(accept=9)).matches) == 200
+    assert len(scenes.fill(matches, nine, 0.5, sides, scenes.Rules(accept=10)).matches) == 0
+    assert len(scenes.fill(matches, nine, 0.5, sides, scenes.Rules(accept=9)).matches) == 200
 
 
 def test_relative_pose_is_that_of_the_cameras():
@@ -252,17 +230,6 @@ def strecha(shared_data):
 @pytest.fixture(scope="module")
 def place():
     return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
-
-
-def test_products_of_bytes_and_of_floats_give_the_same_matches(strecha, place, monkeypatch):
-    if not torch_compat.has_byte_products():
-        pytest.skip("no fast product of bytes here")
-    names = ("Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0006.jpg")
-    sides = [classical.described(place.extract(strecha[0] / name).records) for name in names]
-    fast = set(map(tuple, classical.ratio_matches(*sides)[0].tolist()))
-    monkeypatch.setattr(classical, "has_byte_products", lambda: False)
-    exact = set(map(tuple, classical.ratio_matches(*sides)[0].tolist()))
-    assert len(exact) > 300 and len(fast ^ exact) < 0.01 * len(exact)
 
 
 def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(

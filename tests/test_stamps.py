@@ -161,9 +161,9 @@ def test_a_mirror_image_has_no_homography():
 def test_a_scene_does_not_accept_its_mirror_image():
     sides, matches = made_pair(right=200, wrong=0)
     scores = np.full(200, 0.95, np.float32)
-    assert scenes.filled(matches, scores, 0.5, sides, scenes.Rules()).score > 150
+    assert scenes.fill(matches, scores, 0.5, sides, scenes.Rules()).score > 150
     mirrored = sides[0], sides[1]._replace(points=sides[1].points * [-1, 1])
-    found = scenes.filled(matches, scores, 0.5, mirrored, scenes.Rules())
+    found = scenes.fill(matches, scores, 0.5, mirrored, scenes.Rules())
     assert found.score == 0 and len(found.matches) == 0
 
 

@@ -131,8 +131,11 @@ def test_of_stored_pixels_coordinates_are_stored_and_pictures_upright(
     photos = found.photos()
     for photo, view in zip(photos, views):
         np.testing.assert_array_equal(photo.pixels[..., 0], view)
-    panel = found.panel(found.fits(), photos)
-    error = np.linalg.norm(transform(panel.points0, TURN) - panel.points1, axis=1)
+    points0, points1 = (
+        transform(points.astype(float), photo.to_shown)
+        for points, photo in zip((found.points0, found.points1), photos)
+    )
+    error = np.linalg.norm(transform(points0, TURN) - points1, axis=1)
     assert len(error) > 30 and np.median(error) < 1.0
 
 

@@ -140,7 +140,7 @@ def match_scene(
     ]
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    accepted = scenes.filled(matches, answer.scores0[index0], threshold, tuple(sides), rules)
+    accepted = scenes.fill(matches, answer.scores0[index0], threshold, tuple(sides), rules)
     kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
     return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
 

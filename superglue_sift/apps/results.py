@@ -211,7 +211,7 @@ def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchRes
 
 def picture_of(found: MatchResult, fitted: Mapping[str, Fit], suffix: str = ".jpg") -> bytes:
     """Both images side by side with their matches (`MatchResult.show`)."""
-    return drawing.encode(suffix, found.drawn(fitted, found.photos()).pixels)
+    return drawing.encode(suffix, found.show(fits=fitted).pixels)
 
 
 def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:
