@@ -1,0 +1,274 @@
+"""Alignment of matches to a fraction of a pixel, on views whose homographies are known exactly."""
+
+from __future__ import annotations
+
+import cv2
+import numpy as np
+import pytest
+
+from superglue_sift import Matcher, geometry, local_maps, refine
+from superglue_sift.features import Features
+from superglue_sift.match_result import MatchResult
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.tracks import refine_tracks
+
+SIZE = (320, 240)
+IDENTITY = np.eye(3)
+TURN = np.array([[0.92, -0.26, 50], [0.26, 0.92, -20], [1e-4, -5e-5, 1]])
+SHIFT = np.array([[1.0, 0, 6.3], [0, 1, -4.6], [0, 0, 1]])
+RAYLEIGH = np.sqrt(2 * np.log(2))  # median length of an error with deviation 1 along each axis
+
+
+def texture(H: np.ndarray) -> np.ndarray:
+    """(240, 320) uint8: what a camera at H sees of a sum of sines, exact at every place."""
+    rng = np.random.default_rng(0)
+    frequency = rng.normal(0, 0.35, (150, 2))
+    phase = rng.uniform(0, 2 * np.pi, 150)
+    x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
+    seen = geometry.transform(np.stack([x, y], -1).reshape(-1, 2).astype(float), np.linalg.inv(H))
+    values = np.sin(seen @ frequency.T + phase).sum(1) / np.sqrt(75)
+    return np.clip(128 + 45 * values, 0, 255).round().astype(np.uint8).reshape(SIZE[::-1])
+
+
+def scatter(H: np.ndarray, count: int = 150, size=SIZE, px: float = 0.5):
+    """Records of points whose patches both images hold, and of their places by H, off by `px`."""
+    rng = np.random.default_rng(1)
+    points = rng.uniform(20, np.array(SIZE) - 21, (6 * count, 2))
+    truth = geometry.transform(points, H)
+    inside = ((truth > 20) & (truth < np.array(size) - 21)).all(1)
+    truth = truth[inside][:count]
+    return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
+
+
+def records_at(points: np.ndarray) -> np.ndarray:
+    records = np.zeros(len(points), KEYPOINT)
+    records["x"], records["y"] = points.T
+    records["scale"] = 4.0
+    return records
+
+
+def errors_of(found, H: np.ndarray) -> np.ndarray:
+    """(K,) px, without matches that were not aligned."""
+    off = geometry.transform(found.aligned0.astype(float), H) - found.aligned1
+    return np.linalg.norm(off, axis=1)[np.isfinite(found.deviations)]
+
+
+def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
+    noise = np.random.default_rng(int(image[0, 0])).normal(0, deviation, image.shape)
+    return np.clip(image + noise, 0, 255).astype(np.uint8)
+
+
+CHANGES = {
+    "nothing": lambda image: image,
+    "gain and offset": lambda image: cv2.convertScaleAbs(image, alpha=0.5, beta=60),
+    "gamma": lambda image: cv2.LUT(image, (255 * (np.arange(256) / 255) ** 1.5).astype(np.uint8)),
+    "blur": lambda image: cv2.GaussianBlur(image, (0, 0), 1.2),
+    "noise": lambda image: add_noise(image, 5),
+}
+
+
+@pytest.mark.parametrize(
+    "H, change",
+    [
+        (IDENTITY, "nothing"),
+        (SHIFT, "nothing"),
+        (geometry.compose(np.diag([1.6, 1.6, 1]), SHIFT), "nothing"),
+        *((TURN, change) for change in CHANGES),
+    ],
+)
+def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
+    found = refine.align(texture(IDENTITY), CHANGES[change](texture(H)), *scatter(H))
+    assert np.isfinite(found.deviations).mean() > 0.85
+    assert errors_of(found, H).mean() < (0.05 if change == "nothing" else 0.1)  # 0.6 before
+    assert np.nanmedian(found.correlations) > 0.9
+
+
+def test_a_smaller_view_is_aligned_without_aliasing():
+    half = cv2.resize(texture(IDENTITY), (160, 120), interpolation=cv2.INTER_AREA)
+    H = geometry.resizing(SIZE, (160, 120))
+    records = scatter(H, 60, (160, 120))
+    found = refine.align(texture(IDENTITY), half, *records)
+    back = refine.align(half, texture(IDENTITY), *records[::-1])
+    assert len(errors_of(found, H)) > 45 and errors_of(found, H).mean() < 0.1
+    assert errors_of(back, np.linalg.inv(H)).mean() < 0.2
+
+
+@pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
+@pytest.mark.parametrize("which", [0, 1])
+def test_where_one_image_is_blurred_the_other_is_blurred_alike(
+    which, deviation, limit_px, monkeypatch
+):
+    """Without that errors are several times as large, as the last line shows."""
+    images = [texture(IDENTITY), texture(TURN)]
+    images[which] = cv2.GaussianBlur(images[which], (0, 0), deviation)
+    found = refine.align(*images, *scatter(TURN))
+    error = np.median(errors_of(found, TURN))
+    assert np.isfinite(found.deviations).mean() > 0.85 and error < limit_px
+    monkeypatch.setattr(refine, "BLURRED", 100.0)
+    assert np.median(errors_of(refine.align(*images, *scatter(TURN)), TURN)) > 2 * error
+
+
+@pytest.mark.parametrize("blur, noise", [(0, 12), (1, 3), (2, 3), (4, 3)])
+def test_the_deviation_is_the_size_of_the_error(blur, noise):
+    images = [add_noise(texture(H), noise) for H in (IDENTITY, TURN)]
+    if blur:
+        images[1] = cv2.GaussianBlur(images[1], (0, 0), blur)
+    found = refine.align(*images, *scatter(TURN, 250))
+    aligned = np.isfinite(found.deviations)
+    assert aligned.mean() > 0.9
+    ratio = np.median(errors_of(found, TURN) / found.deviations[aligned]) / RAYLEIGH
+    assert 1 / 1.7 < ratio < 1.7
+
+
+def measure_deviations(folder, blur: float, count: int) -> np.ndarray:
+    """Errors over deviations of all matches of photographs with a view of them that is blurred."""
+    turn = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
+    matcher = Matcher.load(device="cpu")
+    ratios = []
+    for path in sorted(folder.glob("*.jpg"))[:count]:
+        image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
+        view = cv2.warpPerspective(image, turn, image.shape[::-1], flags=cv2.INTER_CUBIC)
+        found = matcher.match(image, cv2.GaussianBlur(view, (0, 0), blur) if blur else view)
+        errors = errors_of(found, turn)
+        right = errors < 3
+        ratios.append((errors / found.deviations[np.isfinite(found.deviations)])[right])
+    return np.concatenate(ratios) / RAYLEIGH
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("blur", [0, 1, 2, 3, 4])
+def test_deviations_over_many_photographs(shared_data, blur):
+    """The table of docs/performance.md."""
+    ratios = measure_deviations(shared_data / "coco" / "val", blur, 20)
+    print(f"\nblur {blur} px: {len(ratios)} matches, error / deviation {np.median(ratios):.2f}")
+    assert 1 / 1.7 < np.median(ratios) < 1.7
+
+
+@pytest.mark.parametrize("blur", [2, 4])
+def test_deviations_of_blurred_photographs(shared_data, blur):
+    """With the keypoints of the matcher, which finds large ones alone in a blurred photograph."""
+    assert 1 / 1.7 < np.median(measure_deviations(shared_data / "coco" / "val", blur, 3)) < 1.7
+
+
+def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
+    step = (60 + 120 / (1 + np.exp(160.0 - np.arange(SIZE[0])))).round().astype(np.uint8)
+    image = np.tile(step, (SIZE[1], 1))
+    start = np.array([[160.8, 100.7], [159.1, 141.4]])
+    points = np.array([[160.0, 100.0], [160.0, 140.0]])
+    found = refine.align_points(image, image, points, start, np.tile(np.eye(2), (2, 1, 1)))
+    np.testing.assert_allclose(found.aligned1[:, 0], 160, atol=0.02)
+    np.testing.assert_allclose(found.aligned1[:, 1], start[:, 1], atol=0.02)
+    assert (found.deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
+
+
+def test_repeated_texture_does_not_jump_to_the_next_repeat():
+    x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
+    image = (128 + 60 * np.sin(x * 2 * np.pi / 9) * np.sin(y * 2 * np.pi / 9)).astype(np.uint8)
+    rng = np.random.default_rng(2)
+    points = rng.uniform(30, 200, (60, 2))
+    start = points + rng.uniform(-1.2, 1.2, points.shape)
+    found = refine.align_points(image, image, points, start, np.tile(np.eye(2), (60, 1, 1)))
+    assert np.linalg.norm(found.aligned1 - points, axis=1).max() < 0.1
+
+
+def test_what_cannot_be_aligned_stays_where_sift_put_it():
+    image = texture(IDENTITY)
+    points = np.tile([[100.0, 100.0]], (9, 1))
+    points[1, 0] = 3.0  # its patch leaves the image
+    start = points.copy()
+    start[2] = (60, 160)  # wrong
+    start[3] = np.nan
+    start[4] = 1e30
+    maps = np.tile(np.eye(2), (9, 1, 1))
+    maps[5:8] *= np.array([np.nan, 0.0, 1e6])[:, None, None]
+    found = refine.align_points(image, image, points, start, maps)
+    assert np.isfinite(found.deviations).tolist() == [True, *[False] * 7, True]
+    np.testing.assert_array_equal(found.aligned1[1:8], start[1:8].astype(np.float32))
+    assert np.isnan(found.correlations[1]) and found.correlations[2] < 0.6
+    flat = np.full(SIZE[::-1], 90, np.uint8)
+    without = refine.align_points(flat, image, points, points, np.tile(np.eye(2), (9, 1, 1)))
+    assert np.isnan(without.deviations).all() and np.isnan(without.correlations).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 3)])
+@pytest.mark.parametrize("count", [0, 1, 9])
+def test_images_of_any_size_and_any_number_of_matches(shape, count):
+    image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
+    points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
+    found = refine.align(image, image, records_at(points), records_at(points))
+    np.testing.assert_array_equal(found.aligned1, points.astype(np.float32))
+    assert np.isnan(found.deviations).all() and found.correlations.shape == (count,)
+
+
+def test_a_result_stays_consistent():
+    records = scatter(SHIFT, 50)
+    sides = [Features(r, SIZE, texture(H)) for r, H in zip(records, (IDENTITY, SHIFT))]
+    scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
+    found = MatchResult.of(*sides, np.arange(len(records[0])), scores)
+    assert found.aligned1 is None and found.align(sides[0], sides[1]._replace(gray=None)) is found
+    aligned = found.align(*sides)
+    np.testing.assert_array_equal(aligned.keypoints1, found.keypoints1)
+    np.testing.assert_array_equal(aligned.points1, aligned.aligned1)
+    few = aligned.above(0.5)
+    np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
+    assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
+
+
+def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
+    """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
+    rng = np.random.default_rng(0)
+    points0, points1 = rng.uniform(0, 300, (2, 180, 2))
+    points1[:60] = geometry.transform(points0[:60], TURN)
+    maps = local_maps.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    np.testing.assert_allclose(maps[:60], geometry.jacobians(TURN, points0[:60]), atol=1e-3)
+
+
+# One position for the keypoints of a track
+
+
+def aligned_result(keypoints0, keypoints1, H, deviation=0.05) -> MatchResult:
+    """All keypoints matched in order; aligned exactly as H says."""
+    count = len(keypoints0)
+    matches = np.stack([np.arange(count)] * 2, 1)
+    made = MatchResult(keypoints0, keypoints1, matches, np.ones(count, np.float32), SIZE, SIZE)
+    aligned1 = geometry.transform(keypoints0.astype(float), H).astype(np.float32)
+    deviations = np.full(count, deviation, np.float32)
+    return made._replace(aligned0=keypoints0, aligned1=aligned1, deviations=deviations)
+
+
+def test_positions_of_a_track_agree_after_refinement():
+    rng = np.random.default_rng(0)
+    points = rng.uniform(0, 300, (80, 2))
+    cameras = [IDENTITY, SHIFT, TURN]
+    truth = [geometry.transform(points, H) for H in cameras]
+    keypoints = [(p + rng.normal(0, 0.5, p.shape)).astype(np.float32) for p in truth]
+    maps = {(i, j): cameras[j] @ np.linalg.inv(cameras[i]) for i, j in ((0, 1), (0, 2), (1, 2))}
+    pairs = [(i, j, aligned_result(keypoints[i], keypoints[j], H)) for (i, j), H in maps.items()]
+    refined = refine_tracks(keypoints, iter(pairs))
+    for (i, j), H in maps.items():
+        before, after = (
+            np.linalg.norm(geometry.transform(given[i], H) - given[j], axis=1).mean()
+            for given in (keypoints, refined)
+        )
+        assert before > 0.7 and after < 0.05
+    away = [np.linalg.norm(p - q, axis=1).mean() for p, q in zip(refined, truth)]
+    assert np.mean(away) < 0.45  # the mean of three: 0.63 px / sqrt(3)
+    # photographs of 1,600 and 4,800 px
+    both = []
+    for unit in (1, 3):
+        enlarge = np.diag([unit, unit, 1.0])
+        H = geometry.compose(enlarge, SHIFT, np.linalg.inv(enlarge))
+        sides = [(unit * side).astype(np.float32) for side in keypoints[:2]]
+        size = (1600 * unit, 1200 * unit)
+        found = aligned_result(*sides, H, 0.05 * unit)._replace(size0=size, size1=size)
+        both.append([side / unit for side in refine_tracks(sides, [(0, 1, found)])])
+    np.testing.assert_allclose(both[0], both[1], atol=2e-3)
+
+
+def test_tracks_without_alignment_stay_as_they_are():
+    rng = np.random.default_rng(0)
+    keypoints = [rng.uniform(0, 100, (n, 2)).astype(np.float32) for n in (5, 0, 7)]
+    failed = aligned_result(keypoints[0], keypoints[2][:5], IDENTITY, np.nan)
+    for pairs in ([], [(0, 2, failed._replace(deviations=None))], [(0, 2, failed)]):
+        for before, after in zip(keypoints, refine_tracks(keypoints, pairs)):
+            np.testing.assert_array_equal(before, after)
