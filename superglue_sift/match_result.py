@@ -256,7 +256,10 @@ class MatchResult(NamedTuple):
             geometry.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
-        panel = drawing.Panel(heading, points0, points1, self.scores, *self.left_out(fits))
+        name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
+        off = None if fits[name].model is None else ~fits[name].inliers
+        means = f"does not fit the {FIT_NAMES[name]}"
+        panel = drawing.Panel(heading, points0, points1, self.scores, off, means)
         return drawing.Picture(drawing.draw(photos[0].pixels, photos[1].pixels, [panel]))
 
     def photos(
@@ -269,9 +272,3 @@ class MatchResult(NamedTuple):
         if first is None or second is None:
             raise RequestError("the images are not known: pass them, show(image0, image1)")
         return photo_of(first, self.frame), photo_of(second, self.frame)
-
-    def left_out(self, fits: Mapping[str, geometry.Fit]) -> Tuple[Optional[np.ndarray], str]:
-        """(K,) bool, the outliers of the fit with more inliers, or None; and a legend for them."""
-        name = max(fits, key=lambda key: int(fits[key].inliers.sum()))
-        fit = fits[name]
-        return None if fit.model is None else ~fit.inliers, f"does not fit the {FIT_NAMES[name]}"
