@@ -33,8 +33,8 @@ GROUND = {"errors", "files", "parameters.schema", "compat"}
 # What the library may import: nothing of the project but itself, and of others these alone.
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
-# ... and of its extras inside functions, so that it works without them (tests/test_library.py
-# imports it so).
+# ... and of its extras inside functions, so that it works without them, as test_library.py
+# imports it.
 EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "werkzeug"}
 # Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the
 # library. A name with a dot is that module alone. Files at the top that are not listed are

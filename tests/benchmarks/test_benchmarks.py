@@ -16,7 +16,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from test_matching import scrambled
+from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
 from benchmarks import images, network, peer, plain, timing, training

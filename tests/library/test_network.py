@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_matching import SIZE, of_pair, pair, records, related, scrambled
+from made_pairs import SIZE, of_pair, pair, records, related, scrambled
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss

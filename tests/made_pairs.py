@@ -1,0 +1,52 @@
+"""Synthetic keypoints, their batches, and networks whose every layer does something."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+
+SIZE = (320, 240)
+
+
+def records(rng: np.random.Generator, count: int) -> np.ndarray:
+    """`count` synthetic keypoints inside a 320x240 view."""
+    made = np.zeros(count, KEYPOINT)
+    made["x"] = rng.uniform(0, 319, count)
+    made["y"] = rng.uniform(0, 239, count)
+    made["scale"] = rng.uniform(2, 20, count)
+    made["angle"] = rng.uniform(0, 360, count)
+    made["score"] = rng.uniform(0.01, 0.1, count)
+    made["descriptor"] = rng.integers(0, 200, (count, 128))
+    return made
+
+
+def pair(rng: np.random.Generator, count0: int, count1: int) -> Pair:
+    return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE)
+
+
+def related(pairs: list, H=None) -> PairBatch:
+    """A batch of these pairs, each under the homography; None: the identity."""
+    return from_pairs(pairs, np.stack([np.eye(3) if H is None else H] * len(pairs)))
+
+
+def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
+    """A network whose every layer does something (an untrained one starts as the identity)."""
+    torch.manual_seed(seed)
+    model = SuperGlue(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3 / math.sqrt(parameter.shape[1]))
+    return model.eval()
+
+
+def of_pair(log_P: torch.Tensor, m: int, n: int) -> torch.Tensor:
+    """The (m + 1, n + 1) log assignment of a pair, without its padding."""
+    rows = torch.cat([log_P[:m], log_P[-1:]])
+    return torch.cat([rows[:, :n], rows[:, -1:]], 1)
