@@ -95,7 +95,7 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
     for log_P in model.assign(batches)[0]:
         matches = mutual_matches(log_P, threshold=0.0)
         rows = (matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
-        for place, *row in zip(places, *rows):
+        for *row, place in zip(*rows, places):  # the last, since zip takes one too many of it else
             found[place] = PairMatches(*(values[: len(pairs[place].records0)] for values in row))
     return [found[place] for place in range(len(pairs))]
 

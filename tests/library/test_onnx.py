@@ -12,8 +12,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from made_pairs import pair
 from made_scenes import TURN, write_model
-from test_matching import pair
 
 from superglue_sift import (
     Matcher,

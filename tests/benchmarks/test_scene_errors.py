@@ -1,0 +1,103 @@
+"""benchmarks.dev.scenes: cameras against true ones."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.dev import scene_errors
+from benchmarks.dev import scenes as bench
+from superglue_sift import errors
+
+
+@pytest.fixture(scope="module")
+def strecha(shared_data):
+    folder = shared_data / "poses" / "strecha"
+    return folder, scene_errors.read_cameras(folder / "cameras_gt.txt")
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_similarity_is_found_again(seed):
+    rng = np.random.default_rng(seed)
+    points = rng.normal(size=(5, 3))
+    s = rng.uniform(0.1, 10)
+    t = rng.normal(size=3)
+    Q, _ = np.linalg.qr(rng.normal(size=(3, 3)))
+    R = Q * np.sign(np.linalg.det(Q))
+    found = scene_errors.similarity(points, s * points @ R.T + t)
+    np.testing.assert_allclose(found[0], s, rtol=1e-6)
+    np.testing.assert_allclose(found[1], R, atol=1e-6)
+    np.testing.assert_allclose(found[2], t, atol=1e-6)
+
+
+def test_true_epipolar_lines_are_those_of_published_pairs(strecha):
+    folder, cameras = strecha
+    words = (folder / "pairs_with_gt.txt").read_text().splitlines()[0].split()
+    numbers = np.array(words[4:], float)
+    K0 = numbers[:9].reshape(3, 3)
+    K1 = numbers[9:18].reshape(3, 3)
+    T = numbers[18:].reshape(4, 4)
+    x, y, z = T[:3, 3]
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T[:3, :3]
+    published = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
+    F = scene_errors.true_fundamental(cameras[words[0]], cameras[words[1]], 1.0)
+    np.testing.assert_allclose(
+        F / np.linalg.norm(F), published / np.linalg.norm(published), atol=1e-5
+    )
+
+
+def test_photographs_are_of_one_scene_up_to_their_number():
+    names = ["castle_0001.jpg", "castle_0000.jpg", "entry-P10_0003.jpg", "7.png"]
+    found = scene_errors.scenes_of(names)
+    assert found == {
+        "scene": ["7.png"],
+        "castle": ["castle_0000.jpg", "castle_0001.jpg"],
+        "entry-P10": [names[2]],
+    }
+
+
+@pytest.mark.slow
+def test_scenes_are_measured_by_one_command(strecha, tmp_path, capsys):
+    pytest.importorskip("pycolmap")
+    folder, _ = strecha
+    for number in (4, 5, 6, 7):
+        shutil.copy(folder / f"Herz-Jesus-P25_000{number}.jpg", tmp_path)
+    words = [
+        str(tmp_path),
+        "--cameras",
+        str(folder / "cameras_gt.txt"),
+        "--width",
+        "768",
+        "--ways",
+        "ours",
+        "held",
+    ]
+    words += ["--seeds", "2"]
+    assert errors.exit_code(bench.main, [*words, "--work", str(tmp_path / "work")]) == 0
+    rows = json.loads((tmp_path / "work" / "rows.json").read_text())
+    assert [row["way"] for row in rows] == ["ours", "held"]
+    for row in rows:
+        assert row["registered"] == row["of"] == 4 and row["false"] == 0 and row["pairs"] == 6
+        assert (
+            row["centre_percent"] < 1
+            and row["rotation"] < {"ours": 0.6, "held": 1.5}[row["way"]]
+            and row["px"] < 1
+        )
+        least, most = row["centre_range"]
+        assert 0 < least <= row["centre"] <= most < 1.5 * least and row["cpu"] > 0
+    assert rows[0]["points"] > rows[1]["points"]
+    assert "Herz-Jesus-P25  ours" in capsys.readouterr().out
+
+
+def test_a_camera_file_that_is_wrong_is_named(tmp_path, capsys):
+    (tmp_path / "cameras.txt").write_text("a.jpg 1 2 3\n")
+    assert (
+        errors.exit_code(bench.main, [str(tmp_path), "--cameras", str(tmp_path / "cameras.txt")])
+        == 2
+    )
+    assert "cameras.txt line 1" in capsys.readouterr().err
