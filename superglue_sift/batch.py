@@ -31,9 +31,7 @@ MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
 
 
 class Pair(NamedTuple):
-    """Two views to match. records0, records1: (n,) keypoint records; size0, size1: (width, height)
-    px.
-    """
+    """Two views. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
 
     records0: np.ndarray
     records1: np.ndarray

@@ -186,9 +186,7 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 def overlay(
     warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float
 ) -> np.ndarray:
-    """Lay a warped image over another, (H, W, 3) uint8 each, where it covers it, (H, W) bool; the
-    rest stays bright.
-    """
+    """Lay a warped image over another, (H, W, 3) uint8, where `covered`, (H, W) bool, is true."""
     mixed = cv2.addWeighted(warped, opacity, image, 1 - opacity, 0)
     return np.where(covered[..., None], mixed, image)
 

@@ -27,8 +27,9 @@ def check_range(name: str, value: Any, least: float, most: float = math.inf) -> 
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main` and return its exit code, or that of an error above, printed to
-    stderr; 130: Ctrl-C.
+    """Run a command's `main`; return its exit code, or that of an error, printed to stderr.
+
+    130: Ctrl-C.
     """
     try:
         return main(argv)

@@ -48,9 +48,7 @@ class Extractor:
     code: str = ""
 
     def __call__(self, gray: np.ndarray, max_keypoints: int) -> np.ndarray:
-        """(n,) records, n <= max_keypoints, strongest first, positions distinct. Raises
-        RequestError.
-        """
+        """(n,) records, n <= max_keypoints, strongest first, positions distinct."""
         if self.name == DEFAULT.name:
             return self.function(gray, max_keypoints)
         records = records_of(self.name, self.function(gray, max_keypoints))
@@ -102,9 +100,7 @@ def test_pattern() -> np.ndarray:
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """Convert the return value of extractor `name` to (n,) records. Raises RequestError if it is
-    invalid.
-    """
+    """(n,) records of the return value of extractor `name`. Raises RequestError for wrong ones."""
 
     def wrong(reason: str) -> RequestError:
         return RequestError(f"extractor {name}: {reason} (see docs/features.md)")

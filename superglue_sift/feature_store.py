@@ -26,9 +26,7 @@ MAX_GRAYS = 32  # images whose pixels stay in memory
 
 
 class Item(NamedTuple):
-    """An image to match. name: the stem of its output files; image: a file, or (H, W, 3) uint8 BGR
-    of a video.
-    """
+    """An image to match. name: stem of its output files; image: a file, or BGR of a video."""
 
     name: str
     image: Union[Path, np.ndarray]
@@ -38,9 +36,7 @@ class FeatureStore:
     """Features of images: all on disk, the recently used ones in memory."""
 
     def __init__(self, matcher: Matcher, folder: Path, held: int = MAX_FEATURES) -> None:
-        """folder: for the files, created with the first one. held: the number of images in
-        memory.
-        """
+        """folder: for the files, created with the first one. held: number of images in memory."""
         self.matcher = matcher
         self.folder = folder
         self.held = held

@@ -132,9 +132,7 @@ Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
 def extract(
     gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
 ) -> Features:
-    """Extract keypoints of a gray image (H, W) uint8, reduced to a longer side of `resize` pixels
-    (0: not reduced).
-    """
+    """Extract keypoints of (H, W) uint8, reduced to a longer side of `resize` px (0: not)."""
     size = (gray.shape[1], gray.shape[0])
     small = reduce(gray, resize)
     found = Features(extractor(small, max_keypoints), small.shape[::-1])
@@ -142,9 +140,7 @@ def extract(
 
 
 def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce gray pixels (H, W) to a longer side of `longer`; smaller ones, or with 0 all, are
-    returned as they are.
-    """
+    """Reduce gray pixels (H, W) to a longer side of `longer`, if that is smaller and not 0."""
     if not longer or max(gray.shape) <= longer:
         return gray
     size = _divided((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)

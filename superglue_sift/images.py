@@ -127,9 +127,7 @@ def open_image(data: bytes, name: str) -> Image.Image:
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
-    """Whether it is a JPEG of 8 bits with one or three components. Raises BadImage as
-    `open_image`.
-    """
+    """Whether it is a JPEG of 8 bits, gray or of three components. Raises as `open_image`."""
     image = open_image(data, name)
     return image.format == "JPEG" and image.mode in ("L", "RGB")
 

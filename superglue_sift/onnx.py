@@ -80,9 +80,7 @@ class PaddedSuperGlue(nn.Module):
 
 
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """The SIDE of one image, by the names of `Keypoints`; with a masked row, since a maximum needs
-    at least one.
-    """
+    """One image by the names of `Keypoints`, with a masked row: a maximum needs at least one."""
     size = values["image_size"]
     rest = {name: t for name, t in values.items() if name != "image_size"}
     padded = {
@@ -124,8 +122,9 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
 
 
 def program(model: SuperGlue, threshold: float) -> Any:
-    """`torch.export.ExportedProgram` for any batch size. Raises RequestError: torch before 2.5, or
-    not for SIFT.
+    """`torch.export.ExportedProgram` for any batch size.
+
+    Raises RequestError: torch before 2.5, or not for SIFT.
     """
     if not can_export():
         reason = "cannot export a network with dynamic shapes: install 2.5 or newer"

@@ -19,9 +19,7 @@ def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
-    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. Raises RequestError if
-    OpenCV lacks it.
-    """
+    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. Not in OpenCV 5."""
     if not hasattr(cv2, "KAZE"):
         fix = "pip install 'opencv-python<5'"
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")

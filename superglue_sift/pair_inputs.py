@@ -88,9 +88,7 @@ def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 def _choose(records: Tensor, best: Tensor) -> Tensor:
-    """Records (B, N, 280) to (B, N, 148): with the angle and descriptor of the better
-    orientation.
-    """
+    """Records (B, N, 280) to (B, N, 148), with angle and descriptor of the better one."""
     first, second = best.unbind(2)
     parts = (
         records[..., : _ANGLE.start],

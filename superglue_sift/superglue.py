@@ -108,8 +108,9 @@ class SuperGlueConfig:
 
 
 class Matches(NamedTuple):
-    """Mutual matches. matches0: (B, M) int64 index into image 1 or -1, matching_scores0: (B, M)
-    float32; and back.
+    """Mutual matches of B pairs, and their scores, 0 where there is none.
+
+    matches0: (B, M) int64, index in image 1 or -1; matching_scores0: (B, M) float32; and back.
     """
 
     matches0: Tensor
@@ -180,9 +181,7 @@ class SuperGlue(nn.Module):
             return self.final_projection(x)
 
     def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
-        """Initial states (T, D): descriptors and encoded keypoints (equation 2); their rotation (2,
-        T, d / 2).
-        """
+        """Initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and keys."""
         geometry = geometry_of(keypoints, self.config.scale_angle)  # (T, 3 or 6)
         descriptors = unit_vectors(
             keypoints.descriptors, self.config.descriptor, self.config.descriptor_dim
@@ -200,9 +199,7 @@ class SuperGlue(nn.Module):
     def transport(
         self, descriptors: Tensor, images: Images, wait: bool = True
     ) -> Tuple[List[Tensor], Tensor]:
-        """`assign` from matching descriptors (T, D): scores (equation 7) and optimal transport (8
-        and 9).
-        """
+        """`assign` from matching descriptors (T, D): scores (equation 7), transport (8 and 9)."""
         log_Ps: List[Tensor] = []
         finite: List[Tensor] = []
         for scores, mask0, mask1 in self.scores(descriptors, images):
@@ -214,9 +211,7 @@ class SuperGlue(nn.Module):
         return log_Ps, torch.cat(finite)
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D); and the masks (B, M) and (B, N) of
-        its keypoints.
-        """
+        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D), and the masks (B, M) and (B, N)."""
         # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
         wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
         sides = images.split(wide / self.config.dim**0.25)
@@ -228,9 +223,7 @@ class SuperGlue(nn.Module):
         return found
 
     def compile_layers(self) -> None:
-        """Compile `describe` (torch 2), on a GPU as CUDA graphs: once for each shape, so shapes
-        should be few.
-        """
+        """Compile `describe` (torch 2), on a GPU as CUDA graphs, once for each of few shapes."""
         self.describe = torch.compile(self.describe, mode="reduce-overhead", dynamic=False)
         self.compiled = True
 
@@ -287,9 +280,7 @@ def _keypoint_encoder(inputs: int, dim: int, norm: str) -> MLP:
 
 
 def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
-    """Inputs of the keypoint encoder, (T, 3 or 6), of order one: position, score, log scale,
-    direction.
-    """
+    """(T, 3 or 6), each of order one: position, log score, log scale, direction."""
     size = keypoints.image_size
     position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
     score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)

@@ -68,9 +68,7 @@ def save_model_file(
 
 
 def load_model_file(path: Union[str, Path]) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if it is truncated
-    or altered.
-    """
+    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if damaged."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
@@ -134,9 +132,7 @@ def load_model(
 
 
 def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
-    """Raise ValueError if a network of this configuration would be larger than the file, before
-    creating it.
-    """
+    """Raise ValueError if this network would be larger than the file, before it is created."""
     expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
     for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
         expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
@@ -147,9 +143,7 @@ def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
 
 
 def weights_of(tensors: Tensors) -> Tensors:
-    """The network's weights: all tensors of a model; of a checkpoint, the moving `average.*`, else
-    `model.*`.
-    """
+    """All tensors of a model; of a checkpoint, the moving `average.*`, else `model.*`."""
     weights = {}
     for prefix in ("model.", "average."):
         found = {name: value for name, value in tensors.items() if name.startswith(prefix)}
@@ -193,9 +187,7 @@ def _without_batch_norm(mlp: MLP) -> MLP:
 
 
 def choose_device(name: str) -> str:
-    """Resolve 'auto' to 'cuda' if available, else 'cpu'. Raises RequestError for a device that is
-    not available.
-    """
+    """Resolve "auto" to "cuda" if available, else "cpu". Raises RequestError without the device."""
     exact_float32()
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"

@@ -115,9 +115,10 @@ def match_many(args: argparse.Namespace) -> int:
     """Match any number of pairs into --out-dir."""
     matcher = load(args)
     store = FeatureStore(matcher, args.features or args.out_dir / "features")
-    files = (args.json_files, args.pictures, args.homography)
+    wanted = [results.JSON] * args.json_files + [results.PICTURE] * args.pictures
+    wanted += [results.OVERLAY, results.BLINK] * args.homography
     again = args.source == CAMERA
-    output = many.Output(args.out_dir, *files, again, settings_of(args, matcher))
+    output = many.Output(args.out_dir, wanted, settings_of(args, matcher), again)
     job = choose_job(args, store)
     total = job.total
     with contextlib.ExitStack() as stack:

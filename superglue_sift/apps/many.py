@@ -9,18 +9,19 @@ only the last 256, pixels of 32, and one batch of pairs.
 from __future__ import annotations
 
 import collections
+import csv
 import itertools
 import json
-import shlex
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import cv2
 
 from superglue_sift.apps import results, retrieval
+from superglue_sift.apps.results import BLINK, JSON, OVERLAY, PICTURE
 from superglue_sift.errors import RequestError
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
@@ -33,13 +34,8 @@ BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
 MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
-# suffixes of a pair's files
 MATCHES = "matches.npz"
-JSON = "matches.json"
-PICTURE = "matches.jpg"
-OVERLAY = "overlay.jpg"
-BLINK = "blink.gif"
-
+ENDINGS = (JSON, PICTURE, OVERLAY, BLINK)  # of a pair's other files
 
 Pairs = Iterable[Tuple[Item, Item]]
 Adding = Callable[[Item, Item, MatchResult], None]
@@ -47,23 +43,24 @@ Adding = Callable[[Item, Item, MatchResult], None]
 
 @dataclass(frozen=True)
 class Output:
-    """Files to write for each pair, in `folder`. settings: see `results.made_from`."""
+    """Files to write for each pair, in `folder`.
+
+    wanted: their endings, beside MATCHES. settings: see `results.made_from`. again: overwrite
+    existing results, since a camera shows something new each time.
+    """
 
     folder: Path
-    json: bool = False
-    pictures: bool = False
-    homography: bool = False
-    again: bool = False  # overwrite existing results: a camera shows something new each time
+    wanted: Sequence[str] = ()
     settings: Mapping[str, object] = field(default_factory=dict)
+    again: bool = False
 
     def file(self, item0: Item, item1: Item, ending: str) -> Path:
         """FOLDER/A_B_ENDING."""
         return self.folder / f"{item0.name}_{item1.name}_{ending}"
 
-    def missing(self, item0: Item, item1: Item) -> Set[str]:
-        """Suffixes of requested files, other than the matches, that do not exist."""
-        wanted = [JSON] * self.json + [PICTURE] * self.pictures + [OVERLAY, BLINK] * self.homography
-        return {ending for ending in wanted if not self.file(item0, item1, ending).is_file()}
+    def missing(self, item0: Item, item1: Item) -> List[str]:
+        """Endings of wanted files that do not exist."""
+        return [end for end in self.wanted if not self.file(item0, item1, end).is_file()]
 
     def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
         """Write the missing files; returns whether there were any."""
@@ -78,7 +75,7 @@ class Output:
             files[JSON] = results.json_of(found, fitted, about)
         if PICTURE in missing:
             files[PICTURE] = results.picture_of(found, fitted)
-        if missing & {OVERLAY, BLINK}:
+        if {OVERLAY, BLINK}.intersection(missing):
             files.update(results.overlays_of(found, fitted["homography"].model))
         for ending, content in files.items():
             write_atomic(self.file(item0, item1, ending), content)
@@ -86,7 +83,7 @@ class Output:
 
     def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
         """Write all files of a pair, the matches last; an earlier result is removed first."""
-        for ending in (MATCHES, JSON, PICTURE, OVERLAY, BLINK):
+        for ending in (MATCHES, *ENDINGS):
             self.file(item0, item1, ending).unlink(missing_ok=True)
         self.complete(item0, item1, found, made)
         write_atomic(self.file(item0, item1, MATCHES), results.npz_of(found, made))
@@ -100,21 +97,14 @@ def photos_in(folder: Path, out_dir: Path) -> List[Item]:
     """
     output = out_dir.resolve()
     if output == folder.resolve():
-        raise RequestError(
-            f"--out-dir {out_dir}: is the folder of the photographs; name another, such as"
-            f" {out_dir}/found"
-        )
-    files = sorted(
-        p
-        for p in folder.rglob("*")
-        if p.suffix.lower() in EXTENSIONS and p.is_file() and not _is_result(p)
-    )
+        fix = f"name another, such as {out_dir}/found"
+        raise RequestError(f"--out-dir {out_dir}: is the folder of the photographs; {fix}")
+    images = (p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
+    files = sorted(path for path in images if not _is_result(path))
     paths = [path for path in files if output not in path.resolve().parents]
-    if len(paths) < len(files):
-        print(
-            f"{out_dir}: {len(files) - len(paths)} images there are ignored: it is the output",
-            file=sys.stderr,
-        )
+    ignored = len(files) - len(paths)
+    if ignored:
+        print(f"{out_dir}: {ignored} images there are ignored: it is the output", file=sys.stderr)
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
     return named(paths, folder)
@@ -122,7 +112,7 @@ def photos_in(folder: Path, out_dir: Path) -> List[Item]:
 
 def _is_result(path: Path) -> bool:
     """Whether it is a picture of a pair, next to the pair's matches."""
-    ends = [ending for ending in (PICTURE, OVERLAY, BLINK) if path.name.endswith(f"_{ending}")]
+    ends = [ending for ending in ENDINGS if path.name.endswith(f"_{ending}")]
     return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
 
 
@@ -139,9 +129,8 @@ def named(paths: Sequence[Path], root: Path) -> List[Item]:
     names = plain if clear else whole
     for name, count in collections.Counter(names).items():
         if count > 1:
-            raise RequestError(
-                f"{name}: the results of two images would have this name; rename one"
-            )
+            reason = "the results of two images would have this name; rename one"
+            raise RequestError(f"{name}: {reason}")
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
@@ -175,20 +164,10 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
 
 
 def _names(line: str) -> List[str]:
-    """The names in a line: between tabs if there are any, else words, with spaces if in double
-    quotes.
-    """
-    if "\t" in line.strip():
-        return [name.strip().strip('"') for name in line.split("\t") if name.strip()]
-    words = shlex.shlex(line, posix=True)
-    words.whitespace_split = True
-    words.quotes = '"'
-    words.escape = ""
-    words.commenters = ""
-    try:
-        return list(words)
-    except ValueError:  # a quote that is not closed
-        return []
+    """The names in a line: between tabs if there are any, else words, with spaces if quoted."""
+    between = "\t" if "\t" in line.strip() else " "
+    words = next(csv.reader([line], delimiter=between, skipinitialspace=True))
+    return [word.strip() for word in words if word.strip()]
 
 
 def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Item]:
@@ -213,9 +192,7 @@ def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]
 
 
 def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Compute missing features; returns the readable photos, and for the others the reason by
-    path.
-    """
+    """Compute missing features. Returns the readable photos, and the reasons by path of others."""
 
     def reason(photo: Item) -> str:
         try:

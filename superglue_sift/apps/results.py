@@ -23,6 +23,11 @@ from superglue_sift.match_result import MatchResult
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
+# Endings of the files of a pair
+JSON = "matches.json"
+PICTURE = "matches.jpg"
+OVERLAY = "overlay.jpg"
+BLINK = "blink.gif"
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip
@@ -232,4 +237,4 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     blink = io.BytesIO()
     frames[0].save(blink, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
     half = drawing.overlay(warped, image1, covered, 0.5)
-    return {"overlay.jpg": drawing.encode(".jpg", half), "blink.gif": blink.getvalue()}
+    return {OVERLAY: drawing.encode(".jpg", half), BLINK: blink.getvalue()}

@@ -116,9 +116,9 @@ def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:
     made = results.made_from(digests, {"threshold": found.threshold, "frame": found.frame})
     record = results.json_of(found, fits, dict(zip(("image0", "image1"), digests)))
     files = {
-        "matches.jpg": results.picture_of(found, fits),
+        results.PICTURE: results.picture_of(found, fits),
         **results.overlays_of(found, fits["homography"].model),
-        "matches.json": record,
+        results.JSON: record,
         "matches.npz": results.npz_of(found, made),
     }
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}

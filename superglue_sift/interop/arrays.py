@@ -68,9 +68,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises RequestError as
-    `Features.of`.
-    """
+    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises as `Features.of`."""
 
     def plain(name: str, axes: int) -> np.ndarray:
         value = data[name] if name in data else data["keypoint_" + name]
@@ -119,9 +117,7 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
 def from_lightglue_matches(
     data: Mapping[str, Any], features0: Features, features1: Features
 ) -> MatchResult:
-    """Convert matches of LightGlue, glue-factory or any matcher that returns `matches0` and
-    `matching_scores0`.
-    """
+    """Convert the `matches0` and `matching_scores0` of LightGlue, glue-factory or any matcher."""
     matches0, scores0 = (
         np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0")
     )

@@ -49,9 +49,7 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
 
 def read_features(path: FileName, name: str) -> Features:
-    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it is not in
-    the file.
-    """
+    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError without it."""
     data = _read(path, name)
     return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
 
@@ -69,9 +67,7 @@ def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) ->
 def read_matches(
     path: FileName, name0: str, name1: str, features0: Features, features1: Features
 ) -> MatchResult:
-    """Read a pair from `write_matches` or hloc's `match_features`. Raises RequestError if it is not
-    in the file.
-    """
+    """Read a pair from `write_matches` or `match_features`. Raises RequestError without it."""
     return arrays.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
 
 
@@ -126,9 +122,7 @@ class MatcherForHloc:
         )
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-        """hloc's features of two images, a batch of one, to matches0 (1, M) and matching_scores0
-        (1, M).
-        """
+        """hloc's features of two images to matches0 (1, M) and matching_scores0 (1, M)."""
         sides = []
         for side in "01":
             values = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
@@ -145,9 +139,7 @@ class MatcherForHloc:
 
 
 def register() -> Type:
-    """Register the matcher `superglue_sift` in hloc and return its class. Raises RequestError
-    without hloc.
-    """
+    """Register the matcher `superglue_sift` in hloc; returns its class. Raises RequestError."""
     try:
         from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
     except ImportError:
