@@ -83,18 +83,11 @@ def test_lines_are_taken_from_all_parts_of_the_image_in_turn():
 
 def test_the_legend_names_what_is_there_and_nothing_else():
     colour = "colour: place in the first image"
-    assert (
-        drawing.legend([panel([1], [1.0])])
-        == drawing.legend([panel([1], [1.0], [False])])
-        == colour
-    )
+    assert drawing.legend([panel([1], [1.0], [False])]) == colour
     assert drawing.legend([panel([], [])]) == ""
     many = [panel(range(200), np.ones(200), np.arange(200) == 3, wrong_means="off")]
-    assert (
-        drawing.legend(many)
-        == f"{colour};   red crosses: off;   lines: 100 matches spread over the image, dots: the"
-        " others"
-    )
+    lines = "lines: 100 matches spread over the image, dots: the others"
+    assert drawing.legend(many) == f"{colour};   red crosses: off;   {lines}"
 
 
 def test_text_fits_into_its_bar():
@@ -103,25 +96,20 @@ def test_text_fits_into_its_bar():
     assert (narrow[:, -8:] == drawing.DARK).all() and (narrow != drawing.DARK).any()
 
 
-def test_an_overlay_keeps_the_rest_of_the_image_bright():
-    image = np.full((2, 2, 3), 200, np.uint8)
-    warped = np.full((2, 2, 3), 100, np.uint8)
-    found = drawing.overlay(warped, image, np.array([[True, False]] * 2), 0.5)
-    assert (found[:, 0] == 150).all() and (found[:, 1] == 200).all()
-
-
 def test_panels_lie_below_each_other_and_photographs_stay_in_colour(tmp_path):
     image0 = np.full((60, 80), 90, np.uint8)
     image1 = np.full((50, 70, 3), (10, 90, 200), np.uint8)
-    one = Panel(
-        "x" * 200, rows(10)[:, ::-1] * 0 + 5, np.full((1, 2), 5.0), np.ones(1), np.array([False])
-    )
-    picture = draw(image0, image1, [one, one])
+    point = np.full((1, 2), 5.0)
+    one = Panel("x" * 200, point, point, np.ones(1), np.array([False]))
+    nothing = Panel("nothing", np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0))
+    picture = draw(image0, image1, [one, nothing])
     assert picture.shape == (2 * (60 + BAR) + BAR, 80 + GAP + 70, 3)
     np.testing.assert_array_equal(picture[BAR + 40, 80 + GAP + 40], (10, 90, 200))
     np.testing.assert_array_equal(picture[BAR + 40, 40], 90)
     drawing.write(tmp_path / "new" / "a.png", picture)
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "a.png")), picture)
+    with pytest.raises((OSError, cv2.error)):
+        drawing.encode(".nothing", picture)
 
 
 def test_large_images_are_reduced_and_points_with_them():
@@ -129,18 +117,6 @@ def test_large_images_are_reduced_and_points_with_them():
     ends = np.array([[1000.5, 100.5]])
     picture = draw(large, BLACK, [Panel("", ends, rows(100), np.ones(1))])
     assert picture.shape == (200 + 2 * BAR, drawing.SIDE + GAP + 300, 3)
-    # The centre of 1000.5 is that of pixel 500
-    np.testing.assert_allclose(
-        picture[BAR + 50, 500], drawing.colours_of(ends / 2, drawing.SIDE)[0], atol=4
-    )
-
-
-def test_a_picture_of_no_matches():
-    assert draw(
-        BLACK, BLACK, [Panel("nothing", np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(0))]
-    ).any()
-
-
-def test_what_cannot_be_encoded_is_an_os_error():
-    with pytest.raises((OSError, cv2.error)):
-        drawing.encode(".nothing", BLACK)
+    colour = drawing.colours_of(ends / 2, drawing.SIDE)[0]
+    # the centre of 1000.5 is that of pixel 500
+    np.testing.assert_allclose(picture[BAR + 50, 500], colour, atol=4)

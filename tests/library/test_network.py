@@ -308,22 +308,6 @@ class TestBatches:
             128, 128, 192, 256, 384, 512, 768, 1024
         ]  # fmt: skip
 
-    def test_a_padded_batch_has_the_loss_and_gradient_of_its_pairs(self):
-        rng = np.random.default_rng(0)
-        batch = related([pair(rng, *counts) for counts in ((20, 33), (60, 9), (0, 5), (7, 7))])
-        model = scrambled(SuperGlueConfig(dim=32, layers=1, neighbours=True)).train()
-        totals = []
-        for fixed in (None, (6, 80)):
-            ours = objective.MatchingObjective(model, 3.0, 5.0)
-            ours.fixed_size = fixed
-            total, values = ours(batch, wait=False)
-            assert values["loss"].shape == (4,)
-            totals.append(total)
-        gradients = [gradient_of(total, model) for total in totals]
-        assert torch.allclose(*totals, atol=1e-5)
-        for a, b in zip(*gradients):
-            assert torch.allclose(a, b, atol=1e-5 * max(1.0, float(a.abs().max())))
-
 
 class TestSuperGlue:
     @pytest.mark.parametrize("norm", ["layer", "batch"])
@@ -441,26 +425,25 @@ class TestSuperGlue:
         assert float((answers[0] == answers[1])[found].float().mean()) >= 0.99
 
     @pytest.mark.parametrize("norm", ["layer", "batch"])
-    def test_size_classes_do_not_matter(self, monkeypatch, norm):
+    def test_size_classes_and_padding_do_not_matter(self, monkeypatch, norm):
         """Losses in the order of the pairs, and the gradient, also of BatchNorm in training."""
         rng = np.random.default_rng(0)
-        batch = related(
-            [
-                pair(rng, *counts)
-                for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))
-            ]
-        )
-        config = SuperGlueConfig(
-            dim=32, layers=1, norm=norm, neighbours=True, rotary=True, sinkhorn_iterations=20
-        )
+        counts = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))
+        batch = related([pair(rng, *each) for each in counts])
+        options = {"neighbours": True, "rotary": True, "sinkhorn_iterations": 20}
+        config = SuperGlueConfig(dim=32, layers=1, norm=norm, **options)
         answers = []
-        for padding in (0.0, 1e9):
+        for classes, padding, fixed in ((6, 0.0, None), (1, 1e9, None), (1, 1e9, (8, 320))):
             monkeypatch.setattr(batches, "MAX_PADDING", padding)
+            assert len(batch.size_classes()[1]) == classes
             model = scrambled(config).train()
-            total, values = objective.MatchingObjective(model, 3.0, 5.0)(batch)
-            answers.append((len(batch.size_classes()[1]), values, gradient_of(total, model)))
-        assert [number for number, *_ in answers] == [6, 1]
-        for name, value in answers[0][1].items():
-            assert torch.allclose(answers[1][1][name], value, atol=2e-5), name
-        for a, b in zip(answers[0][2], answers[1][2]):
-            assert torch.allclose(a, b, atol=2e-5 * max(1.0, float(a.abs().max())))
+            ours = objective.MatchingObjective(model, 3.0, 5.0)
+            ours.fixed_size = fixed
+            total, values = ours(batch, wait=fixed is None)
+            assert values["loss"].shape == (len(counts),)
+            answers.append((values, gradient_of(total, model)))
+        for values, gradient in answers[1:]:
+            for name, value in answers[0][0].items():
+                assert torch.allclose(values[name], value, atol=2e-5), name
+            for a, b in zip(answers[0][1], gradient):
+                assert torch.allclose(a, b, atol=2e-5 * max(1.0, float(a.abs().max())))

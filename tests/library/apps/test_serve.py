@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Matcher, RequestError, images
+from superglue_sift import Matcher, RequestError
 from superglue_sift.apps import results, serve
 
 pytest.importorskip("flask", reason="needs Flask")
@@ -70,20 +70,6 @@ def test_two_images_give_the_files_of_the_command(client, matcher, views, tmp_pa
     assert cv2.imdecode(np.frombuffer(files["matches.jpg"], np.uint8), 1).shape == picture.shape
     seen = gray(files["overlay.jpg"])[100:-100, 150:-150]  # both are one there
     assert np.abs(seen.astype(int) - gray(views[1])[100:-100, 150:-150]).mean() < 8
-
-
-def test_a_photograph_of_a_phone_is_matched_upright(client, photo, views):
-    from PIL import Image
-
-    lying = io.BytesIO()
-    exif = Image.Exif()
-    exif[images.ORIENTATION] = 6
-    Image.fromarray(images.turned(photo, images.inverse(6))).save(lying, "PNG", exif=exif)
-    answers = [post(client, first, views[1]).get_json() for first in (lying.getvalue(), views[0])]
-    found, usual = (
-        json.loads(base64.b64decode(answer["files"]["matches.json"])) for answer in answers
-    )
-    assert found["turned0"] == 6 and found["keypoints0"] == usual["keypoints0"]
 
 
 @pytest.mark.parametrize("bad", [b"", b"<svg/>", b"\xff\xd8\xff\xe0" + bytes(100)])

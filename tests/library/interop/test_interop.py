@@ -245,10 +245,9 @@ def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(
     assert cli.main(f"{words} again.db".split()) == 0
     with pytest.raises(RequestError, match=r"again\.db"):
         cli.main(f"{words} again.db".split())
-    first, again = (pycolmap.Database.open(name) for name in ("first.db", "again.db"))
-    assert {image.name for image in again.read_all_images()} == set(names)
-    assert again.num_matches() == first.num_matches() > 400
-    first.close(), again.close()
+    with pycolmap.Database.open("first.db") as first, pycolmap.Database.open("again.db") as again:
+        assert {image.name for image in again.read_all_images()} == set(names)
+        assert again.num_matches() == first.num_matches() > 400
     Path("model").mkdir()
     model = pycolmap.incremental_mapping("again.db", "photos", "model")[0]
     placed = sorted(model.images.values(), key=lambda image: names.index(image.name))
