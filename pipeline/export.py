@@ -68,6 +68,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return args
 
 
+WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
 OURS = "superglue"  # name of the model, in its file and in the evaluation
 
 # Paths on the machine of the training; digests identify their content.
@@ -101,7 +102,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in repro.pinned(repro.WEIGHTY).items()},
+            **{f"version.{name}": version for name, version in repro.pinned(WEIGHTY).items()},
         },
         "params": {key: value for key, value in flat.items() if key not in PLACES},
         "trained_with": {

@@ -492,8 +492,9 @@ def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, mon
     assert tracking.tracking_uri("http://mlflow:5000") == "http://me:secret@mlflow:5000"
 
 
-def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path):
+def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
     copy = tmp_path / "clone" / ".dvc" / "tmp" / "exps" / "tmpabc"
     copy.mkdir(parents=True)
     (copy / "dvc.yaml").touch()
-    assert main_root(copy) == tmp_path / "clone"
+    monkeypatch.chdir(copy)
+    assert main_root() == tmp_path / "clone"

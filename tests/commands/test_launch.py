@@ -24,7 +24,7 @@ from faults.group import digest
 from pipeline import launch
 from pipeline.errors import AGENT_PID, RequestError
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 # Seconds: a guard against a test that never ends; starts alone take minutes on a busy machine
 PATIENCE = 900
 

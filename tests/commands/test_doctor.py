@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from pipeline import doctor
@@ -15,7 +14,6 @@ from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import Entry
 from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, GIB, MIB, NOTE, OK, WARN
-from pipeline.train.pairs.workers import Plan, StepSize
 
 CU111 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "compute_37"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -53,11 +51,6 @@ def test_a_driver_is_checked_against_cuda(driver, cuda, level):
     assert machine.check_driver(driver, cuda).level == level
 
 
-def test_a_driver_message_names_the_version_to_install():
-    assert "450.80.02" in machine.check_driver("418.226.00", "11.1").text
-    assert "install 580 or later" in machine.check_driver("535.10.01", "13.0").text
-
-
 def test_gpus_against_processes():
     assert machine.check_gpu_count(0, "auto").level == NOTE
     assert machine.check_gpu_count(4, "8").level == FAIL
@@ -67,64 +60,23 @@ def test_gpus_against_processes():
 
 
 def test_shared_memory_names_the_exact_flag():
-    needed = machine.shared_memory_needed(gpus=8)
-    found = machine.check_shared_memory(64 * MIB, needed)
-    assert found.level == FAIL and "--shm-size=1g" in found.text
-    assert machine.check_shared_memory(8 * GIB, needed).level == OK
+    nccl = machine.shared_memory_needed(gpus=8)
+    found = machine.check_shared_memory(64 * MIB, nccl, 2 * GIB)
+    assert found.level == FAIL and "--shm-size=3g" in found.text
+    found = machine.check_shared_memory(2 * GIB, nccl, 2 * GIB)
+    assert found.level == WARN and "fewer processes" in found.text
+    assert machine.check_shared_memory(3 * GIB, nccl, 2 * GIB).level == OK
+    # Docker's default serves one GPU or none
+    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(1)).level == OK
 
 
-@pytest.mark.parametrize("gpus", [0, 1])
-def test_one_gpu_or_none_asks_for_no_shared_memory(gpus):
-    """Docker's 64 MB serve, whatever the batch."""
-    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(gpus)).level == OK
-
-
-def test_shared_memory_counts_the_batches_of_processes():
-    """4 processes, two steps each, and two in hand: 10 times 512 pairs of two views of 1,024
-    records of 280 bytes.
-    """
-    step = StepSize(pairs=512, keypoints=1024, record=280)
-    batches = Plan(4, 2).shared(step)
-    assert 10 * 512 * 2 * 1024 * 280 <= batches < 1.001 * 10 * 512 * 2 * 1024 * 280
-    found = machine.check_shared_memory(2 * GIB, 0, batches)
-    assert found.level == WARN and "--shm-size=3g" in found.text and "fewer processes" in found.text
-    assert machine.check_shared_memory(3 * GIB, 0, batches).level == OK
-    assert (
-        machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(8), batches).level
-        == FAIL
-    )
-
-
-def test_the_doctor_counts_the_processes_of_params_yaml(monkeypatch, tmp_path, root):
-    monkeypatch.chdir(tmp_path)
-    assert doctor.shared_by_loader(0) == 0  # no params.yaml
-    (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
-    assert doctor.shared_by_loader(0) == 0  # a thread of each rank makes them
-    monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-    assert doctor.shared_by_loader(0) == 2 * Plan(3, 2).shared(StepSize(4, 256, 280))
-
-
-def disk_of(source: str, copies: int = 2, limit: int = 0) -> int:
-    return machine.disk_needed(*coco.expected(source, limit), 4, 1024, copies)
-
-
-def test_disk_wants_more_for_a_larger_preset():
+def test_disk_against_a_preset():
     small = machine.disk_needed(*coco.expected("sample"), 12, 256)
-    large = disk_of("coco2017")
-    assert small < 2 * GIB < 50 * GIB < large
-    assert machine.check_disk(10 * GIB, large, "/workspace").level == FAIL
-
-
-def test_a_disk_that_a_linked_cache_would_fit_on_is_not_refused():
-    whole, linked = (disk_of("coco2017", copies) for copies in (2, 1))
+    whole, linked = (machine.disk_needed(*coco.expected("coco2017"), 4, 1024, n) for n in (2, 1))
+    assert small < 2 * GIB < 50 * GIB < linked < whole
     found = machine.check_disk((whole + linked) // 2, whole, "here", linked)
     assert found.level == WARN and "cache.type hardlink" in found.text
     assert machine.check_disk(linked - 1, whole, "here", linked).level == FAIL
-
-
-def test_a_limit_of_images_is_a_limit_of_disk():
-    assert disk_of("coco2017", limit=1000) < disk_of("coco2017")
     assert coco.expected("coco2017-val", 100)[1] == 200 and coco.expected("folder") == (0, 0)
 
 
@@ -150,7 +102,7 @@ def test_a_check_that_breaks_is_a_warning():
         raise OSError("strange machine")
         yield
 
-    assert [found.level for found in doctor.guarded(broken)] == [WARN]
+    assert [found.level for found in doctor.run_check(broken)] == [WARN]
 
 
 def test_quick_prints_one_line_and_exits_2(root, tmp_path):
@@ -184,11 +136,6 @@ def test_memory_of_the_machine_and_of_each_gpu(monkeypatch):
     found = list(doctor.memory())
     assert [each.subject for each in found] == ["memory", "memory of GPU 0", "memory of GPU 1"]
     assert found[2].text == "3.0 GiB free of 9.0 GiB" and "GiB free of" in found[0].text
-
-
-def test_packages_are_named_with_their_versions():
-    (found,) = doctor.packages()
-    assert f"numpy {np.__version__}" in found.text
 
 
 def test_photographs_of_a_folder_are_those_that_fetch_listed(make_params, tmp_path, monkeypatch):
