@@ -171,8 +171,8 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 
     Images are reduced to a longer side of `SIDE`.
     """
-    small0, scale0 = reduced(image0, SIDE)
-    small1, scale1 = reduced(image1, SIDE)
+    small0, scale0 = shrink(image0, SIDE)
+    small1, scale1 = shrink(image1, SIDE)
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = side_by_side(small0, small1)
@@ -191,7 +191,7 @@ def overlay(
     return np.where(covered[..., None], mixed, image)
 
 
-def reduced(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
+def shrink(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
     """Reduce an image to at most this longer side in pixels; returns it and the scale."""
     scale = min(1.0, longer_side / max(image.shape[:2]))
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])

@@ -62,9 +62,9 @@ class Features(NamedTuple):
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resized(_divided(self.size, unit))
+        return self.resize(_divide(self.size, unit))
 
-    def resized(self, size: Tuple[int, int]) -> Features:
+    def resize(self, size: Tuple[int, int]) -> Features:
         """The keypoints in pixels of the image resized to `size` (width, height)."""
         if tuple(size) == tuple(self.size):
             return self
@@ -74,7 +74,7 @@ class Features(NamedTuple):
         records["scale"] *= max(size) / max(self.size)
         return self._replace(records=records, size=size)
 
-    def moved(self, keypoints: np.ndarray) -> Features:
+    def move(self, keypoints: np.ndarray) -> Features:
         """A copy with keypoints (n, 2) at other positions."""
         records = self.records.copy()
         records["x"], records["y"] = keypoints.T
@@ -136,18 +136,18 @@ def extract(
     size = (gray.shape[1], gray.shape[0])
     small = reduce(gray, resize)
     found = Features(extractor(small, max_keypoints), small.shape[::-1])
-    return found.resized(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
+    return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
 
 
 def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
     """Reduce gray pixels (H, W) to a longer side of `longer`, if that is smaller and not 0."""
     if not longer or max(gray.shape) <= longer:
         return gray
-    size = _divided((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
+    size = _divide((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
     return cv2.resize(gray, size, interpolation=cv2.INTER_AREA)
 
 
-def _divided(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
+def _divide(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
     return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
 

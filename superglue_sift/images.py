@@ -149,7 +149,7 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     return cv2.cvtColor(pixels[..., :3], cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR)
 
 
-def turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Rotate stored pixels (H, W) or (H, W, C) upright; may return the same array."""
     across, down = AXES[orientation]
     if not across[0]:
@@ -187,8 +187,8 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, 
     if deep_color and pixels.max() < 16:  # Pillow reads the upper 8 bits
         raise BadImage(name, "16-bit colour of which 12 bits or fewer are used: save it as 8-bit")
     if image.format == "TIFF":  # Pillow has rotated it
-        return turned(pixels, inverse(turn)) if frame == STORED else pixels, turn
-    return turned(pixels, turn) if frame == UPRIGHT else pixels, turn
+        return turn_upright(pixels, inverse(turn)) if frame == STORED else pixels, turn
+    return turn_upright(pixels, turn) if frame == UPRIGHT else pixels, turn
 
 
 def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:

@@ -134,8 +134,8 @@ class MatchResult(NamedTuple):
         gray1 = features1.gray
         if gray0 is None or gray1 is None:
             return self
-        small0 = features0.resized(gray0.shape[::-1])
-        small1 = features1.resized(gray1.shape[::-1])
+        small0 = features0.resize(gray0.shape[::-1])
+        small1 = features1.resize(gray1.shape[::-1])
         records0 = small0.records[self.matches[:, 0]]
         records1 = small1.records[self.matches[:, 1]]
         aligned = refine.align(gray0, gray1, records0, records1, device)

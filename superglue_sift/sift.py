@@ -54,14 +54,14 @@ def extract(gray: np.ndarray, max_keypoints: int, contrast: float = CONTRAST) ->
     asked = with_spare(max_keypoints)
     while True:
         points, descriptors = detector(asked, contrast).detectAndCompute(gray, None)  # pyright: ignore
-        records = _oriented(_records(points, descriptors))[:max_keypoints]
+        records = _join_orientations(_records(points, descriptors))[:max_keypoints]
         # repeated only for images with very many double orientations
         if len(records) >= max_keypoints or len(points) < asked:
             return records
         asked *= 2
 
 
-def _oriented(records: np.ndarray) -> np.ndarray:
+def _join_orientations(records: np.ndarray) -> np.ndarray:
     """Merge KEYPOINT records that share a position into ORIENTED records, strongest first."""
     records = records[_strongest_first(records)]
     first = _first_of_each_position(records)

@@ -134,7 +134,7 @@ def match_many(args: argparse.Namespace) -> int:
         run = many.Run(store, output, adding)
         run.match(job.pairs, total)
         for _ in range(retrieval.ROUNDS if job.expansion else 0):
-            more = job.expansion.proposed()
+            more = job.expansion.propose()
             run.match(more, len(more))
             total += len(more)
     print(run.report(total))
@@ -204,7 +204,7 @@ def named_inputs(args: argparse.Namespace) -> List[Item]:
     given = {Path(os.path.abspath(path)): path for path in args.inputs}
     if len(given) < 2:
         raise RequestError(f"{args.inputs[0]}: named twice; matching needs two images")
-    items = many.named(list(given), root_of(args))
+    items = many.name_photos(list(given), root_of(args))
     return [item._replace(image=given[Path(str(item.image))]) for item in items]
 
 

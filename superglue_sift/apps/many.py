@@ -107,7 +107,7 @@ def photos_in(folder: Path, out_dir: Path) -> List[Item]:
         print(f"{out_dir}: {ignored} images there are ignored: it is the output", file=sys.stderr)
     if len(paths) < 2:
         raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
-    return named(paths, folder)
+    return name_photos(paths, folder)
 
 
 def _is_result(path: Path) -> bool:
@@ -116,7 +116,7 @@ def _is_result(path: Path) -> bool:
     return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
 
 
-def named(paths: Sequence[Path], root: Path) -> List[Item]:
+def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
     """Name photos by their path below `root`, without extension if every A_B stays unique."""
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
     whole = ["-".join(part for part in path.parts if part not in ("/", "..")) for path in inside]
@@ -159,7 +159,7 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
     paths = list(dict.fromkeys(path for pair in pairs for path in pair))
-    photo = dict(zip(paths, named(paths, root)))
+    photo = dict(zip(paths, name_photos(paths, root)))
     return [(photo[a], photo[b]) for a, b in pairs]
 
 

@@ -131,7 +131,7 @@ def parse(argv: Optional[Sequence[str]], about: str) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.scene = args.colmap is not None if args.scene is None else args.scene
     for name, (least, most) in RANGES.items():
-        check_range(_typed(name), getattr(args, name), least, most)
+        check_range(_spell(name), getattr(args, name), least, most)
     args.source = _source(args)
     _check_together(args)
     _check_files(args)
@@ -152,7 +152,7 @@ def _add_option(group: Any, option: str, text: str) -> None:
     group.add_argument(name.replace("[no-]", ""), help=text, **how)
 
 
-def _typed(name: str) -> str:
+def _spell(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
@@ -187,11 +187,11 @@ def _check_together(args: argparse.Namespace) -> None:
         raise RequestError(f"--out and --json are for two images; {fix}")
     for name, sources in GOES_WITH.items():
         if getattr(args, name) and args.source not in sources:
-            raise RequestError(f"{_typed(name)} goes with {' or '.join(sources)}")
+            raise RequestError(f"{_spell(name)} goes with {' or '.join(sources)}")
     for name, others in NEEDS.items():
         given = getattr(args, name) not in (None, False)
         if given and not any(getattr(args, other) for other in others):
-            raise RequestError(f"{_typed(name)} goes with {' or '.join(map(_typed, others))}")
+            raise RequestError(f"{_spell(name)} goes with {' or '.join(map(_spell, others))}")
     if args.frame == STORED and args.source in (VIDEO, CAMERA, PAGE):
         reason = "a video and the page are shown upright"
         raise RequestError(f"--frame stored goes with photographs: {reason}")

@@ -233,7 +233,7 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     frames = []
     for opacity in (1.0, 0.0):
         frame = drawing.overlay(warped, image1, covered, opacity)
-        frames.append(Image.fromarray(drawing.reduced(frame, BLINK_SIDE)[0][..., ::-1]))
+        frames.append(Image.fromarray(drawing.shrink(frame, BLINK_SIDE)[0][..., ::-1]))
     blink = io.BytesIO()
     frames[0].save(blink, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
     half = drawing.overlay(warped, image1, covered, 0.5)

@@ -61,7 +61,7 @@ class Expansion:
         i, j = sorted((self._number[image0], self._number[image1]))
         self._scores[i, j] = result.pair_score if result.accepted else 0
 
-    def proposed(self, k: int = PROPOSED) -> List[Tuple[Any, Any]]:
+    def propose(self, k: int = PROPOSED) -> List[Tuple[Any, Any]]:
         """Pairs that are not matched yet, up to k of the highest scores for each image, in the
         order of the images.
 

@@ -195,7 +195,7 @@ def database_of(
                 sizes = (result.size0, result.size1)
                 units = tuple(geometry.unit_of(size, scenes.RESIZE) for size in sizes)
                 result = result.only(scenes.consistent(points0, points1, units))
-            side0, side1 = (store(photo).moved(moved[photo]) for photo in (photo0, photo1))
+            side0, side1 = (store(photo).move(moved[photo]) for photo in (photo0, photo1))
             database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)
 
@@ -209,7 +209,7 @@ def exact_keypoints(
     number = {photo: at for at, photo in enumerate(keypoints)}
     accepted = [pair for pair in pairs if len(pair[2].matches)]
 
-    def aligned() -> Iterator[Tuple[int, int, MatchResult]]:
+    def align() -> Iterator[Tuple[int, int, MatchResult]]:
         waiting = (
             (result, store.with_pixels(photo0), store.with_pixels(photo1))
             for photo0, photo1, result in accepted
@@ -219,7 +219,7 @@ def exact_keypoints(
         for result, (photo0, photo1, _) in zip(shown, accepted):
             yield number[photo0], number[photo1], result
 
-    return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), aligned())))
+    return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), align())))
 
 
 def _points(features: Features) -> np.ndarray:

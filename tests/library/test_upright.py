@@ -74,11 +74,11 @@ def test_pixels_upright_and_stored(tmp_path, ending, orientation):
 @pytest.mark.parametrize("orientation", ALL)
 def test_positions_move_as_pixels_do(orientation):
     stored = np.arange(40 * 60, dtype=np.int64).reshape(40, 60)  # each pixel has its own number
-    shown = images.turned(stored, orientation)
+    shown = images.turn_upright(stored, orientation)
     y, x = (each.ravel() for each in np.mgrid[:40, :60])
     moved = transform(np.stack([x, y], axis=1).astype(float), images.to_upright(orientation, SIZE))
     np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
-    np.testing.assert_array_equal(images.turned(shown, images.inverse(orientation)), stored)
+    np.testing.assert_array_equal(images.turn_upright(shown, images.inverse(orientation)), stored)
 
 
 @pytest.mark.parametrize("value", [0, 9, 65535])
@@ -106,7 +106,7 @@ def views(photo):
 def turned_files(tmp_path, views):
     """Both views as files that are stored lying: the first by orientation 6, the second by 3."""
     for name, view, orientation in (("a.png", views[0], 6), ("b.png", views[1], 3)):
-        save(tmp_path / name, images.turned(view, images.inverse(orientation)), orientation)
+        save(tmp_path / name, images.turn_upright(view, images.inverse(orientation)), orientation)
     return tmp_path / "a.png", tmp_path / "b.png"
 
 

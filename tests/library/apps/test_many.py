@@ -325,9 +325,9 @@ def test_a_homography_is_shown_as_overlay_and_blinking(work):
 )
 def test_a_name_of_two_images_means_one_pair(files, names):
     paths = [Path("root") / file for file in files.split()]
-    assert [photo.name for photo in many.named(paths, Path("root"))] == names.split()
+    assert [photo.name for photo in many.name_photos(paths, Path("root"))] == names.split()
     with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
-        many.named([Path("a/b.png"), Path("a-b.png")], Path("."))
+        many.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
 
 
 def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
@@ -426,14 +426,14 @@ def test_pairs_that_are_accepted_with_a_third_are_proposed_best_first():
         add(pair, score)
     # a and c through b, 30; b and d through c, 30; a and d were tried; nothing through d and e, who
     # do not go together
-    assert known.proposed() == [("a", "c"), ("b", "d")]
+    assert known.propose() == [("a", "c"), ("b", "d")]
     add("ac", 60)
-    assert known.proposed() == [("b", "d")]
+    assert known.propose() == [("b", "d")]
     add("be", 70)
     # a and e through b, 50; c and e, 30; b and d, 30: with one for each image a-e, then b-d, and
     # c-e for c
-    assert known.proposed(1) == [("a", "e"), ("b", "d"), ("c", "e")]
-    assert retrieval.Expansion("ab").proposed() == []
+    assert known.propose(1) == [("a", "e"), ("b", "d"), ("c", "e")]
+    assert retrieval.Expansion("ab").propose() == []
 
 
 def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, monkeypatch):
