@@ -34,8 +34,8 @@ uv pip install --quiet -c "$work/bounds.txt" pytest hypothesis packaging psutil 
 mkdir "$work/clone"
 ln -s "$PWD/pipeline" "$work/clone/pipeline"
 PYTHONPATH="$work/clone" "$venv/bin/pytest" -q -p no:cacheprovider -m "not slow" -k "not the_wheel_holds" \
-    tests/test_{matching,refine,orientation,library}.py \
-    tests/library/{test_sift,test_neighbours,apps/test_many,apps/test_match}.py
+    tests/library/test_{matching,sift,refine,neighbours,orientation,library}.py \
+    tests/library/apps/test_{many,match}.py
 
 cd "$work"
 "$venv/bin/python" - <<'END'

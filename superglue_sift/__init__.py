@@ -4,8 +4,8 @@
 
     found = Matcher.load().match("A.jpg", "B.jpg")
 
-The library needs torch, numpy, scipy, OpenCV, Pillow and safetensors. `onnx`, `serve` and HEIC need
-more, imported on use. `pipeline` trains the models. In reading order:
+The library needs torch, numpy, scipy, OpenCV, Pillow, safetensors and tqdm. `onnx`, `serve` and
+HEIC need more, imported on use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
     feature_store                 features of many images, kept on disk
