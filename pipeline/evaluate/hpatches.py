@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from superglue_sift.geometry import compose, inverse, resizing
-from superglue_sift.images import EXTENSIONS, decode_color, read_gray
+from superglue_sift.images import EXTENSIONS, BadImage, decode_color, read_gray
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # the image that homographies map from
@@ -76,7 +76,10 @@ class HPatchesPairs(Source):
 
 def read_resized(path: Path, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
     """A gray image, (H, W) uint8, and (3, 3) from pixels of the file. Raises RequestError."""
-    original = read_gray(path)
+    try:
+        original = read_gray(path)
+    except BadImage as error:  # the request is wrong: nothing of it is left out
+        raise RequestError(str(error)) from None
     image = resize_short_side(original, short_side, path)
     return image, resizing(image_size(original), image_size(image))
 
