@@ -277,10 +277,12 @@ def fill(cell: Cell) -> bool:
 
 def damage(cell: Cell) -> bool:
     """a truncated or altered file: named or computed again, never used silently"""
-    if not cell.interrupt(lambda there: there[0].kill()):
+    files = (*cell.stage.read, *cell.stage.made)
+    ended = not cell.interrupt(lambda there: there[0].kill())
+    if ended or not digests(cell.folder, files):  # killed before there was a file to damage
         cell.wait(cell.start())
     inputs = digests(cell.folder, cell.stage.read)
-    name = cell.draw.choice(sorted({*inputs, *digests(cell.folder, cell.stage.made)}))
+    name = cell.draw.choice(sorted(digests(cell.folder, files)))
     victim = cell.folder / name
     if not victim.stat().st_size:
         return False
