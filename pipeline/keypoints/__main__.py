@@ -19,7 +19,7 @@ import numpy as np
 
 from pipeline import errors
 from pipeline.errors import RequestError, WorkError
-from pipeline.features.store import INDEX, Store
+from pipeline.features.store import Store
 from pipeline.files import write_atomic, write_csv
 from pipeline.image_sets.manifest import writable
 from pipeline.image_sets.sources import ImageSet, open_manifest
@@ -29,6 +29,7 @@ from pipeline.parameters import params
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
+SILENCE = 600.0  # seconds
 # More bad images than this mean a wrong folder or a broken download, not a few broken files.
 MAX_BAD_FRACTION = 0.1
 Work = List[Tuple[Folder, Shard]]
@@ -63,6 +64,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _check(bad, total, rows, options.reports)
     for split, folder in folders.items():
+        # not before: a file that is not in the plan may be one that another rank is writing
+        folder.discard_unknown()
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
     write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
@@ -106,12 +109,7 @@ def _extract(
     """Write this rank's missing shards. Returns the number of images processed."""
     todo: Work = []
     for folder in folders.values():
-        if rank == 0:
-            folder.discard_unknown()
         todo += [(folder, shard) for shard in folder.open(folder.shards[rank::ranks])]
-    if rank == 0 and todo:
-        for folder in folders.values():
-            (folder.path / INDEX).unlink(missing_ok=True)  # out of date
     entries = [entry for _, shard in todo for entry in shard.entries]
     total = sum(
         len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks]
@@ -131,11 +129,26 @@ def _extract(
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
-    """Rows of all shards; waits for other ranks (torchrun ends this one if another fails)."""
+    """Rows of all shards; waits for the other ranks, which write a shard every few seconds.
+
+    Raises WorkError when none of them has written one for `SILENCE` seconds.
+    """
+    missing = len(folder.shards)
+    since = time.monotonic()
     while True:
         rows = folder.rows()
-        if all(row is not None for row in rows):
+        left = [shard.file for shard, row in zip(folder.shards, rows) if row is None]
+        if not left:
             return rows  # type: ignore[return-value]
+        if len(left) < missing:
+            missing = len(left)
+            since = time.monotonic()
+        if time.monotonic() - since > SILENCE:
+            raise WorkError(
+                f"{folder.path / left[0]}: no rank has written it, nor any other shard for"
+                f" {SILENCE:.0f} s; a rank died, or writes into another folder. Finished shards are"
+                " kept: run again"
+            )
         time.sleep(0.5)
 
 

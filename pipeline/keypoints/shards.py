@@ -103,12 +103,11 @@ class Folder:
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
-        """The row of every planned shard; None for unfinished ones."""
-        known = self._known_rows()
-        rows = [known.get(shard.file, {}) for shard in self.shards]
+        """The row of every planned shard that a rank has made or checked now, else None."""
+        notes = [self._read_note(shard) for shard in self.shards]
         return [
             row if row.get("fingerprint") == shard.fingerprint else None
-            for shard, row in zip(self.shards, rows)
+            for shard, row in zip(self.shards, notes)
         ]
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
@@ -134,12 +133,15 @@ class Folder:
             rows = {row["file"]: row for row in store.read_index(self.path)["shards"]}
         except RequestError:
             rows = {}
-        for shard in self.shards:
-            try:
-                rows[shard.file] = json.loads(self._note_path(shard).read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-        return rows
+        noted = {shard.file: self._read_note(shard) for shard in self.shards}
+        return {**rows, **{file: row for file, row in noted.items() if row}}
+
+    def _read_note(self, shard: Shard) -> Dict[str, Any]:
+        """The row in the shard's note; empty if there is none that can be read."""
+        try:
+            return json.loads(self._note_path(shard).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
 
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
         """Whether the shard fits and is undamaged; it is hashed if it is newer than store.json."""

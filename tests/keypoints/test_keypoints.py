@@ -321,6 +321,29 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     assert files(tmp_path / "ranks") == reference
 
 
+def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypatch):
+    """Rank 0 deletes what does not belong here when all ranks are done, not when it starts."""
+    partial = tmp_path / "kp" / "train" / ".shard-00001.safetensors.tmp"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes(b"a part")
+    seen = []
+    write = shards.Folder.write
+    monkeypatch.setattr(
+        shards.Folder, "write", lambda *args: seen.append(partial.exists()) or write(*args)
+    )
+    stage(pictures)
+    assert seen and all(seen) and not partial.exists()
+
+
+def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, monkeypatch):
+    monkeypatch.setattr(keypoints, "SILENCE", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
+    with pytest.raises(
+        WorkError, match=r"shard-00001.safetensors: no rank has written it.*run again"
+    ):
+        stage(pictures)
+
+
 @pytest.mark.slow
 def test_photographs_give_the_same_bytes_with_workers_and_ranks(stage, shared_data, tmp_path, root):
     """One worker, two workers, and torchrun with two ranks: equal in every file."""
