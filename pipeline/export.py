@@ -19,8 +19,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro, trained_on
 from superglue_sift import __version__
-from superglue_sift.matcher import match_threshold
-from superglue_sift.weights import load_model, save_model_file
+from superglue_sift.weights import load_model, match_threshold, save_model_file
 
 INTERFACE = {
     "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",

@@ -27,7 +27,6 @@ from typing import (
     Iterable,
     Iterator,
     List,
-    Mapping,
     NamedTuple,
     Optional,
     Sequence,
@@ -49,31 +48,22 @@ from superglue_sift.images import FRAMES, UPRIGHT, decode, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.torch_compat import no_compiler
-from superglue_sift.weights import choose_device, fuse_for_inference, load_model, shipped_weights
+from superglue_sift.weights import (
+    THRESHOLD,
+    choose_device,
+    fuse_for_inference,
+    load_model,
+    match_threshold,
+    shipped_weights,
+)
 
 MAX_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
 PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
-THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
-
-
-def match_threshold(info: Mapping[str, Any]) -> float:
-    """Minimum probability of a match: the one in a model's `info`, else THRESHOLD.
-
-    Raises RequestError for a value that is not a probability.
-    """
-    value = info.get("match_threshold", THRESHOLD)
-    if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
-        raise RequestError(
-            f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model"
-        )
-    return float(value)
 
 
 class PairMatches(NamedTuple):
-    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,) float, 0 to
-    1.
-    """
+    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,), 0 to 1."""
 
     matches0: np.ndarray
     scores0: np.ndarray
@@ -151,41 +141,36 @@ class Matcher:
     ) -> Matcher:
         """Load a model file, with the settings of `Matcher`.
 
-        Raises RequestError: no such file or device, not a model of this project, or a setting out
-        of range.
+        Raises RequestError: no such file or device, a foreign model, a setting out of range.
 
         Args:
-            path: models/superglue.safetensors of a training, or any checkpoint; None: the shipped
-                weights.
+            path: a trained model or any checkpoint; None: the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
             max_keypoints, resize: None: 1,024 each, with `scene` 8,192 and 1,600.
             threshold: None: the model's own, else 0.2.
-            precision: of the layers: float32, bfloat16 (faster on GPUs and on CPUs with AMX) or
-                float16.
-            compile: compile the layers by torch 2, for each of a few sizes of images
-                (docs/performance.md).
+            precision: of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16.
+            compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
             extractor: required for non-SIFT models: their `module:function`. Naming it here allows
                 its code to run; without it, such a model matches `Features` only.
             scene: follow `scenes.Rules`; its pairs are not aligned.
             rules: fields of `scenes.Rules`, such as `accept=15`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
-        scene_rules = scenes.Rules(**rules)
+        scene_rules = scenes.Rules(**rules) if rules or scene else None
         if rules and not scene:
             raise RequestError(f"{', '.join(rules)}: only with scene=True")
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
-        if resize is None:
-            resize = scenes.RESIZE if scene else RESIZE
+        sizes = (scenes.MAX_KEYPOINTS, scenes.RESIZE) if scene else (MAX_KEYPOINTS, RESIZE)
         return cls(
             _prepare(model, precision, compile),
             device,
-            max_keypoints or (scenes.MAX_KEYPOINTS if scene else MAX_KEYPOINTS),
-            resize,
+            sizes[0] if max_keypoints is None else max_keypoints,
+            sizes[1] if resize is None else resize,
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor, scene),
             refine and not scene,
-            scene_rules if scene else None,
+            scene_rules,
             frame,
         )
 
@@ -208,10 +193,8 @@ class Matcher:
         """
         if self.extractor is None:
             name = self.model.config.extractor
-            fix = f"allow it with extractor='{name}' (--extractor {name})"
-            raise RequestError(
-                f"the model's keypoints come from {name}, code that runs only if allowed: {fix}"
-            )
+            reason = f"the model's keypoints come from {name}, code that runs only if allowed"
+            raise RequestError(f"{reason}: extractor='{name}' (--extractor {name})")
         features = extract(gray, self.max_keypoints, self.resize, self.extractor)
         return features._replace(frame=self.frame)
 
@@ -284,10 +267,7 @@ class Matcher:
     def align_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
     ) -> Iterator[MatchResult]:
-        """Align each result (`MatchResult.align`) that is not yet, with the features of its images.
-
-        In their order.
-        """
+        """Align each result that is not yet, with the features of its images, in their order."""
 
         def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
             result, *sides = item
@@ -320,11 +300,10 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            answers = self._ask([self._pair(*pair) for pair in sides])
+            found = self._ask([self._pair(*pair) for pair in sides])
+            answers = [answer.above(self.threshold) for answer in found]
             results = [
-                MatchResult.of(*pair, *answer.above(self.threshold))._replace(
-                    threshold=self.threshold
-                )
+                MatchResult.of(*pair, *answer)._replace(threshold=self.threshold)
                 for pair, answer in zip(sides, answers)
             ]
         if not aligned:
@@ -368,9 +347,7 @@ class Matcher:
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network of `Matcher.load`, for inference. Raises RequestError if nothing can compile
-    it.
-    """
+    """The network for inference. Raises RequestError if nothing can compile it."""
     network = fuse_for_inference(model, precision)
     missing = no_compiler(network.dustbin.device.type) if compile else ""
     if missing:
@@ -389,20 +366,10 @@ def _check_settings(
 ) -> None:
     for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
         if value not in allowed:
-            raise RequestError(
-                f"{name} {value!r}: must be {', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
-            )
+            raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
     check_range("max_keypoints", max_keypoints, 1)
     check_range("resize", resize, 0)
     check_range("threshold", threshold, 0, 1)
-
-
-def _check_rules(rules: Mapping[str, Any], scene: bool) -> None:
-    for name in rules:
-        if name not in (field.name for field in dataclasses.fields(scenes.Rules)):
-            raise TypeError(f"Matcher.load() got an unexpected keyword argument {name!r}")
-    if rules and not scene:
-        raise RequestError(f"{', '.join(rules)}: only with scene=True")
 
 
 def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optional[Extractor]:
@@ -414,9 +381,7 @@ def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optiona
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
-    """Raise RequestError for descriptors that the network does not match, or keypoints without a
-    scale it needs.
-    """
+    """Raise RequestError for descriptors that the network does not match, or missing scales."""
     for side in sides:
         kind = kind_of(side.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):

@@ -34,13 +34,12 @@ from superglue_sift.batch import Images, Keypoints, Pair
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.files import check_writable
-from superglue_sift.matcher import match_threshold
 from superglue_sift.pair_inputs import choose_pair
 from superglue_sift.sift import positions
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
 from superglue_sift.torch_compat import can_export
-from superglue_sift.weights import load_model, shipped_weights
+from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")

@@ -32,6 +32,7 @@ from superglue_sift.torch_compat import exact_float32
 FORMAT = (  # the only key of the header: safetensors does not keep the order of several
     "superglue-sift/1"
 )
+THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
@@ -184,6 +185,19 @@ def _without_batch_norm(mlp: MLP) -> MLP:
             before.weight.data.copy_(scale[:, None] * before.weight.double())
             before.bias.data.copy_(scale * before.bias.double() + shift)
     return MLP(*(module for module in modules if not isinstance(module, TokenBatchNorm)))
+
+
+def match_threshold(info: Mapping[str, Any]) -> float:
+    """Minimum probability of a match: the one in a model's `info`, else THRESHOLD.
+
+    Raises RequestError for a value that is not a probability.
+    """
+    value = info.get("match_threshold", THRESHOLD)
+    if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
+        raise RequestError(
+            f"the model's match_threshold is {value!r}: must be between 0 and 1; name another model"
+        )
+    return float(value)
 
 
 def choose_device(name: str) -> str:

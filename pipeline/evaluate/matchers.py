@@ -14,10 +14,10 @@ import torch
 from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import kind_of
-from superglue_sift.matcher import PairMatches, match_pairs, match_threshold
+from superglue_sift.matcher import PairMatches, match_pairs
 from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue
-from superglue_sift.weights import fuse_for_inference, load_model
+from superglue_sift.weights import fuse_for_inference, load_model, match_threshold
 
 OURS = "superglue"
 SINKHORN_ITERATIONS = 100  # of the paper, at inference

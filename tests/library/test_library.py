@@ -500,7 +500,7 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
         (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),
         (
             lambda matcher, folder: Matcher.load(precision="fp16"),
-            "precision 'fp16': must be 'float32', 'bfloat16' or",
+            "precision 'fp16': must be 'float32' or 'bfloat16'",
         ),
         (lambda matcher, folder: Matcher.load(scene=True, accept=0), "accept 0: must be 1 or more"),
         (
