@@ -350,20 +350,6 @@ def test_each_thing_has_one_home() -> None:
     assert wrong == []
 
 
-def test_torchrun_is_started_in_one_place() -> None:
-    starters = {
-        name
-        for name in FILES
-        for node in ast.walk(TREES[name])
-        if (
-            isinstance(node, ast.Constant)
-            and node.value in ("torch.distributed.run", "torch.distributed.launch")
-        )
-        or (isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "'torchrun'")
-    }
-    assert starters <= {HOMES["torchrun"]}
-
-
 def test_the_code_runs_on_python_39_too() -> None:
     """Parsing checks the grammar; these are annotations, and additions of the standard library."""
     for name in FILES:

@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from pipeline.errors import STOPPED
-
 ROOT = Path(__file__).resolve().parents[2]
 KUBEFLOW = ROOT / "deploy" / "kubeflow"
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
@@ -59,14 +57,6 @@ def test_the_training_job_and_the_launcher_agree_how_often_to_start_again(tmp_pa
     said = subprocess.check_output(script, env={**os.environ, **operator}, text=True).split()
     assert {"--max_restarts=100", "--nnodes=1:2"} < set(said)
     assert "--rdzv_endpoint=superglue-train-worker-0:23456" in said
-
-
-@pytest.mark.parametrize("name", ["prepare", "finish"])
-def test_a_job_is_tried_again_after_a_stop_and_not_after_a_wrong_request(name):
-    job = read(name)
-    rules = [rule for rule in job["spec"]["podFailurePolicy"]["rules"] if "onExitCodes" in rule]
-    actions = {code: rule["action"] for rule in rules for code in rule["onExitCodes"]["values"]}
-    assert actions == {2: "FailJob", STOPPED: "Ignore"}
 
 
 SLURM = """#!/bin/sh

@@ -45,12 +45,8 @@ def test_version_and_date_are_those_of_citation_and_changelog():
         assert set(re.findall(r"^ARG VERSION=(\S+)", text, re.MULTILINE)) <= {version}
 
 
-def test_the_card_of_the_weights_states_licence_size_and_data():
-    assert yaml_of("CITATION.cff")["license"] == "MIT"
+def test_the_card_of_the_weights_states_their_size_and_data():
     card = (ROOT / "pretrained" / "README.md").read_text(encoding="utf-8")
-    header = YAML(typ="safe").load(card.split("---\n")[1])
-    assert header["license"] == "mit" and header["library_name"] == "superglue-sift"
-    assert "COCO" in card.split("## Licence")[1]
     weights = ROOT / "pretrained" / "superglue-sift.safetensors"
     assert f"{weights.stat().st_size / 1e6:.1f} MB" in card
     names = (ROOT / "pretrained" / "superglue-sift.trained_on.txt").read_text()
@@ -71,31 +67,3 @@ def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
         rf"^{name}==([0-9.]+)", (ROOT / "requirements" / "same.in").read_text(), re.MULTILINE
     )
     assert pins and all(Version(pin) in bounds for pin in pins)
-
-
-def test_the_bounds_are_tried_by_the_workflow_and_name_the_pythons_of_pyproject():
-    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
-    tried = {one["bound"]: one["python"] for one in jobs["bounds"]["strategy"]["matrix"]["include"]}
-    python = re.search(
-        r'requires-python = ">=3\.(\d+)[0-9.]*,<3\.(\d+)"', (ROOT / "pyproject.toml").read_text()
-    )
-    assert tried == {"lowest": f"3.{python.group(1)}", "newest": f"3.{int(python.group(2)) - 1}"}
-    script = (ROOT / "requirements" / "test-bounds.sh").read_text()
-    assert all(f"python{version}" in script for version in tried.values())
-
-
-def test_the_workflow_runs_ci_builds_the_wheel_and_every_image():
-    jobs = yaml_of(".github/workflows/ci.yml")["jobs"]
-    steps = {
-        name: "\n".join(step.get("run", "") for step in job["steps"]) for name, job in jobs.items()
-    }
-    assert (
-        "bash .ci/run" in steps["test"]
-        and "pip wheel" in steps["wheel"]
-        and "docker build" in steps["images"]
-    )
-    options = " ".join(one["options"] for one in jobs["images"]["strategy"]["matrix"]["include"])
-    stages = re.findall(r"^FROM .* AS (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert stages and all(f"--target {stage} ." in options for stage in stages)
-    assert "docker/mlflow/Dockerfile" in options
-    assert set(jobs["release"]["needs"]) == set(jobs) - {"release"}
