@@ -31,6 +31,7 @@ from pipeline.train.resume import CURVES, TrainPaths
 from pipeline.train.step import StepResult
 from superglue_sift.progress import Progress
 
+METRICS = "metrics.json"
 TIMING = "timing.csv"  # of this machine, so in no checkpoint
 PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 SMOOTHING = 0.9  # of the printed loss from step to step
@@ -209,7 +210,7 @@ class TrainingLogger:
             return
         best = self.paths.out / "best.json"
         write_metrics(self.paths.reports, json.loads(best.read_text()))
-        self.run.artifact(self.paths.reports / "metrics.json")
+        self.run.artifact(self.paths.reports / METRICS)
         self.run.model(best.with_suffix(".safetensors"), best, step=state.best_step)
         figures = state.best_figures
         print(
@@ -259,15 +260,25 @@ def _add(totals: Dict[str, float], values: Mapping[str, float]) -> None:
         totals[name] = totals.get(name, 0.0) + value
 
 
-def write_metrics(reports: Path, info: Dict[str, Any]) -> None:
+def write_metrics(reports: Path, best: Dict[str, Any]) -> None:
     """metrics.json of a finished training, from the JSON of its best model."""
+    write_atomic(reports / METRICS, _metrics_text(best))
+
+
+def has_metrics(reports: Path, best: Dict[str, Any]) -> bool:
+    """Whether metrics.json is that of this training."""
+    path = reports / METRICS
+    return path.is_file() and path.read_text() == _metrics_text(best)
+
+
+def _metrics_text(best: Dict[str, Any]) -> str:
     metrics = {
-        "step": info["train"]["steps"],
-        "best_step": info["step"],
-        "skipped_steps": info["skipped_steps"],
-        **{f"val_{name}": value for name, value in info["validation"].items()},
+        "step": best["train"]["steps"],
+        "best_step": best["step"],
+        "skipped_steps": best["skipped_steps"],
+        **{f"val_{name}": value for name, value in best["validation"].items()},
     }
-    write_atomic(reports / "metrics.json", json.dumps(metrics, indent=2) + "\n")
+    return json.dumps(metrics, indent=2) + "\n"
 
 
 def _memory_gib(device: torch.device) -> float:
@@ -281,15 +292,18 @@ class Curve:
     """A CSV file with the column `step` and one column per metric, appended to.
 
     path: None if another process writes the file. text: what it begins with, of the steps done
-    before; it replaces whatever else the file holds.
+    before; it replaces whatever else the file holds. Without text there is no file until the first
+    point.
     """
 
     def __init__(self, path: Optional[Path], text: str = "") -> None:
+        self._path = path
         self._parts = [text] if text else []
         self._stream: Optional[TextIO] = None
-        if path is not None:
+        if path is not None and text:
             write_atomic(path, text)
-            self._stream = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
+        elif path is not None:
+            path.unlink(missing_ok=True)
 
     @property
     def text(self) -> str:
@@ -301,9 +315,13 @@ class Curve:
         lines = "" if self._parts else ",".join(["step", *point]) + "\n"
         lines += ",".join([str(step), *(f"{value:.6g}" for value in point.values())]) + "\n"
         self._parts.append(lines)
-        if self._stream:
-            self._stream.write(lines)
-            self._stream.flush()
+        if self._path is None:
+            return
+        if self._stream is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
+        self._stream.write(lines)
+        self._stream.flush()
 
     def close(self) -> None:
         if self._stream:

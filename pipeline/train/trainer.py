@@ -12,7 +12,7 @@ from typing import Any, Dict, Iterator, List, Mapping, Optional
 from torch import Tensor
 
 from pipeline import tracking
-from pipeline.errors import STOPPED, LostPeer, WorkError, end_as_lost
+from pipeline.errors import STOPPED, LostPeer, RequestError, WorkError, end_as_lost
 from pipeline.features.store import Store
 from pipeline.files import json_digest
 from pipeline.parameters import params
@@ -21,7 +21,7 @@ from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
 from pipeline.train import identity, resume, setup
 from pipeline.train.checkpoint import Checkpoints, Saved
-from pipeline.train.logger import TrainingLogger, profile, write_curves, write_metrics
+from pipeline.train.logger import TrainingLogger, has_metrics, profile, write_curves, write_metrics
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import StepBatches
@@ -160,22 +160,30 @@ class Training:
 
     def _finish_again(self, best: Dict[str, Any]) -> int:
         """Report a training that is finished, and publish it; `best` is the JSON of its model."""
-        if self.context.is_main:
-            folder = self.checkpoints.folder
-            saved = self.checkpoints.load_newest()[0]
-            if saved:
-                resume.publish(folder, self.paths.out)
-                write_curves(self.paths.reports, saved[0])
-            published = self.paths.out / resume.BEST
-            if not trained_on.list_of(published).is_file():
-                trained_on.write(published, self.trained_on)
-            write_metrics(self.paths.reports, best)
-            done = "trained with these parameters and data, to the last step: nothing to do"
-            print(f"{folder}: {done}")
-            other = identity.other_versions(saved[1] if saved else best)
-            if other:
-                print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
-            tracking.attach(self.paths.reports / "log.jsonl", best["training"]).close()
+        if not self.context.is_main:
+            return 0
+        folder = self.checkpoints.folder
+        reports = self.paths.reports
+        done = f"{folder}: trained with these parameters and data, to the last step"
+        saved = self.checkpoints.load_newest()[0]
+        if saved:
+            write_curves(reports, saved[0])
+        elif folder.is_dir() and not has_metrics(reports, best):
+            raise RequestError(
+                f"{done}, but its checkpoints step-*, which held its curves, are deleted, and"
+                f" {reports} is of another training; --fresh trains it anew, in a new folder"
+            )
+        if folder.is_dir():
+            resume.publish(folder, self.paths.out)
+        published = self.paths.out / resume.BEST
+        if not trained_on.list_of(published).is_file():
+            trained_on.write(published, self.trained_on)
+        write_metrics(reports, best)
+        print(f"{done}: nothing to do")
+        other = identity.other_versions(saved[1] if saved else best)
+        if other:
+            print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
+        tracking.attach(reports / "log.jsonl", best["training"]).close()
         return 0
 
     def _loop(self) -> bool:

@@ -54,6 +54,15 @@ def test_a_training_from_scratch_leaves_nothing_of_an_earlier_one(tmp_path, whol
     assert write(tmp_path / "parts.csv", 1, 30) == whole
 
 
+def test_a_file_begins_with_its_first_point(tmp_path, whole) -> None:
+    write(tmp_path / "reports" / "curve.csv", 3, 9)
+    curve = Curve(tmp_path / "reports" / "curve.csv")
+    assert not curve._path.exists()  # `dvc plots` cannot read an empty one
+    curve.append(1, {"loss": 0.5})
+    curve.close()
+    assert curve._path.read_text() == "step,loss\n1,0.5\n"
+
+
 def test_another_process_writes_the_file(tmp_path) -> None:
     curve = Curve(None)
     curve.append(1, {"loss": 0.5})

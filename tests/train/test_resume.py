@@ -11,6 +11,7 @@ import pytest
 from made_trainings import home, interrupt, newest, read_weights
 from made_views import made_keypoints
 
+from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
 from pipeline.train import identity, trainer
 from superglue_sift.weights import load_model_file
@@ -156,6 +157,25 @@ class TestPublished:
         assert "nothing to do" in capsys.readouterr().out
         assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
         assert json.loads((tmp_path / "run-reports" / "metrics.json").read_text())["step"] == 6
+
+    @pytest.mark.parametrize("others", [False, True])
+    def test_a_finished_training_without_checkpoints_is_published_or_said(
+        self, tmp_path, request_of, capsys, others
+    ):
+        """Its curves are in the checkpoints, or still where they were written."""
+        assert train.main(request_of("run")) == 0
+        best = (tmp_path / "run" / "best.safetensors").read_bytes()
+        for checkpoint in home(tmp_path / "run").glob("step-*"):
+            checkpoint.unlink()
+        if others:
+            assert train.main(request_of("run", lr=0.001)) == 0
+        (tmp_path / "run" / "best.safetensors").unlink()
+        if others:
+            with pytest.raises(RequestError, match=r"checkpoints step-\*.* are deleted.*--fresh"):
+                train.main(request_of("run"))
+        else:
+            assert train.main(request_of("run")) == 0
+            assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
 
 
 def model_of(out: Path) -> Dict[str, bytes]:
