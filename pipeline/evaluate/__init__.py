@@ -1,7 +1,7 @@
 """Stage 4: all matchers on the same pairs, and metrics of their matches.
 
 Read in this order: `inputs` (pairs and their ground truth), `heldout`, `hpatches`, `poses` and
-`magnified` (sources of pairs), `unseen` (photographs that no model was trained on), `conditions`
+`zoomed` (sources of pairs), `unseen` (photographs that no model was trained on), `conditions`
 (difficulty of a pair), `matchers` and `lightglue` (networks and baselines), `estimators`, `scoring`
 (a row per pair and matcher), `confidence`, `metrics` (means, intervals and differences), `content`
 (the report), `protocol` (runs it all).

@@ -36,14 +36,13 @@ from pipeline.image_sets import sources
 from pipeline.parameters import params
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.report import outputs, summary
+from pipeline.report import summary
 from pipeline.report.document import Content
 from superglue_sift import extractors
 from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
-PACKAGES = ("poselib", "kornia", "lightglue")  # of --estimators and --lightglue
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0}  # of whole numbers
 
@@ -260,10 +259,7 @@ def track(
                 for name, value in summary.headline(content).items()
             }
             run.log(metrics, int(info.get("step") or 0))
-        for name in (*outputs.FILES, *outputs.FOLDERS):
-            path = args.out / name
-            if path.exists():
-                run.artifact(path, f"{prefix}/{name}" if path.is_dir() else prefix)
+        run.artifact(args.out, prefix)
         if is_main:
             content = contents[""]
             run.describe(summary.result(content), summary.note(content, prefix, tracking.RUN_ID))

@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.evaluate.scoring import ScoredMatches
 
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))  # of precision_recall.csv
+MEANS = ("precision", "recall", "matches")
 RECALLS = tuple(round(0.01 * step, 2) for step in range(101))  # of precision_at_recall.csv
 
 
@@ -78,17 +79,12 @@ def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: np.nda
 def threshold_curve(
     swept: Sweep, thresholds: Sequence[float] = THRESHOLDS
 ) -> List[Dict[str, float]]:
-    """Mean precision, recall and matches above each threshold, with the number of pairs in each
-    mean.
-    """
+    """Mean precision, recall and matches above each threshold."""
     lines = []
     for threshold in thresholds:
-        index = int((swept.confidence > threshold).sum()) - 1
-        line = {
-            name: float(getattr(swept, name)[index]) for name in ("precision", "recall", "matches")
-        }
-        numbers = {"pairs": swept.pairs, "recall_pairs": swept.recall_pairs}
-        lines.append({"threshold": threshold, **line, **numbers})
+        at = int((swept.confidence > threshold).sum()) - 1
+        means = {name: float(getattr(swept, name)[at]) for name in MEANS}
+        lines.append({"threshold": threshold, **means})
     return lines
 
 

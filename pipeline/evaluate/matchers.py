@@ -49,35 +49,24 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
 
 
 def drop_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
-    """The networks without copies of ours, and a note for each copy.
-
-    A network with our weights and another threshold stays: its matches differ. Another note is for
-    a training that kept its initial weights.
+    """The networks without copies of ours, and a note for each copy and for a training that kept
+    its initial weights.
     """
     ours = networks[OURS]
-    left = dict(networks)
-    notes = []
-    for name, network in networks.items():
-        if name == OURS or not same_weights(ours.model, network.model):
-            continue
-        if network.threshold == ours.threshold:
-            del left[name]
-            notes.append(f"{name} is the same model as ours, so it has no rows of its own")
-        else:
-            other = f"another threshold, {network.threshold:g}"
-            notes.append(f"{name} has the weights of ours and {other}")
+    copies = [n for n in networks if n != OURS and is_copy(networks[n], ours)]
+    notes = [f"{name} is the same model as ours, so it has no rows of its own" for name in copies]
     if ours.info.get("step") == 0:
-        notes = notes or ["no later step was better in validation"]
-        notes = [f"Training kept the weights it began with: {note}" for note in notes]
-    return left, notes
+        notes.append("Training kept the weights it began with: no later step was better")
+    return {name: each for name, each in networks.items() if name not in copies}, notes
 
 
-def same_weights(model0: torch.nn.Module, model1: torch.nn.Module) -> bool:
-    """Whether both have the same tensors, bit by bit."""
-    state0 = model0.state_dict()
-    state1 = model1.state_dict()
-    return state0.keys() == state1.keys() and all(
-        map(torch.equal, state0.values(), state1.values())
+def is_copy(network: Network, other: Network) -> bool:
+    """Whether both have the same threshold and the same tensors, bit by bit."""
+    states = network.model.state_dict(), other.model.state_dict()
+    return (
+        network.threshold == other.threshold
+        and states[0].keys() == states[1].keys()
+        and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     )
 
 

@@ -224,7 +224,7 @@ def differences(
     return rows
 
 
-def negative_pairs(counts: Sequence[Mapping[str, int]]) -> List[Row]:
+def count_negatives(counts: Sequence[Mapping[str, int]]) -> List[Row]:
     """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number
     of pairs. counts: by matcher, of each pair.
     """
@@ -232,7 +232,7 @@ def negative_pairs(counts: Sequence[Mapping[str, int]]) -> List[Row]:
     for matcher in counts[0] if counts else ():
         own = [pair[matcher] for pair in counts]
         values = {"matches": np.mean(own), "matches_p95": np.percentile(own, 95), "pairs": len(own)}
-        rows += [Row(matcher, Measure(f"unrelated_{name}"), plain(v)) for name, v in values.items()]
+        rows += [Row(matcher, Measure(f"negative_{name}"), plain(v)) for name, v in values.items()]
     return rows
 
 
@@ -264,16 +264,10 @@ def by_condition(results: Sequence[PairResult]) -> List[Condition]:
 
 
 def summarize_condition(condition: str, level: str, results: Sequence[PairResult]) -> Condition:
-    """Metrics of ours and of the ratio test: precision, recall and AUC@5 of two estimators."""
+    """Metrics of ours and of the ratio test: precision, recall and AUC@5."""
     tables = {name: summarize([pair.rows[name] for pair in results]) for name in COMPARED}
-    own = results[0].rows[OURS]
-    leading = [error[1:3] for error in own.errors]
-    leading = [*leading[:2], (leading[0][0], True)]
-    shown = [
-        measure
-        for measure in tables[OURS]
-        if measure.metric in own.shares or (measure[1:3] in leading and measure.limit == 5)
-    ]
+    shares = results[0].rows[OURS].shares
+    shown = [each for each in tables[OURS] if each.metric in shares or each.limit == 5]
     counts = [Row("", m, tables[OURS][m]) for m in (PAIRS, RECALL_PAIRS) if m in tables[OURS]]
     rows = [Row(name, measure, tables[name][measure]) for name in COMPARED for measure in shown]
     recall = shown[1]

@@ -19,6 +19,7 @@ from scipy.sparse.csgraph import connected_components
 
 from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
+from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
 from superglue_sift import geometry
 from superglue_sift.geometry import epipolar
@@ -26,8 +27,7 @@ from superglue_sift.geometry import epipolar
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
 Line = Tuple[str, str, Pose]
-NAME = "pose"  # estimator name of the errors of `estimate`
-REFINED = "refined"  # of the errors of `estimate_refined`
+Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
 # A match is correct below this symmetric epipolar distance, squared, in normalized coordinates.
 EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
@@ -161,23 +161,19 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     return np.where(np.isfinite(error), error, np.inf)
 
 
-def estimate(
-    points0: np.ndarray, points1: np.ndarray, cameras: Pose, seed: int
-) -> Optional[Tuple[np.ndarray, np.ndarray]]:
-    """(R, t) by RANSAC over essential matrices, or None. points: matched pixels (K, 2); uses only K
-    of `cameras`.
-    """
-    if len(points0) < epipolar.MIN_ESSENTIAL:
+def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
+    """RANSAC over essential matrices, from the intrinsics of `cameras`."""
+    if len(found.points0) < epipolar.MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
     K1 = cameras.K1
-    flat = normalize(points0, K0), normalize(points1, K1)
+    flat = normalize(found.points0, K0), normalize(found.points1, K1)
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
-    cv2.setRNGSeed(seed)
-    found, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
+    cv2.setRNGSeed(found.seed)
+    stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     best = None
     most = 0
-    for E in np.split(found, len(found) // 3) if found is not None else []:
+    for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
         inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), epipolar.FAR, mask=mask.copy())
         if inliers > most:
             best = R, t.ravel()
@@ -185,15 +181,17 @@ def estimate(
     return best
 
 
-def estimate_refined(
-    points0: np.ndarray, points1: np.ndarray, cameras: Pose, deviations: Optional[np.ndarray] = None
-) -> Optional[Tuple[np.ndarray, np.ndarray]]:
-    """(R, t) of `MatchResult.relative_pose`, or None. deviations: (K,) px of aligned matches."""
-    pose = geometry.relative_pose(points0, points1, cameras.K0, cameras.K1, RANSAC_PX, deviations)
-    return None if pose.R is None or pose.t is None else (pose.R, pose.t)
+def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
+    """That of `MatchResult.relative_pose`."""
+    points = found.points0, found.points1
+    pose = geometry.relative_pose(*points, cameras.K0, cameras.K1, RANSAC_PX, found.deviations)
+    return None if pose.R is None else (pose.R, pose.t)
 
 
-def pose_error(estimated: Optional[Tuple[np.ndarray, np.ndarray]], truth: Pose) -> float:
+ESTIMATORS = {"pose": estimate, "refined": estimate_refined}
+
+
+def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
     """Degrees: the larger of the errors of rotation and of translation direction; inf without an
     estimate.
     """

@@ -17,18 +17,18 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 from pipeline import bootstrap
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluate import content, estimators, inputs, magnified, metrics, poses, scoring
+from pipeline.evaluate import content, estimators, inputs, metrics, poses, scoring, zoomed
 from pipeline.evaluate.content import Results
 from pipeline.evaluate.heldout import LEVELS, HeldOutPairs, NegativePairs, disturb
-from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.inputs import KnownPair, Source
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.scoring import Settings, score_pair
-from pipeline.files import file_sha256
+from pipeline.files import file_sha256, write_atomic
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
 from pipeline.processes.prefetch import prefetched
 from pipeline.report import document, outputs, summary, tables
+from pipeline.report.rows import Row
 from superglue_sift import drawing, extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
@@ -66,16 +66,15 @@ class Evaluation:
             first = ": ".join(results.bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
         disturbed: List[document.Condition] = []
-        negatives: List[Dict[str, int]] = []
+        negatives: List[Row] = []
         if isinstance(source, HeldOutPairs):
             disturbed = self.summarize_levels(source, score)
             found = self.evaluate(NegativePairs(source), "negative pairs", self.count_matches)
-            negatives = found.pairs
+            negatives = metrics.count_negatives(found.pairs)
         if not self.context.is_main:
             return None
         compared = metrics.compare(results.pairs, self.matchers.thresholds)
-        unrelated = metrics.negative_pairs(negatives)
-        report = content.write_content(where, source, results, compared, disturbed, unrelated)
+        report = content.write_content(where, source, results, compared, disturbed, negatives)
         drawn = content.draw_pictures(source, self.matchers, results.pairs, self.settings)
         report = replace(
             report,
@@ -86,23 +85,8 @@ class Evaluation:
         outputs.write(out, report, self.training)
         for picture, canvas in drawn:
             drawing.write(out / "pictures" / f"{picture.name}.png", canvas)
-        self.print(report, source, out)
+        print(f"\n{summary.text(report)}\n\nwritten to {out}", flush=True)
         return report
-
-    def print(self, report: document.Content, source: Source, out: Path) -> None:
-        """Print the tables of a report."""
-        bad = f"; {len(report.bad)} unreadable images left out, see bad_images.csv"
-        sections = [
-            f"\n{report.title}, {report.table[OURS][tables.PAIRS]} pairs",
-            "\n".join(summary.verdict(report)),
-            tables.by_scene(report.scenes) if isinstance(source, HPatchesPairs) else "",
-            tables.comparison(report.table),
-            tables.differences(report.differences),
-            tables.negative_pairs(report.table),
-            "\n".join(self.skipped),
-            f"written to {out}{bad if report.bad else ''}",
-        ]
-        print("\n\n".join(filter(None, sections)), flush=True)
 
     def evaluate(self, source: Source, title: str, score: Score) -> Results:
         """Match and score all pairs, with progress on stderr. Every process of a group gets all
@@ -143,7 +127,7 @@ class Evaluation:
             for level in levels
         ]
         found = []
-        for name, level, variant in [*variants, *magnified.levels(source, count)]:
+        for name, level, variant in [*variants, *zoomed.levels(source, count)]:
             results = self.evaluate(variant, f"{name} {level:g}", score).pairs
             found += [metrics.summarize_condition(name, f"{level:g}", results)] if results else []
         return found
@@ -161,15 +145,15 @@ class Evaluation:
         views = f"shorter side {resize} px" if resize else "as they are"
         if isinstance(source, HeldOutPairs):
             views = f"{params.width}x{params.height}"
+        chosen = self.settings.estimators
+        words = {name: estimators.ESTIMATORS[name][1] for name in chosen}
         rules = {
             "truth": (
                 f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
                 " directions"
             ),
-            "robust": (
-                f"inliers within {scoring.RANSAC_PX} px, {scoring.RANSAC_ITERATIONS} iterations"
-            ),
-            "estimators": {name: estimators.WORDS[name] for name in self.settings.estimators},
+            "robust": (f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations"),
+            "estimators": words,
         }
         found_by = "SIFT" if extractor is extractors.DEFAULT else extractor.name
         models = {
@@ -201,11 +185,9 @@ class Evaluation:
 def run_paper(
     work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path
 ) -> Dict[str, document.Content]:
-    """Evaluate all variants, each into its folder, and write metrics.json, protocols.csv and a page
-    of all of them.
+    """Evaluate all variants, each into its folder, and write report.txt of all of them.
 
-    Names in metrics.json are `<variant>.<matcher>.<metric>`. Returns the content of each variant on
-    the first process, nothing on the others.
+    Returns the content of each variant on the first process, nothing on the others.
     """
     contents: Dict[str, document.Content] = {}
     for width, height, keypoints in VARIANTS:
@@ -217,8 +199,8 @@ def run_paper(
         if report is not None:
             contents[name] = report
     if contents:
-        outputs.write_variants(out, contents)
         table = tables.side_by_side({name: report.table for name, report in contents.items()})
+        write_atomic(out / document.TEXT, f"{table}\n")
         print(f"\nAll variants side by side\n\n{table}\n\nwritten to {out}", flush=True)
     return contents
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from typing import Dict, Mapping, Optional, Tuple
+from typing import Dict, Mapping, Tuple
 
 import numpy as np
 
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import conditions_of
-from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, weights_of
+from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Matches, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
@@ -29,8 +29,6 @@ ALIGNMENT = (
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
 CORRECT_PX = 3.0
-RANSAC_PX = 3.0
-RANSAC_ITERATIONS = 3000
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ class PairRow:
 
     @property
     def posed(self) -> bool:
-        return next(iter(self.errors)).estimator == poses.NAME
+        return next(iter(self.errors)).estimator in poses.ESTIMATORS
 
     @property
     def shares(self) -> Dict[str, float]:
@@ -156,11 +154,8 @@ def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.nda
     index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
     points0 = sift.positions(pair.records0)[index0]
     points1 = sift.positions(pair.records1)[matches.matches0[index0]]
-    return (
-        points0.astype(np.float64),
-        points1.astype(np.float64),
-        matches.scores0[index0].astype(np.float64),
-    )
+    columns = points0, points1, matches.scores0[index0]
+    return tuple(column.astype(np.float64) for column in columns)
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
@@ -190,45 +185,27 @@ def estimate_errors(
     With `settings.refine` also from matches aligned as `Matcher.match` does.
     """
     points0, points1, scores = matched_points(known.pair, matches)
-    found = {False: errors_of_points(known, matcher, points0, points1, scores, settings)}
+    enough = len(scores) >= geometry.MIN_POINTS
+    weights = weights_of(matcher, scores) if enough else scores
+    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
+    positions = [Matches(points0, points1, weights, seed)]
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
-        points = (side.astype(np.float64) for side in (moved.aligned0, moved.aligned1))
-        found[True] = errors_of_points(known, matcher, *points, scores, settings, moved.deviations)
-    return {
-        Measure("error", name, aligned): error
-        for aligned, errors in found.items()
-        for name, error in errors.items()
-    }
-
-
-def errors_of_points(
-    known: KnownPair,
-    matcher: str,
-    points0: np.ndarray,
-    points1: np.ndarray,
-    scores: np.ndarray,
-    settings: Settings,
-    deviations: Optional[np.ndarray] = None,
-) -> Dict[str, float]:
-    """Error of each estimator on matched points. The seed depends on the pair alone."""
-    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF
-    if isinstance(known.truth, Pose):
-        estimates = {
-            poses.NAME: poses.estimate(points0, points1, known.truth, seed),
-            poses.REFINED: poses.estimate_refined(points0, points1, known.truth, deviations),
-        }
-        return {name: poses.pose_error(pose, known.truth) for name, pose in estimates.items()}
+        sides = (side.astype(np.float64) for side in (moved.aligned0, moved.aligned1))
+        positions.append(Matches(*sides, weights, seed, moved.deviations))
     errors = {}
-    for name in settings.estimators:
-        H = None
-        if len(points0) >= geometry.MIN_POINTS:
-            weights = weights_of(name, matcher, scores)
-            limits = (RANSAC_PX, RANSAC_ITERATIONS, seed, deviations)
-            H = ESTIMATORS[name](points0, points1, weights, *limits)
-        errors[name] = geometry.corner_error(H, known.truth, known.pair.size0)
+    for aligned, found in zip((False, True), positions):
+        if isinstance(known.truth, Pose):
+            for name, estimate in poses.ESTIMATORS.items():
+                error = poses.pose_error(estimate(found, known.truth), known.truth)
+                errors[Measure("error", name, aligned)] = error
+            continue
+        for name in settings.estimators:
+            H = ESTIMATORS[name][0](found) if enough else None
+            error = geometry.corner_error(H, known.truth, known.pair.size0)
+            errors[Measure("error", name, aligned)] = error
     return errors
 
 

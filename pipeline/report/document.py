@@ -1,20 +1,15 @@
-"""report.json: the content of the page, the same in every clone."""
+"""The content of a report: everything that its tables, files and page show."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
-from pipeline.errors import RequestError
-from pipeline.files import read_json
 from pipeline.report.rows import Measure, Row, Table, table_of
 
 Line = Mapping[str, Any]
-JSON = "report.json"
-ELSEWHERE = ("pairs", "scenes", "bad")  # long tables, only in their CSV files
+TEXT = "report.txt"  # what the evaluation printed
+PAGE = "index.html"
 
 
 @dataclass(frozen=True)
@@ -73,29 +68,3 @@ class Content:
     def intervals(self) -> Dict[Tuple[str, Measure], Row]:
         """The rows with an interval, by matcher and measure."""
         return {row[:2]: row for row in self.rows if row.pairs is not None}
-
-
-def save(folder: Path, content: Content) -> None:
-    """Write report.json."""
-    values = dataclasses.asdict(content)
-    for name in ELSEWHERE:
-        del values[name]
-    (folder / JSON).write_text(json.dumps(values) + "\n", encoding="utf-8")
-
-
-def load(folder: Path) -> Content:
-    """Read report.json. Raises RequestError for one that is missing or damaged."""
-    values = read_json(folder / JSON, "no evaluation here yet; `make repro` makes one")
-    try:
-        values.update({name: _rows(values[name]) for name in ("rows", "differences")})
-        values["errors"] = [(Measure(*measure), lines) for measure, lines in values["errors"]]
-        values["robustness"] = [Condition(*words, _rows(r)) for *words, r in values["robustness"]]
-        return Content(**{**values, "pictures": [Picture(**each) for each in values["pictures"]]})
-    except (TypeError, KeyError, ValueError) as error:
-        raise RequestError(
-            f"{folder / JSON}: cannot be read: {error}; run the evaluation again"
-        ) from None
-
-
-def _rows(lists: Sequence[Sequence[Any]]) -> List[Row]:
-    return [Row(matcher, Measure(*measure), *rest) for matcher, measure, *rest in lists]

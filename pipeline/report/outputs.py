@@ -1,4 +1,4 @@
-"""The files of a report: tables as CSV, metrics and content as JSON, the page.
+"""The files of a report: tables as CSV, metrics as JSON, the printed text, the page.
 
 Only here do the names of metrics leave the program; no other module reads them back.
 """
@@ -12,18 +12,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from pipeline.files import write_atomic, write_csv
-from pipeline.report import document, page, summary
+from pipeline.report import page, summary
+from pipeline.report.document import PAGE, TEXT, Content, Line
 from pipeline.report.rows import Row, Table
 
-CSV = ("pairs", "matchers", "scenes", "intervals", "differences", "robustness", "bad_images")
-FILES = (
-    "metrics.json",
-    "summary.json",
-    "protocol.json",
-    page.PAGE,
-    document.JSON,
-    *(f"{name}.csv" for name in CSV),
-)
 FOLDERS = ("curves", "pictures")
 # Decimals and significant digits of a value in a file. Intervals of some hundred pairs are wider
 # than a tenth of a percent; further digits differ between processors and mean nothing. Tables are
@@ -35,7 +27,7 @@ COLUMNS = {
 }  # of files that may have no line
 
 
-def write(out: Path, content: document.Content, training: Optional[Path] = None) -> None:
+def write(out: Path, content: Content, training: Optional[Path] = None) -> None:
     """Write all files but the pictures, and remove those of an earlier evaluation.
 
     training: folder of its curves.
@@ -44,52 +36,39 @@ def write(out: Path, content: document.Content, training: Optional[Path] = None)
     headline = summary.headline(content)
     write_json(out / "summary.json", {name: shorten(value) for name, value in headline.items()})
     write_json(out / "protocol.json", content.protocol)
-    for name, lines in zip(CSV, list_lines(content)):
-        write_lines(out / f"{name}.csv", lines)
     for folder in FOLDERS:
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     errors = {measure.name: lines for measure, lines in content.errors}
-    for name, lines in {**errors, **content.curves}.items():
-        write_lines(out / "curves" / f"{name}.csv", lines)
-    document.save(out, content)
-    page.write(out, training)
+    curves = {f"curves/{name}": lines for name, lines in {**errors, **content.curves}.items()}
+    for name, lines in {**tables_of(content), **curves}.items():
+        write_lines(out / f"{name}.csv", lines)
+    write_atomic(out / TEXT, summary.text(content) + "\n")
+    write_atomic(out / PAGE, page.render(content, page.read_curves(training)))
 
 
-def write_variants(out: Path, contents: Mapping[str, document.Content]) -> None:
-    """Write metrics.json, protocols.csv and a page of several evaluations, by name."""
-    values = {}
-    lines = []
-    for name, content in contents.items():
-        values.update({f"{name}.{row.name}": shorten(row.value) for row in content.rows})
-        lines += list_matchers(content.table, protocol=name)
-    write_json(out / "metrics.json", values)
-    write_lines(out / "protocols.csv", lines)
-    title = "Evaluation: the paper's protocol and its variants"
-    text = page.template().render(title=title, parts=contents)
-    (out / page.PAGE).write_text(text, encoding="utf-8")
-
-
-def list_lines(content: document.Content) -> List[Sequence[document.Line]]:
-    """The lines of each file of `CSV`."""
-    return [
-        content.pairs,
-        list_matchers(content.table),
-        [line for name, table in content.scenes for line in list_matchers(table, scene=name)],
-        [
-            {"matcher": row.matcher, **interval(row), "clusters": content.clusters}
+def tables_of(content: Content) -> Dict[str, Sequence[Line]]:
+    """The lines of each CSV file by its name."""
+    clusters = {"clusters": content.clusters}
+    return {
+        "pairs": content.pairs,
+        "matchers": list_matchers(content.table),
+        "scenes": [
+            line for name, table in content.scenes for line in list_matchers(table, scene=name)
+        ],
+        "intervals": [
+            {"matcher": row.matcher, **interval(row), **clusters}
             for row in content.intervals.values()
         ],
-        [
-            {**interval(row), "clusters": content.clusters, "verdict": row.verdict}
-            for row in content.differences
+        "differences": [
+            {**interval(row), **clusters, "verdict": row.verdict} for row in content.differences
         ],
-        [
+        "robustness": [
             {"condition": name, "level": level, **{row.name: row.value for row in rows}}
             for name, level, rows in content.robustness
         ],
-        content.bad,
-    ]
+        "bad_images": content.bad,
+    }
 
 
 def interval(row: Row) -> Dict[str, Any]:

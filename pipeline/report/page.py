@@ -1,13 +1,8 @@
-"""The report as one self-contained HTML page, with pictures, curves and script inside.
-
-The page is rendered from `report.json`, which is the same in every clone, the curves of the
-training, and this clone's commit and date.
-"""
+"""The report as one self-contained HTML page, with pictures, curves and script inside."""
 
 from __future__ import annotations
 
 import csv
-import time
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -15,64 +10,42 @@ import jinja2
 import numpy as np
 from markupsafe import Markup
 
-from pipeline.provenance import repro
 from pipeline.report import charts, summary, tables
-from pipeline.report.document import Content, Line, Picture, load
-from pipeline.report.rows import Measure, Row, table_of, title
+from pipeline.report.document import Content, Line, Picture
+from pipeline.report.rows import Measure, table_of, title
 from superglue_sift import drawing
 
-PAGE = "index.html"
 Chart = Tuple[Markup, str]  # and its caption
 
 
-def write(folder: Path, training: Optional[Path] = None) -> Path:
-    """Write index.html from report.json. training: optional folder with train.csv and
-    validation.csv.
-    """
-    version = {"commit": repro.git_state()["commit"][:8], "date": time.strftime("%Y-%m-%d")}
-    text = render(load(folder), read_curves(training), version)
-    (folder / PAGE).write_text(text, encoding="utf-8")
-    return folder / PAGE
-
-
 def read_curves(folder: Optional[Path]) -> Dict[str, List[Line]]:
-    """Lines of train.csv and validation.csv by name, of the files that exist."""
+    """Lines of the training's train.csv and validation.csv by name, of the files that exist."""
     paths = [folder / f"{name}.csv" for name in ("train", "validation")] if folder else []
     texts = {path.stem: path.read_text(encoding="utf-8") for path in paths if path.is_file()}
     return {name: list(csv.DictReader(text.splitlines())) for name, text in texts.items()}
 
 
-def render(
-    content: Content, training: Mapping[str, Sequence[Line]], version: Mapping[str, str]
-) -> str:
-    """The page as HTML text. version: commit and date."""
-    sections = (
-        ("Training", training_charts(training)),
-        ("Pairs within an error", error_charts(content.errors)),
-        ("Confidence", confidence_charts(content.curves)),
-    )
-    return template().render(
-        title=content.title, content=content, sections=sections, version=version
-    )
-
-
-def template() -> jinja2.Template:
-    """`page.html`, with the tables and their words."""
+def render(content: Content, training: Mapping[str, Sequence[Line]]) -> str:
+    """The page as HTML text. training: from `read_curves`."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters.update(
         percent=tables.percent, points=tables.points, title=title, mark=tables.mark
     )
-    environment.globals.update(
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return environment.from_string(text).render(
+        content=content,
+        training=training_charts(training),
+        charts={
+            "Pairs within an error": error_charts(content.errors),
+            "Confidence": confidence_charts(content.curves),
+        },
         tables=tables,
         summary=summary,
         drawing=drawing,
         Measure=Measure,
         table_of=table_of,
-        sentences=sentences,
         draw=draw,
     )
-    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    return environment.from_string(text)
 
 
 class Mark(NamedTuple):
@@ -101,26 +74,6 @@ def draw(matches: Sequence[Sequence[float]], picture: Picture) -> List[Mark]:
         path = f"M{x0:g} {y0:g}" + (f"L{x1:g} {y1:g}" if line else f"h0M{x1:g} {y1:g}h0")
         marks.append(Mark(path, line, colours[index], score, bool(right)))
     return marks
-
-
-def sentences(differences: Sequence[Row]) -> List[str]:
-    """What is better, worse and equal: than the best baseline, then than each further model.
-
-    Empty with too few photographs, which the verdict and the table state.
-    """
-    first: Dict[Measure, Row] = {}  # the line against the best baseline
-    groups: Dict[Tuple[str, str], List[str]] = {}
-    for row in differences:
-        best = first.setdefault(row.measure, row) is row
-        other = "the best baseline" if best else title(row.baseline)
-        groups.setdefault((other, row.verdict), []).append(row.measure.title)
-    others = dict.fromkeys(other for other, _ in groups)
-    return [
-        f"{words} {other} in: {', '.join(groups[other, verdict])}."
-        for other in others
-        for verdict, words in summary.VERDICTS.items()
-        if (other, verdict) in groups
-    ]
 
 
 AXES = {  # first column of a curve -> label of its axis, and caption

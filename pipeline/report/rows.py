@@ -13,7 +13,7 @@ TITLES = {
     "lightglue": "LightGlue",
     "true_matches": "true matches (bound)",
 }
-MOVED = "aligned"  # matches whose positions were moved by the pixels around them
+ALIGNED = "aligned"  # matches whose positions were moved by the pixels around them
 
 
 class Measure(NamedTuple):
@@ -27,13 +27,13 @@ class Measure(NamedTuple):
     @property
     def name(self) -> str:
         """The name in files, DVC and MLflow, such as auc_ransac_aligned_5: nothing reads it."""
-        words = (self.metric, self.estimator, MOVED * self.aligned, str(self.limit or ""))
+        words = (self.metric, self.estimator, ALIGNED * self.aligned, str(self.limit or ""))
         return "_".join(filter(None, words))
 
     @property
     def method(self) -> str:
         """`RANSAC`, or `RANSAC aligned`."""
-        return self.estimator.upper() + f" {MOVED}" * self.aligned
+        return self.estimator.upper() + f" {ALIGNED}" * self.aligned
 
     @property
     def title(self) -> str:

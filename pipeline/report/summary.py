@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from typing import Dict, List, Optional
 
 from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.report import tables
-from pipeline.report.rows import Measure, Row, Table, title
-
-if TYPE_CHECKING:
-    from pipeline.report.document import Content
+from pipeline.report.document import Content
+from pipeline.report.rows import Measure, Row, title
 
 OURS = "superglue"
 RATIO_TEST = "ratio_test"
@@ -58,7 +56,7 @@ def headline(content: Content) -> Dict[str, float]:
         values[name] = ours.get(measure)
         values[f"{name}_gain"] = row.value if row else None
     values.update({name: ours.get(Measure(name)) for name in ("precision", recall)})
-    values["unrelated"] = ours.get(tables.UNRELATED[0])
+    values["negative_matches"] = ours.get(tables.NEGATIVES[0])
     values["val_f1"] = content.protocol["model"].get("validation_f1")
     return {name: value for name, value in values.items() if value is not None}
 
@@ -82,8 +80,10 @@ def verdict(content: Content) -> List[str]:
     second = f"{tables.percent(ours.get(Measure('precision')))} % of its matches are right"
     if Measure("recall") in ours:
         second += f" and {tables.percent(ours[Measure('recall')])} % of the true ones are found"
-    wrong, theirs = (negative_matches(content.table, name) for name in (OURS, RATIO_TEST))
-    if wrong and theirs:
+    found = tables.negative_matches(content.table)
+    if OURS in found:
+        wrong = found[OURS]
+        theirs = found[RATIO_TEST]
         second += (
             f"; photographs with nothing in common give {wrong[0]:.1f} matches (95th percentile"
             f" {wrong[1]:.0f}), by the ratio test {theirs[0]:.1f} ({theirs[1]:.0f})"
@@ -102,11 +102,18 @@ def compare(content: Content, row: Row, value: str) -> str:
     return f"{VERDICTS[row.verdict]} {other}: {gain} ({interval})"
 
 
-def negative_matches(table: Table, matcher: str) -> Optional[Tuple[float, ...]]:
-    """Matches on negative pairs: mean and 95th percentile; None without such pairs."""
-    values = table.get(matcher, {})
-    found = [values.get(measure) for measure in tables.UNRELATED]
-    return tuple(value for value in found if value is not None) or None
+def text(content: Content) -> str:
+    """The tables of a report, as they are printed."""
+    sections = [
+        f"{content.title}, {content.table[OURS][tables.PAIRS]} pairs",
+        "\n".join(verdict(content)),
+        tables.by_scene(content.scenes) if content.unit == "sequences" else "",
+        tables.comparison(content.table),
+        tables.differences(content.differences),
+        tables.negatives(content.table),
+        "\n".join(content.notes),
+    ]
+    return "\n\n".join(filter(None, sections))
 
 
 def note(content: Content, folder: str, run_id: str) -> str:
@@ -114,7 +121,7 @@ def note(content: Content, folder: str, run_id: str) -> str:
     `folder`.
     """
     notes = " ".join(f"{line.rstrip('.')}." for line in content.notes)
-    table = "\n\n".join([tables.comparison(content.table), tables.negative_pairs(content.table)])
+    table = "\n\n".join([tables.comparison(content.table), tables.negatives(content.table)])
     lines = [
         " ".join(verdict(content)),
         f"```\n{table.strip()}\n```",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
-from pipeline.report.rows import MOVED, Measure, Row, Table, title
+from pipeline.report.rows import ALIGNED, Measure, Row, Table, title
 
 SHORT = {  # all metrics but the AUC, in the order of the columns
     "precision": "P",
@@ -17,13 +17,12 @@ SHORT = {  # all metrics but the AUC, in the order of the columns
     "precision_at_ratio_matching_score": "P@MS",
 }
 PAIRS = Measure("pairs")
-UNRELATED = Measure("unrelated_matches"), Measure("unrelated_matches_p95")
+NEGATIVES = Measure("negative_matches"), Measure("negative_matches_p95")
 POSES = ("pose", "refined")  # estimators
 ABREAST = 3  # estimators in one table, within 100 columns
 WORDS = {
     "ransac": "RANSAC: cv2.findHomography with UsacParams, 3 px; refined by least squares",
     "dlt": "DLT: least squares over all matches, weighted by their confidence",
-    "surest": "SUREST: least squares over the surest matches, with equal weights",
 }
 MIN_PAIRS = 20  # tables mark metrics of fewer pairs
 FEW = f"* fewer than {MIN_PAIRS} pairs: too few to judge by"
@@ -94,7 +93,7 @@ def area_table(table: Table, groups: Sequence[Sequence[Measure]]) -> List[str]:
     areas = [measure for group in groups for measure in group]
     both = any(measure in values for values in table.values() for measure in move(areas))
     rows = []
-    parts = (("as detected", areas), (MOVED, move(areas))) if both else (("", areas),)
+    parts = (("as detected", areas), (ALIGNED, move(areas))) if both else (("", areas),)
     for head, shown in parts:
         rows.append([head, *(f"@{measure.limit}" for measure in shown)])
         for matcher, values in table.items():
@@ -117,19 +116,17 @@ def notes(table: Table) -> List[str]:
     columns = [f"{heading(each)}: {each.title}" for each in first if each not in swept]
     for estimator, group in groups.items():
         limits = ", ".join(str(measure.limit) for measure in group)
-        degrees = f"AUC of the pose error up to {limits} degrees"
-        columns += [
-            degrees if estimator in POSES else f"AUC of the mean corner error up to {limits} px"
-        ]
+        error, unit = ("pose", "degrees") if estimator in POSES else ("mean corner", "px")
+        columns.append(f"AUC of the {error} error up to {limits} {unit}")
     lines = ["in %; " + "; ".join(dict.fromkeys(columns))]
     lines += [words for estimator, words in WORDS.items() if estimator in groups]
     if any(measure.aligned for measure in measures_of(table)):
-        lines.append(f"{MOVED}: the matches of every matcher moved by the pixels around them")
+        lines.append(f"{ALIGNED}: the matches of every matcher moved by the pixels around them")
     limits = {title(name): values.get(Measure("threshold")) for name, values in table.items()}
     above = {name: f"{limit:g}" for name, limit in limits.items() if limit is not None}
     if above:
-        each = ", ".join(map(" ".join, above.items()))
-        text = each if len(set(above.values())) > 1 else min(above.values())
+        several = len(set(above.values())) > 1
+        text = ", ".join(map(" ".join, above.items())) if several else min(above.values())
         lines.append(f"a network's matches have a confidence above {text}")
     if swept:
         words = ", ".join(f"{heading(measure)}: {measure.title}" for measure in swept)
@@ -143,15 +140,23 @@ def notes(table: Table) -> List[str]:
     return lines
 
 
-def negative_pairs(table: Table) -> str:
+def negative_matches(table: Table) -> Dict[str, List[float]]:
+    """Matches on negative pairs by matcher: mean and 95th percentile."""
+    return {
+        name: [values[measure] for measure in NEGATIVES]
+        for name, values in table.items()
+        if NEGATIVES[0] in values
+    }
+
+
+def negatives(table: Table) -> str:
     """A table of the number of matches on negative pairs; "" without such pairs."""
-    known = {name: values for name, values in table.items() if UNRELATED[0] in values}
-    if not known:
+    found = negative_matches(table)
+    if not found:
         return ""
-    pairs = min(values[Measure("unrelated_pairs")] for values in known.values())
+    pairs = min(table[name][Measure("negative_pairs")] for name in found)
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
-    for name, values in known.items():
-        rows.append([title(name), *(f"{values[measure]:.1f}" for measure in UNRELATED)])
+    rows += [[title(name), *(f"{value:.1f}" for value in each)] for name, each in found.items()]
     return "\n".join(align(rows))
 
 
@@ -167,18 +172,15 @@ def side_by_side(variants: Mapping[str, Table]) -> str:
 
 
 def by_scene(scenes: Sequence[Tuple[str, Table]]) -> str:
-    """One line per sequence: AUC@3 of the first estimator, the same aligned, and precision."""
-    tables = [table for _, table in scenes]
-    known = measures_of(tables[0])
-    area = next(measure for measure in known if measure.metric == "auc" and measure.limit == 3)
-    shown = [each for each in (area, *move([area]), Measure("precision")) if each in known]
-    heads = [MOVED if each.aligned else each.title for each in shown]
-    rows = [[" | ".join(heads), "pairs", *map(title, tables[0])]]
-    counts = [int(next(iter(table.values()))[PAIRS] or 0) for table in tables]
-    for (scene, table), pairs in zip(scenes, counts):
-        cells = [" | ".join(percent(values[each]) for each in shown) for values in table.values()]
-        rows.append([scene, mark(pairs), *cells])
-    return "\n".join([*align(rows), *([FEW] if min(counts) < MIN_PAIRS else [])])
+    """One line per sequence: AUC@3 of the first estimator."""
+    matchers = list(scenes[0][1])
+    measures = measures_of(scenes[0][1])
+    area = next(measure for measure in measures if measure.metric == "auc" and measure.limit == 3)
+    rows = [[area.title, "pairs", *map(title, matchers)]]
+    for scene, table in scenes:
+        pairs = int(table[matchers[0]][PAIRS] or 0)
+        rows.append([scene, mark(pairs), *(percent(table[name][area]) for name in matchers)])
+    return "\n".join([*align(rows), *([FEW] if "*" in "".join(row[1] for row in rows) else [])])
 
 
 def mark(pairs: int) -> str:
@@ -187,16 +189,8 @@ def mark(pairs: int) -> str:
 
 
 def foremost(rows: Sequence[Row]) -> List[Row]:
-    """The differences to show first: all of SHORT, AUC@5 and AUC@10 (20) of ABREAST estimators.
-
-    Of the first estimator also those of aligned matches.
-    """
-    groups = columns_of(row.measure for row in rows)
-    shown = set(groups.pop(""))
-    for number, group in enumerate(list(groups.values())[:ABREAST]):
-        areas = [measure for measure in group if measure.limit == 5 or measure == group[-1]]
-        shown.update(areas, () if number else move(areas))
-    return [row for row in rows if row.measure in shown]
+    """The differences to show first: all of SHORT, and AUC@5."""
+    return [row for row in rows if row.measure.metric in SHORT or row.measure.limit == 5]
 
 
 def span(row: Row, form=points) -> str:

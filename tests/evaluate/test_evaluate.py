@@ -83,8 +83,8 @@ def test_names_of_metrics_are_the_same_in_every_file(done):
         assert float(line["value"]) == metrics[f"{line['matcher']}.{line['figure']}"]
     assert {
         "superglue.auc_ransac_aligned_3", "superglue.median_error_dlt", "superglue.recall_pairs",
-        "superglue.estimated_surest", "superglue.recall_at_ratio_precision", "superglue.threshold",
-        "superglue.calibration_error", "nn.unrelated_matches_p95",
+        "superglue.estimated_dlt", "superglue.recall_at_ratio_precision", "superglue.threshold",
+        "superglue.calibration_error", "nn.negative_matches_p95",
     } < set(metrics)  # fmt: skip
     head = read_csv(out / "pairs.csv")[0]
     counts = ["matches", "correct", "true_matches", "found", "precision", "recall"]
@@ -253,9 +253,6 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
     monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
     assert run(work, "--paper", "5", "--lightglue", "x") == 0
-    lines = read_csv(work / "out" / "protocols.csv")
-    assert [line["protocol"] for line in lines[:: len(MATCHERS)]] == ["160x120-50", "120x96-80"]
-    assert {line["pairs"] for line in lines} == {"5"}
     for name, most in (("160x120-50", 50), ("120x96-80", 80)):
         rows = read_csv(work / "out" / name / "pairs.csv")
         assert max(int(row["keypoints0"]) for row in rows) <= most
@@ -266,11 +263,9 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
     named = [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line]
     assert named == ["160x120-50", "120x96-80"] * 5  # matches, estimators, aligned
     assert all(f"AUC {name}" in last for name in ("RANSAC", "MAGSAC", "DLT"))
-    both = read_metrics(work)
+    assert (work / "out" / "report.txt").read_text().strip() in last
     one = read_metrics(work / "out", "120x96-80")
-    assert both["120x96-80.superglue.auc_dlt_10"] == one["superglue.auc_dlt_10"]
-    page = (work / "out" / "index.html").read_text()
-    assert 'href="160x120-50/index.html"' in page and "&ndash;" in page
+    assert f"{100 * one['superglue.auc_dlt_10']:.1f}" in last
     # what is not installed is said and left out
     said = "SKIP LightGlue: neither kornia nor lightglue is installed"
     assert said in printed and said in (work / "out" / "120x96-80" / "index.html").read_text()
@@ -324,21 +319,16 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
     assert order[:3] == ["SuperGlue", "same", "further"]
 
 
-@pytest.mark.parametrize(
-    "threshold, said",
-    [
-        (0.2, "shipped is the same model as ours, so it has no rows of its own"),
-        (0.05, "shipped has the weights of ours and another threshold, 0.05"),
-    ],
-)
-def test_where_training_kept_its_weights_that_is_said_once(work, capsys, threshold, said):
+@pytest.mark.parametrize("threshold", [0.2, 0.05])
+def test_a_training_that_kept_its_weights_is_one_row(work, capsys, threshold):
+    """With another threshold its matches differ."""
     write_model(work / "model.safetensors", about={"step": 0})
     write_model(work / "begun.safetensors", about={"step": 2400, "match_threshold": threshold})
     also = f"shipped={work / 'begun.safetensors'}"
     assert run(work, "--no-refine", "--threshold", "0", "--also", also) == 0
-    said = f"Training kept the weights it began with: {said}"
-    assert capsys.readouterr().out.count(said) == 1
-    assert (work / "out" / "index.html").read_text().count(said) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("Training kept the weights it began with") == 1
+    assert printed.count("shipped is the same model as ours") == (threshold == 0.2)
     assert ("shipped.precision" in read_metrics(work)) == (threshold != 0.2)
 
 
@@ -348,7 +338,7 @@ def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
     assert run(work, "--no-refine", "--images", work / "mixed") == 0
     lines = read_csv(work / "out" / "bad_images.csv")
     assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
-    assert "2 unreadable images left out" in capsys.readouterr().out
+    assert "2 images could not be read and were left out" in capsys.readouterr().out
     write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
     assert run(work, "--images", work / "none") == 1
     assert "none of the 1 images could be read" in capsys.readouterr().err
@@ -449,7 +439,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     for name in ("gain-median", "gain-most"):
         assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note
         assert (work / "out" / "pictures" / f"{name}.png").is_file()
-    assert ("pairs.csv", "test") in events and ("pictures", "test/pictures") in events
+    assert ("out", "test") in events
     assert events[-2:] == ["pairs.csv", "closed"]
 
 

@@ -55,7 +55,6 @@ def named(matcher, **values):
     return [Row(matcher, Measure(name), value) for name, value in values.items()]
 
 
-MADE = {"commit": "abcdef01", "date": "2026-01-31"}
 MATCHES = {
     "superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]],
     "ratio_test": [],
@@ -65,9 +64,9 @@ GAIN = Row(OURS, PRECISION, 0.1, 0.05, 0.2, 40, "nn", "better")
 CURVE = [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]
 ROWS = [
     *[row for m in MATCHERS for row in named(m, pairs=3)],
-    *named(OURS, threshold=0.5, unrelated_matches=1.25, unrelated_matches_p95=4.0),
-    *named("ratio_test", unrelated_matches=7.0, unrelated_matches_p95=20.0),
-    *[row for m in (OURS, "ratio_test") for row in named(m, unrelated_pairs=60)],
+    *named(OURS, threshold=0.5, negative_matches=1.25, negative_matches_p95=4.0),
+    *named("ratio_test", negative_matches=7.0, negative_matches_p95=20.0),
+    *[row for m in (OURS, "ratio_test") for row in named(m, negative_pairs=60)],
     *[Row(m, PRECISION, 0.8, 0.4, 0.6, 3) for m in MATCHERS],
     *[Row(m, Measure("recall"), 0.7, 0.4, 0.6, 3) for m in MATCHERS],
     *[Row(m, area(5), 0.5, 0.4, 0.6, 3) for m in MATCHERS],
@@ -100,20 +99,19 @@ def content(**changes):
 
 
 def render(**changes):
-    text = page.render(content(**changes), {}, MADE)
+    text = page.render(content(**changes), {})
     assert all(address.startswith("data:") for address in Balanced(text).loaded)
     return text
 
 
-def test_page_is_whole_and_says_data_model_commit_and_date():
+def test_page_is_whole_and_says_data_and_model():
     text = render()
     assert "http" not in re.sub("&[a-z]+;", "", text)
     assert "Evaluation &lt;b&gt;" in text and "a &amp; &lt;blur&gt;" in text
-    assert "Better than the best baseline in: precision." in text
     assert "80.0<br><small>40.0&ndash;60.0" in text
     assert "viewport" in text and "<caption>AUC RANSAC</caption>" in text
     title = re.search("<title>(.*)</title>", text).group(1)
-    assert all(word in title for word in ("Evaluation", "01234567", "abcdef01", "2026-01-31"))
+    assert "Evaluation" in title and "01234567" in title
     verdict = re.search('<p class="verdict">(.*)</p>', text).group(1)
     assert "AUC@5 RANSAC 50.0 %" in verdict and "80.0 % of its matches are right" in verdict
     assert "give 1.2 matches (95th percentile 4), by the ratio test 7.0 (20)" in verdict
@@ -152,11 +150,10 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
     gain = Row(OURS, area(5), 0.016, 0.007, 0.024, 99, "ratio_test", said)
     given = content(differences=[gain], clusters=3 if said == "too few" else 52)
     assert summary.verdict(given)[0] == PLAIN[said]
-    body = page.render(given, {}, MADE).split("</h1>")[1]
+    body = page.render(given, {}).split("</h1>")[1]
     assert body.lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
     assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
-    document.save(tmp_path, given)
-    assert document.load(tmp_path) == given
+    (tmp_path / document.TEXT).write_text(summary.text(given).partition("\n\n")[2])
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(PLAIN[said])
 
@@ -184,8 +181,8 @@ def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
 def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
     (tmp_path / "train.csv").write_text("step,loss\n10,2.0\n20,1.0\n")
     (tmp_path / "validation.csv").write_text("step,loss,precision,recall\n20,1.5,0.5,0.25\n")
-    assert "<h2>Training</h2>" not in page.render(content(), page.read_curves(None), MADE)
-    text = page.render(content(), page.read_curves(tmp_path), MADE)
+    assert "<h2>Training</h2>" not in page.render(content(), page.read_curves(None))
+    text = page.render(content(), page.read_curves(tmp_path))
     first = text[text.index("<h2>Training</h2>") :]
     assert first.index("<img") < first.index("Training and validation loss")
 
@@ -230,7 +227,7 @@ def test_a_browser_opens_it_without_complaint_and_no_table_is_cut_off(tmp_path, 
         " ...Array.from(d.querySelectorAll('.wide')).map(e => e.scrollWidth -"
         " e.clientWidth)].join(' '); }</script>"
     )
-    text = base64.b64encode(page.render(make_wide(), {}, MADE).encode()).decode()
+    text = base64.b64encode(page.render(make_wide(), {}).encode()).decode()
     (tmp_path / "frame.html").write_text(measure.replace("PAGE", f"'{text}'"), encoding="utf-8")
     options = ("--hide-scrollbars", "--window-size=1400,1000", "--dump-dom")
     done = run_browser(tmp_path, "frame.html", "--enable-logging=stderr", *options)
@@ -263,12 +260,7 @@ def test_a_few_pairs_are_marked_and_not_compared():
     assert few in text
 
 
-def test_a_further_model_has_its_own_sentence_in_the_summary():
-    other = GAIN._replace(baseline="shipped")
-    text = render(differences=[GAIN._replace(verdict="worse"), other])
-    assert "Worse than the best baseline in: precision." in text
-    assert "Better than shipped in: precision." in text
-    # the legend names only the verdicts that are there
+def test_the_legend_names_only_the_verdicts_that_are_there():
     text = render(differences=[GAIN._replace(verdict="worse")])
     assert re.findall(r'<i class="(better|worse|few)"></i>', text) == ["worse"]
 

@@ -1,4 +1,4 @@
-"""Magnified parts of photographs: the homography by hand, and what a pair shows of real
+"""Zoomed parts of photographs: the homography by hand, and what a pair shows of real
 photographs.
 """
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.evaluate import magnified
+from pipeline.evaluate import zoomed
 from pipeline.evaluate.conditions import conditions_of
 from pipeline.evaluate.heldout import HeldOutPairs
 from pipeline.fetch.containers import open_container
@@ -29,15 +29,15 @@ def rng(seed=0):
 
 
 def test_the_whole_view_has_only_one_part():
-    assert np.allclose(magnified.magnify_part(rng(), SIZE, 1.0, 0.0), np.eye(3))
+    assert np.allclose(zoomed.zoom_in(rng(), SIZE, 1.0, 0.0), np.eye(3))
     assert np.allclose(
-        magnified.magnify_part(rng(), SIZE, 1.0, 180.0), [[-1, 0, 319], [0, -1, 239], [0, 0, 1]]
+        zoomed.zoom_in(rng(), SIZE, 1.0, 180.0), [[-1, 0, 319], [0, -1, 239], [0, 0, 1]]
     )
 
 
 def test_a_part_that_is_larger_than_the_view_is_none():
     with pytest.raises(ValueError, match="rotated by 90"):
-        magnified.magnify_part(rng(), SIZE, 1.0, 90.0)
+        zoomed.zoom_in(rng(), SIZE, 1.0, 90.0)
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,7 +47,7 @@ def test_a_part_that_is_larger_than_the_view_is_none():
     turn=st.sampled_from([0.0, 45.0, 90.0, 180.0]),
 )
 def test_a_part_lies_inside_is_magnified_and_turned_as_said(seed, factor, turn):
-    H = magnified.magnify_part(rng(seed), SIZE, factor, turn)
+    H = zoomed.zoom_in(rng(seed), SIZE, factor, turn)
     inside = transform(corners(SIZE), np.linalg.inv(H))
     assert (inside >= -1e-6).all() and (inside <= np.array(SIZE) - 1 + 1e-6).all()
     found = conditions_of(H, SIZE, SIZE)
@@ -83,7 +83,7 @@ def test_pairs_of_real_photographs(buildings):
     gray values.
     """
     for factor, turn in ((2.0, 0.0), (4.0, 90.0)):
-        scene = magnified.MagnifiedPairs(buildings, 2, factor, turn).load(0)
+        scene = zoomed.ZoomedPairs(buildings, 2, factor, turn).load(0)
         whole, part = scene.images
         assert whole.shape == part.shape == (240, 320)
         back = cv2.warpPerspective(
@@ -99,4 +99,4 @@ def test_pairs_of_real_photographs(buildings):
 
 def test_a_photograph_too_small_for_a_level_is_left_out(buildings):
     with pytest.raises(BadImage, match="magnified 16 times has no pixels"):
-        magnified.MagnifiedPairs(buildings, 1, 16.0).load(0)
+        zoomed.ZoomedPairs(buildings, 1, 16.0).load(0)
