@@ -50,20 +50,9 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dim", type=int, default=128, help="D, width of the network (default 128)")
     add("--iterations", type=int, default=100, help="T, Sinkhorn iterations (default 100)")
-    add(
-        "--seconds",
-        type=float,
-        default=15.0,
-        help="of a comparison, at least two rounds (default 15)",
-    )
+    add("--seconds", type=float, default=15.0, help="of a comparison, about (default 15)")
     add("--rounds", type=int, default=7, help="of a comparison at most (default 7)")
-    add("--images", type=Path, help="folder of photographs (default: those inside scikit-image)")
-    add(
-        "--params",
-        type=Path,
-        default=Path("params.yaml"),
-        help="file with the sections keypoints and train",
-    )
+    add("--params", type=Path, default=Path("params.yaml"), help="with the section keypoints")
     add("--json", type=Path, metavar="FILE", help="write the rows to this file")
     options = parser.parse_args(argv)
     if options.rounds < 2 or options.dim % 4 or options.dim < 8 or options.iterations < 1:
@@ -83,9 +72,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parse(argv)
     config = SuperGlueConfig(dim=options.dim, sinkhorn_iterations=options.iterations)
     device = torch.device(choose_device(options.device))
-    setting = Setting(
-        device, config, options.rounds, options.seconds, options.images, options.params
-    )
+    setting = Setting(device, config, options.rounds, options.seconds, options.params)
     about = describe_machine(setting)
     print(about, flush=True)
     rows: List[Row] = []

@@ -52,7 +52,7 @@ def keypoints(setting: Setting) -> Iterator[Row]:
     many views.
     """
     settings = params.load("keypoints", setting.params)
-    photograph = photographs(setting.images, 1)[0]
+    photograph = photographs(1)[0]
     view = cv2.resize(photograph, (settings.width, settings.height))
     detector = sift.detector(sift.with_spare(settings.max_keypoints))
     count = settings.views_per_image
@@ -78,7 +78,7 @@ def files(setting: Setting) -> Iterator[Row]:
         fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0
     )
     with tempfile.TemporaryDirectory() as folder:
-        paths = _write_pair(Path(folder), photographs(setting.images, 1)[0])
+        paths = _write_pair(Path(folder), photographs(1)[0])
         seconds = setting.time({"call": lambda: matcher.match(*paths)})["call"].wall
     note = f"{min(seconds):.3f} to {max(seconds):.3f}"
     yield Row(
@@ -92,7 +92,7 @@ def aligned(setting: Setting) -> Iterator[Row]:
     """
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
     with tempfile.TemporaryDirectory() as folder, one_thread():
-        paths = _write_pair(Path(folder), photographs(setting.images, 1)[0])
+        paths = _write_pair(Path(folder), photographs(1)[0])
         sides = matcher.extract_all(paths)
         found = _true_matches(*sides).only(np.arange(ALIGNED))
         ways = {
@@ -114,7 +114,7 @@ def filled(setting: Setting) -> Iterator[Row]:
     """The fill of a pair of a scene (`scenes.fill`): classical matches of 8,192 keypoints of each
     of two views.
     """
-    image = cv2.resize(photographs(setting.images, 1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
+    image = cv2.resize(photographs(1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
     image = add_noise(image, 8.0)  # for more keypoints than a small photograph has
     rotated = cv2.warpAffine(
         image, cv2.getRotationMatrix2D((LARGE[0] / 2, LARGE[1] / 2), 10, 1.0), LARGE
@@ -135,7 +135,7 @@ def views(setting: Setting) -> Iterator[Row]:
     """JPEG files to pairs of views with their homographies (`dali_views`): DALI compared with
     OpenCV.
     """
-    found = photographs(setting.images, 8)
+    found = photographs(8)
     jpegs = [
         cv2.imencode(".jpg", found[i % 8], [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
         for i in range(DECODED)

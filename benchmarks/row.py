@@ -42,15 +42,12 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Settings of a run. seconds: of a row, about; images: folder of photographs, None: those in
-    scikit-image.
-    """
+    """Settings of a run. seconds: of a row, about."""
 
     device: torch.device
     config: SuperGlueConfig
     rounds: int = 5
     seconds: float = 8.0
-    images: Optional[Path] = None
     params: Path = Path("params.yaml")
 
     def model(self, **changes: Any) -> SuperGlue:

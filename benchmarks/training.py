@@ -156,26 +156,17 @@ def _mode_row(title: str, own: List[float], count: int, plain: List[float], pair
 
 def _run_ranks(setting: Setting, folder: Path, processes: int) -> List[float]:
     """Seconds of the steps of `processes` ranks. Raises RuntimeError."""
-    command = [sys.executable, "-m", "benchmarks.training", str(folder), str(setting.rounds)]
-    command.append(json.dumps(setting.config.to_dict()))
-    group = {
-        "WORLD_SIZE": str(processes),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)),
-    }
+    group = [f"--nproc_per_node={processes}", f"--master_port={free_port()}"]
+    command = [sys.executable, "-m", "torch.distributed.run", *group, "-m", "benchmarks.training"]
+    command += [str(folder), str(setting.rounds), json.dumps(setting.config.to_dict())]
+    environment = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1)), **os.environ}
     if setting.device.type == "cpu":
-        group["CUDA_VISIBLE_DEVICES"] = ""
-    ranks = []
-    for rank in map(str, range(processes)):
-        environment = {**os.environ, **group, "RANK": rank, "LOCAL_RANK": rank}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, env=environment, cwd=CLONE, **pipes))
-    answers = [each.communicate() for each in ranks]
-    if any(each.returncode for each in ranks):
-        said = re.findall(r"\w*Error: .*", "".join(errors for _, errors in answers))
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run(command, env=environment, cwd=CLONE, capture_output=True, text=True)
+    if done.returncode:
+        said = re.findall(r"\w*Error: .*", done.stderr)
         raise RuntimeError((said or ["a rank failed"])[0])
-    return json.loads(answers[0][0].splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_rank(folder: str, rounds: str, config: str) -> int:
@@ -196,7 +187,7 @@ def peer(setting: Setting) -> Iterator[Row]:
     """Training end to end in one process, compared with the peer's online float64 work, one pair in
     a step.
     """
-    found = photographs(setting.images, 8)
+    found = photographs(8)
     images = [image for image in found if len(sift.extract(image, KEYPOINTS)) == KEYPOINTS] or found
     theirs = PeerTraining(images, KEYPOINTS, setting.device)
     with tempfile.TemporaryDirectory() as name:

@@ -3,17 +3,15 @@
     python -m benchmarks.dev.first_gpu [--images FOLDER] [--out reports/first-gpu]
     python -m benchmarks.dev.first_gpu --device cpu          the same parts in the same order, small
 
-Each part is a command with a time limit. Its output (`NN-name.log`) and its line of `summary.md`
-are written at once.
-Nothing is downloaded: photographs come from --images or from those inside scikit-image. On a GPU
-the limits add up to 27 minutes. Run again with what is left: parts that succeeded are not repeated
-(`done.json`), and the training of real weights in OUT/real resumes.
+Each part is a command with a time limit. Its output (`NN-name.log`) and its line of `done.json`
+are written at once. Nothing is downloaded: photographs come from --images or from those inside
+scikit-image. On a GPU the limits add up to 27 minutes. Run again with what is left: parts that
+succeeded are not repeated, and the training of real weights in OUT/real resumes.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import signal
@@ -21,8 +19,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
+import numpy as np
 from ruamel.yaml import YAML
 
 from pipeline import presets
@@ -38,8 +37,7 @@ class Part(NamedTuple):
     """A command with its limit in seconds.
 
     until: a pattern under OUT; when a new file matches it, SIGTERM stops the command, as it stops a
-    preempted job.
-    expected: exit codes that count as success.
+    preempted job. expected: exit codes that count as success.
     """
 
     name: str
@@ -53,17 +51,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the parts that have not succeeded yet, within the budget."""
     title = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.first_gpu", description=title)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--images", default="", help="folder of photographs (default: those inside scikit-image)"
-    )
-    parser.add_argument("--out", type=Path, default=Path("reports/first-gpu"))
-    parser.add_argument(
-        "--budget", type=float, default=28.0, help="minutes of this call (default 28)"
-    )
-    parser.add_argument(
-        "--compare", action="store_true", help="only compare the trainings that are in OUT"
-    )
+    add = parser.add_argument
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--images", default="", help="folder of photographs (default: those inside scikit-image)")
+    add("--out", type=Path, default=Path("reports/first-gpu"))
+    add("--budget", type=float, default=28.0, help="minutes of this call (default 28)")
+    add("--compare", action="store_true", help="only compare the trainings that are in OUT")
     args = parser.parse_args(argv)
     if args.compare:
         return compare(args.out)
@@ -79,11 +72,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         part = part._replace(seconds=min(part.seconds * (PATIENCE if small else 1), left))
         rows[part.name] = run(part, args.out, f"{number:02d}-{part.name}.log", small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
-        lines = [f"| {name} | {row} |" for name, row in rows.items()]
-        write_atomic(
-            args.out / "summary.md", "\n".join(["| part | outcome |", "|---|---|", *lines, ""])
-        )
-        print(lines[list(rows).index(part.name)], flush=True)
+        print(f"{part.name}: {rows[part.name]}", flush=True)
     return 0
 
 
@@ -188,15 +177,9 @@ def run(part: Part, out: Path, log: str, small: bool) -> str:
             elif stopped and late:
                 process.kill()
             time.sleep(0.1)
-    outcome = (
-        "ok"
-        if process.returncode in part.expected
-        else f"FAILED with exit code {process.returncode}"
-    )
-    lines = [
-        line for line in (out / log).read_text(errors="replace").splitlines() if line.strip()
-    ] or [""]
-    last = lines[-1].strip()[-160:].replace("|", "/")
+    code = process.returncode
+    outcome = "ok" if code in part.expected else f"FAILED with exit code {code}"
+    last = (out / log).read_text(errors="replace").rstrip().rpartition("\n")[2][-160:]
     return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {last}"
 
 
@@ -204,27 +187,24 @@ def compare(out: Path) -> int:
     """Print losses on the device and on the CPU, and whether resumed and unbroken weights are
     equal: 0, else 1.
     """
-    losses: List[Dict[str, float]] = []
+    losses = []
     for name in ("cpu", "curve"):
-        with next((out / name / "reports").rglob("train.csv")).open() as stream:
-            losses.append({row["step"]: float(row["loss"]) for row in csv.DictReader(stream)})
-    both = [step for step in losses[0] if step in losses[1]]
-    for step in both:
-        print(f"step {step}: {losses[0][step]:.5f} on the CPU, {losses[1][step]:.5f} on the device")
-    away = max((abs(losses[0][step] / losses[1][step] - 1) for step in both), default=float("nan"))
-    ends: List[Tuple[str, Any]] = []
+        file = next((out / name / "reports").rglob("train.csv"))
+        losses.append(np.atleast_1d(np.genfromtxt(file, delimiter=",", names=True)))
+    steps = min(map(len, losses))
+    cpu, own = (each["loss"][:steps] for each in losses)
+    for step, first, second in zip(losses[0]["step"], cpu, own):
+        print(f"step {step:.0f}: {first:.5f} on the CPU, {second:.5f} on the device")
+    ends = []
     for name in ("curve", "whole"):
-        path = max(
-            (out / name / "checkpoints").glob("*/step-*.safetensors"), key=lambda file: file.name
-        )
-        ends.append((path.name, path.read_bytes()))
-    same = ends[0] == ends[1]
-    word = "the bytes" if same else "OTHER BYTES"
+        files = {file.name: file for file in (out / name).glob("checkpoints/*/step-*.safetensors")}
+        ends.append((max(files), files[max(files)].read_bytes()))
+    word = "the bytes" if ends[0] == ends[1] else "OTHER BYTES"
+    away = np.abs(cpu / own - 1).max()
     print(
-        f"{len(both)} steps, losses differ by {away:.2e} at most; resumed, {word} of the unbroken"
-        " training"
+        f"{steps} steps, losses differ by {away:.2e} at most; resumed, {word} of the unbroken one"
     )
-    return 0 if same else 1
+    return 0 if ends[0] == ends[1] else 1
 
 
 if __name__ == "__main__":

@@ -10,9 +10,10 @@ run's last validation, and when it passed the ratio test on those pairs for good
 from __future__ import annotations
 
 import argparse
-import csv
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import numpy as np
 
 from pipeline import errors
 from pipeline.errors import RequestError
@@ -37,34 +38,24 @@ def read_curve(folders: List[Path]) -> List[Point]:
     minutes = 0.0
     for folder in folders:
         batch = read_json(folder / "checkpoints" / "best.json", MISSING)["train"]["batch"]
-        reports = folder / "reports"
-        timing = read_rows(reports / "timing.csv")
-        for row in read_rows(reports / "curves" / "validation.csv"):
-            step = int(row["step"])
-            metrics = {name: row[name] for name in METRICS}
-            spent = minutes + minutes_of(timing, step, batch)
-            points.append(Point(pairs + step * batch, spent, metrics))
+        timing = read_rows(folder / "reports" / "timing.csv")
+        steps = np.append(0, timing["step"])
+        # of all processes together, without validation
+        spent = np.append(0, np.cumsum(np.diff(steps) * batch / timing["pairs_per_s"] / 60))
+        for row in read_rows(folder / "reports" / "curves" / "validation.csv"):
+            metrics = {name: float(row[name]) for name in METRICS}
+            at = minutes + float(np.interp(row["step"], steps, spent))
+            points.append(Point(pairs + int(row["step"]) * batch, at, metrics))
         pairs = points[-1].pairs
         minutes = points[-1].minutes
     return points
 
 
-def read_rows(path: Path) -> List[Dict[str, float]]:
+def read_rows(path: Path) -> np.ndarray:
+    """The lines of a CSV file, structured by its columns."""
     if not path.is_file():
         raise RequestError(f"{path}: {MISSING}")
-    with path.open(newline="") as stream:
-        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(stream)]
-
-
-def minutes_of(timing: List[Dict[str, float]], until: int, batch: int) -> float:
-    """Minutes of all processes together for the steps up to `until`, without validation."""
-    before = 0.0
-    seconds = 0.0
-    for row in timing:
-        if before < until:
-            seconds += (min(row["step"], until) - before) * batch / row["pairs_per_s"]
-        before = row["step"]
-    return seconds / 60
+    return np.atleast_1d(np.genfromtxt(path, delimiter=",", names=True))
 
 
 def find_crossing(points: List[Point], f1: float) -> Optional[Point]:

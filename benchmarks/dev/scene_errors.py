@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple
 
 import numpy as np
+from scipy.spatial.distance import pdist
 
 from pipeline.errors import RequestError
-
-BAND_PX = 4.0  # distance from the true epipolar line up to which a verified match counts as right
 
 
 class Camera(NamedTuple):
@@ -63,39 +62,30 @@ def scenes_of(names: List[str]) -> Dict[str, List[str]]:
     return found
 
 
-def similarity(points: np.ndarray, target: np.ndarray) -> Tuple[float, np.ndarray, np.ndarray]:
-    """(s, R, t) with target ~ s R points + t, least squares over (N, 3) points (Umeyama 1991)."""
-    mean = points.mean(0)
-    other = target.mean(0)
-    U, values, Vt = np.linalg.svd((target - other).T @ (points - mean))
-    sign = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
-    R = U @ np.diag(sign) @ Vt
-    s = float((values * sign).sum() / max(((points - mean) ** 2).sum(), 1e-12))
-    return s, R, other - s * R @ mean
-
-
 def model_errors(model: Any, cameras: Dict[str, Camera]) -> Dict[str, float]:
     """Errors of a pycolmap.Reconstruction's camera centres and rotations, after the best similarity
-    of the centres.
+    of the centres; {} for fewer than three photographs.
 
-    centre: mean distance, in the units of `cameras`; centre_percent: in percent of the largest
+    centre: mean distance, in the units of `cameras`; percent: of the largest
     distance between two true cameras of the scene; rotation: mean angle in degrees.
     """
-    poses = {
-        image.name: image.cam_from_world() for image in model.images.values() if image.has_pose
-    }
+    import pycolmap
+
+    poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
+    if len(poses) < 3:
+        return {}
     found = [cameras[name] for name in poses]
-    true = np.array([camera.C for camera in found])
     centres = np.array([pose.inverse().translation for pose in poses.values()])
-    s, R, t = similarity(centres, true)
-    distance = float(np.linalg.norm(s * centres @ R.T + t - true, axis=1).mean())
+    true = np.array([camera.C for camera in found])
+    moved = pycolmap.estimate_sim3d(centres, true)
+    distance = float(np.linalg.norm(moved * centres - true, axis=1).mean())
+    R = moved.rotation.matrix()
     turns = [pose.rotation.matrix() @ R.T @ c.R.T for pose, c in zip(poses.values(), found)]
     cosines = [(np.trace(turn) - 1) / 2 for turn in turns]
     every = np.array([camera.C for camera in cameras.values()])
-    extent = float(np.linalg.norm(every[:, None] - every[None], axis=-1).max())
     return {
         "centre": distance,
-        "centre_percent": 100 * distance / extent,
+        "percent": 100 * distance / float(pdist(every).max()),
         "rotation": float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean()),
     }
 
@@ -106,13 +96,3 @@ def true_fundamental(camera0: Camera, camera1: Camera, scale: float) -> np.ndarr
     x, y, z = camera1.R @ (camera0.C - camera1.C)
     cross = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]])
     return np.linalg.inv(camera1.K(scale)).T @ cross @ R @ np.linalg.inv(camera0.K(scale))
-
-
-def right_fraction(points0: np.ndarray, points1: np.ndarray, F: np.ndarray) -> float:
-    """Fraction of matched pixels (N, 2) within BAND_PX of the true epipolar line in image 1."""
-    ones = np.ones((len(points0), 1))
-    lines = np.hstack([points0, ones]) @ F.T
-    distances = np.abs((np.hstack([points1, ones]) * lines).sum(1)) / np.maximum(
-        np.hypot(*lines.T[:2]), 1e-12
-    )
-    return float((distances <= BAND_PX).mean())

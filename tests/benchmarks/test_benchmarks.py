@@ -168,15 +168,10 @@ class TestRows:
             (found,) = group(SETTING)
             assert found.unit == unit and found.value > 0
 
-    def test_photographs_of_a_folder_are_cut_to_one_size(self, tmp_path, photo):
-        cv2.imwrite(str(tmp_path / "a.jpg"), photo[:100, :150])
-        cv2.imwrite(str(tmp_path / "b.png"), cv2.resize(photo, (900, 500)))
-        found = images.photographs(tmp_path, 3)
-        assert [each.shape for each in found] == [(480, 640)] * 3 and np.array_equal(
-            found[0], found[2]
-        )
-        with pytest.raises(RequestError, match="holds no JPEG or PNG"):
-            images.photographs(tmp_path / "none", 1)
+    def test_photographs_are_cut_to_one_size(self):
+        found = images.photographs(8)
+        assert [each.shape for each in found] == [(480, 640)] * 8
+        assert all(each.dtype == np.uint8 and each.std() > 10 for each in found)
 
 
 def _allocate(_device: str, mib: int):
