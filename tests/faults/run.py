@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -79,11 +80,9 @@ RANDOM = """
 ## Random faults
 
 Written by `make random-faults`: {done} of {count} cells of seed {seed}, at {commits}. A cell runs a
-stage on small inputs with a fault at a random moment, and repeats it until it succeeds. Tried: the
-fault occurred before the stage ended. Held: the promise was kept.
+stage on small inputs with a fault at a random moment, and repeats it until it succeeds. Numbers of
+faults that occurred before the stage ended; {broken} of them broke the promise.
 
-| promise | stage | tried | held |
-|---|---|---|---|
 """
 
 
@@ -130,13 +129,15 @@ def show_random(count: int, seed: int, results: Path) -> str:
     """The section of docs/faults.md about these results."""
     every = read(results, seed)
     commits = ", ".join(sorted({each["commit"] for each in every}))
-    text = RANDOM.format(done=len(every), count=count, seed=seed, commits=commits)
-    for kind, fault in random_faults.FAULTS.items():
-        for stage in random_faults.STAGES:
-            tried = [e for e in every if e["struck"] and (e["kind"], e["stage"]) == (kind, stage)]
-            held = sum(not each["problems"] for each in tried)
-            text += f"| {fault.__doc__} | {stage} | {len(tried)} | {held} |\n"
     broken = [each for each in every if each["problems"]]
+    about = {"done": len(every), "broken": len(broken), "commits": commits}
+    text = RANDOM.format(count=count, seed=seed, **about)
+    stages = list(random_faults.STAGES)
+    tried = Counter((each["kind"], each["stage"]) for each in every if each["struck"])
+    rows = [["promise", *stages], ["---"] * (1 + len(stages))]
+    for kind, fault in random_faults.FAULTS.items():
+        rows.append([str(fault.__doc__), *(str(tried[kind, stage]) for stage in stages)])
+    text += "".join(f"| {' | '.join(row)} |\n" for row in rows)
     lines = [f"- cell {e['number']}, {e['kind']}, {e['stage']}: {e['problems']}\n" for e in broken]
     return text + "".join(["\n", *lines] if lines else [])
 
