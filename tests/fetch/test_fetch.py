@@ -223,31 +223,6 @@ def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
     assert not (tmp_path / "out").exists() and not (tmp_path / "reports").exists()
 
 
-def test_a_manifest_that_fits_is_not_made_again(run, image_folder, tmp_path, monkeypatch):
-    before = {
-        path.name: path.read_bytes()
-        for path in run(source="folder", path=str(image_folder)).iterdir()
-    }
-    with monkeypatch.context() as patch:
-        patch.setattr(fetch, "_fetch", None)  # calling it would fail
-        out = run(source="folder", path=str(image_folder))
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-    with monkeypatch.context() as patch:
-        patch.setattr(fetch, "VERSION", 0)
-        changed = json.loads(
-            (run(source="folder", path=str(image_folder)) / "source.json").read_text()
-        )
-    assert changed["made_from"] != json.loads(before["source.json"])["made_from"]
-    (image_folder / "coffee.png").unlink()
-    assert "coffee.png" not in {
-        name
-        for split in ("train", "val", "test")
-        for name in names(run(source="folder", path=str(image_folder)), split)
-    }
-    (out / "manifest.csv").write_text("damaged")
-    assert open_manifest(run(source="folder", path=str(image_folder))).entries("train")
-
-
 def test_the_sample_goes_when_other_images_come(run, image_folder):
     assert (run() / "sample" / "camera.png").is_file()
     assert not (run(source="folder", path=str(image_folder)) / "sample").exists()
@@ -530,19 +505,6 @@ def test_real_annotations(run, shared_data, tmp_path):
     images = open_manifest(people)
     entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
     assert len(entries) > 40 and all(images.read(entry) for entry in entries)
-
-
-def test_any_changed_byte_of_source_json_is_seen(run, image_folder):
-    """Its counts and names stand in reports, and nothing else would notice."""
-    options = {"source": "folder", "path": str(image_folder)}
-    path = run(**options) / "source.json"
-    good = path.read_bytes()
-    for place in random.Random(0).sample(range(len(good)), 40):
-        changed = bytearray(good)
-        changed[place] ^= 1 << place % 7
-        path.write_bytes(changed)
-        run(**options)
-        assert path.read_bytes() == good
 
 
 def test_an_archive_that_changed_after_it_was_checked_is_named(run, archive_server):
