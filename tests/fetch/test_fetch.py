@@ -389,7 +389,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     assert (
         run(source="coco2017-val", mirror=server.url, limit=2) / "manifest.csv"
     ).read_bytes() == before
-    assert server.sent == sent
+    assert server.sent - sent < 4000  # the directory
     server.close()
 
 
