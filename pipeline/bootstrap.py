@@ -25,7 +25,7 @@ def plain(value: float) -> Optional[float]:
     return round(float(value), DIGITS) if math.isfinite(value) else None
 
 
-def rounded(line: Mapping[str, float]) -> Line:
+def rounded(line: Mapping[Any, Any]) -> Dict[Any, Any]:
     """Apply `plain` to each number."""
     return {name: plain(value) for name, value in line.items()}
 

@@ -129,7 +129,8 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
     colours = colours.tolist()
     below = canvas.copy()
     for index in order[np.isin(order, lines)]:
-        cv2.line(canvas, *ends[index], colours[index], thickness, cv2.LINE_AA, 4)
+        start, end = ends[index]
+        cv2.line(canvas, start, end, colours[index], thickness, cv2.LINE_AA, 4)
     cv2.addWeighted(canvas, OPACITY, below, 1 - OPACITY, 0, dst=canvas)
     for index in order:
         for x, y in ends[index]:

@@ -270,8 +270,10 @@ class Matcher:
         """Align each result that is not yet, with the features of its images, in their order."""
 
         def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
-            result, *sides = item
-            return result if result.deviations is not None else result.align(*sides, self.device)
+            result, side0, side1 = item
+            if result.deviations is not None:
+                return result
+            return result.align(side0, side1, self.device)
 
         waiting = iter(results)
         for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
@@ -327,9 +329,9 @@ class Matcher:
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(pair, self.resize) for pair in sides]
-        few = slice(rules.network_keypoints)
+        few = np.arange(rules.network_keypoints)
         asked = [
-            self._pair(*(scenes.select(side, few) for side in each.sides))
+            self._pair(*(scenes.select(side, few[: len(side.records)]) for side in each.sides))
             for each in screened
             if each.agreeing >= rules.likely
         ]
@@ -339,7 +341,9 @@ class Matcher:
         for pair, each in zip(sides, screened):
             found = nothing
             if each.agreeing >= rules.likely:
-                of_network = MatchResult.of(*each.sides, *next(answers))
+                answer = next(answers)
+                side0, side1 = each.sides
+                of_network = MatchResult.of(side0, side1, answer.matches0, answer.scores0)
                 found = scenes.finish(each, of_network, self.threshold, self.resize, rules)
             result = MatchResult.of(*pair, found.matches, found.scores)
             results.append(result._replace(pair_score=found.score))

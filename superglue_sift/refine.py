@@ -208,7 +208,8 @@ class _Work:
         maps: np.ndarray,
         device: Union[str, torch.device],
     ) -> None:
-        usable = np.isfinite(np.column_stack([points0, points1, maps.reshape(-1, 4)])).all(1)
+        numbers = np.column_stack([points0, points1, maps.reshape(-1, 4)])
+        usable = np.all(np.isfinite(numbers), axis=1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
         # Along the direction of most magnification
         scale = np.linalg.norm(maps, ord=2, axis=(1, 2))
@@ -302,9 +303,8 @@ class _Work:
         unit1 = self.pyramid1.unit[level1]
         moved = torch.zeros_like(start)
         left = torch.arange(len(rows), device=start.device)  # matches that have not converged
-        part = (template, frame1, grid1, unit1)
+        patch, frame, grid, unit = (template, frame1, grid1, unit1)
         for _ in range(ITERATIONS):
-            patch, frame, grid, unit = part
             shift = (frame @ moved[left][..., None])[..., 0]
             step = patch.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
             length = step.norm(dim=1, keepdim=True)
@@ -312,7 +312,10 @@ class _Work:
             moving = length[:, 0] > SETTLED
             if 2 * int(moving.sum()) < len(left):  # dropping fewer takes longer than moving them
                 left = left[moving]
-                part = tuple(values[moving] for values in part)
+                patch = patch[moving]
+                frame = frame[moving]
+                grid = grid[moving]
+                unit = unit[moving]
             if not len(left):
                 break
         shift = (frame1 @ moved[..., None])[..., 0]

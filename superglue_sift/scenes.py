@@ -102,7 +102,8 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     orders = [np.argsort(-side.records["score"], kind="stable") for side in pair]
     few = [select(side, order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side.records, side.size, resize) for side in few)
-    found = MatchResult.of(*few, *classical.ratio_matches(one.described, other.described))
+    matches, scores = classical.ratio_matches(one.described, other.described)
+    found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.stamped()
     index0, index1 = found.matches[~stamped].T
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], STRICT_PX)

@@ -39,11 +39,13 @@ def steps(scored: Sequence[ScoredMatches]) -> Tuple[np.ndarray, np.ndarray, np.n
         order = np.argsort(-matches.scores, kind="stable")
         precision = np.cumsum(matches.correct[order]) / np.arange(1, len(order) + 1)
         recall = np.cumsum(matches.found[order]) / max(matches.truth, 1)
-        increments = (np.diff(curve, prepend=0.0) for curve in (precision, recall))
-        parts.append((matches.scores[order], np.full(len(order), number), *increments))
-    columns = [np.concatenate(column) for column in zip(*parts)]
-    order = np.argsort(-columns[0], kind="stable")
-    return tuple(column[order] for column in columns)
+        precision_steps = np.diff(precision, prepend=0.0)
+        recall_steps = np.diff(recall, prepend=0.0)
+        numbers = np.full(len(order), number)
+        parts.append((matches.scores[order], numbers, precision_steps, recall_steps))
+    scores, numbers, precision_steps, recall_steps = map(np.concatenate, zip(*parts))
+    order = np.argsort(-scores, kind="stable")
+    return scores[order], numbers[order], precision_steps[order], recall_steps[order]
 
 
 def sweep(scored: Sequence[ScoredMatches]) -> Sweep:

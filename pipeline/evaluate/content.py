@@ -137,7 +137,8 @@ def draw_pictures(
             scene, number, settings.params.max_keypoints, settings.extractor, position
         )
         view = scene.pairs[position]
-        images = [source.in_color(number, at, scene.images[at]) for at in (view.first, view.second)]
+        left = source.in_color(number, view.first, scene.images[view.first])
+        right = source.in_color(number, view.second, scene.images[view.second])
         answers = matchers.answers([known.pair], 1)[0]
         shown = matchers.above(answers)
         panels = []
@@ -146,21 +147,23 @@ def draw_pictures(
         for matcher in PICTURED:
             caption = f"{title(matcher)}: {describe(rows[index][matcher])}"
             captions.append(f"{caption}.")
-            points = matched_points(known.pair, shown[matcher])
+            points0, points1, scores = matched_points(known.pair, shown[matcher])
             correct = correct_matches(known, shown[matcher])
-            panels.append(drawing.Panel(f"{caption}   ({known.name})", *points, ~correct))
+            panels.append(
+                drawing.Panel(f"{caption}   ({known.name})", points0, points1, scores, ~correct)
+            )
             # all of ours, for the slider of the page
             every = answers[matcher] if matcher in matchers.networks else shown[matcher]
             points0, points1, scores = matched_points(known.pair, every)
             points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
             columns = points0.round(1), points1, scores.round(3), correct_matches(known, every)
             lines[matcher] = np.column_stack(columns).tolist()
-        canvas = drawing.side_by_side(*images)
+        canvas = drawing.side_by_side(left, right)
         _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
         jpeg = base64.b64encode(data.tobytes()).decode("ascii")
         height, width = canvas.shape[:2]
         small = document.Picture(name, " ".join(captions), jpeg, width, height, lines)
-        drawn.append((small, drawing.draw(*images, panels)))
+        drawn.append((small, drawing.draw(left, right, panels)))
     return drawn
 
 

@@ -111,9 +111,11 @@ def pairs_of_scene(
         sides = view.first, view.second
         for image in set(sides) - set(keypoints):
             keypoints[image] = extractor(scene.images[image], max_keypoints)
-        images = [scene.images[side] for side in sides]
-        pair = choose_pair(Pair(*(keypoints[side] for side in sides), *map(image_size, images)))
-        known = KnownPair(view.name, scene.name, (index, position), pair, view.truth, tuple(images))
+        image0, image1 = (scene.images[side] for side in sides)
+        records0, records1 = (keypoints[side] for side in sides)
+        pair = choose_pair(Pair(records0, records1, image_size(image0), image_size(image1)))
+        images = (image0, image1)
+        known = KnownPair(view.name, scene.name, (index, position), pair, view.truth, images)
         pairs.append(known)
     return pairs
 

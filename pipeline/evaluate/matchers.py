@@ -123,13 +123,11 @@ def match_scene(
     accepted.
     """
     none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # no guiding
-    sides = [
-        scenes.Side(positions(records).astype(np.float64), none)
-        for records in (pair.records0, pair.records1)
-    ]
+    side0 = scenes.Side(positions(pair.records0).astype(np.float64), none)
+    side1 = scenes.Side(positions(pair.records1).astype(np.float64), none)
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    accepted = scenes.fill(matches, answer.scores0[index0], threshold, tuple(sides), rules)
+    accepted = scenes.fill(matches, answer.scores0[index0], threshold, (side0, side1), rules)
     kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
     return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
 

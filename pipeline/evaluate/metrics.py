@@ -102,7 +102,7 @@ def summarize(
         }
     found: Dict[Measure, float] = {
         PAIRS: len(rows),
-        Measure("matches"): np.mean([row.counts.matches for row in rows]),
+        Measure("matches"): float(np.mean([row.counts.matches for row in rows])),
     }
     for measure, mean in means.items():
         if not measure.limit:
@@ -220,7 +220,7 @@ def differences(
             if clusters >= MIN_CLUSTERS and gain["low"] is not None:
                 worse = "worse" if gain["high"] < 0 else "equal"
                 verdict = "better" if gain["low"] > 0 else worse
-            rows.append(Row(OURS, measure, *gain.values(), best, verdict))
+            rows.append(Row(OURS, measure, **gain, baseline=best, verdict=verdict))
     return rows
 
 

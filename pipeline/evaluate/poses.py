@@ -69,11 +69,13 @@ class PosePairs(Source):
             image, scaling = hpatches.read_resized(self.folder / name, self.short_side)
             images.append(image)
             intrinsics.append(scaling @ K)
-        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(*intrinsics, pose.T_0to1))
+        K0, K1 = intrinsics
+        known = ViewPair(f"{name0} {name1}", 0, 1, Pose(K0, K1, pose.T_0to1))
         return Scene(self.scenes[index][0], images, [known])
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        return hpatches.in_color(self.folder / self.pairs[index][image], gray)
+        name0, name1, _ = self.pairs[index]
+        return hpatches.in_color(self.folder / (name0, name1)[image], gray)
 
 
 def scene_names(pairs: Sequence[Sequence[str]]) -> List[str]:
@@ -185,7 +187,7 @@ def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
     """That of `MatchResult.relative_pose`."""
     points = found.points0, found.points1
     pose = geometry.relative_pose(*points, cameras.K0, cameras.K1, RANSAC_PX, found.deviations)
-    return None if pose.R is None else (pose.R, pose.t)
+    return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 
 ESTIMATORS = {"pose": estimate, "refined": estimate_refined}
@@ -202,7 +204,7 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
     rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
     direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
-    return float(np.degrees(np.arccos(np.clip([rotation, direction], -1, 1)).max()))
+    return float(np.degrees(np.arccos(np.clip(np.array([rotation, direction]), -1, 1)).max()))
 
 
 def correct_matches(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:

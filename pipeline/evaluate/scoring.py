@@ -154,8 +154,8 @@ def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.nda
     index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
     points0 = sift.positions(pair.records0)[index0]
     points1 = sift.positions(pair.records1)[matches.matches0[index0]]
-    columns = points0, points1, matches.scores0[index0]
-    return tuple(column.astype(np.float64) for column in columns)
+    scores = matches.scores0[index0]
+    return points0.astype(np.float64), points1.astype(np.float64), scores.astype(np.float64)
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
@@ -193,8 +193,9 @@ def estimate_errors(
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
-        sides = (side.astype(np.float64) for side in (moved.aligned0, moved.aligned1))
-        positions.append(Matches(*sides, weights, seed, moved.deviations))
+        aligned0 = moved.aligned0.astype(np.float64)
+        aligned1 = moved.aligned1.astype(np.float64)
+        positions.append(Matches(aligned0, aligned1, weights, seed, moved.deviations))
     errors = {}
     for aligned, found in zip((False, True), positions):
         if isinstance(known.truth, Pose):

@@ -32,12 +32,12 @@ def load(
 
 def load_all(
     path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS
-) -> Dict[str, Section]:
+) -> Dict[str, Any]:
     """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
     return parse(_read(Path(path)), str(path), options)
 
 
-def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Section]:
+def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
     """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for
     messages.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from pipeline.report.rows import ALIGNED, Measure, Row, Table, title
 
@@ -140,7 +140,7 @@ def notes(table: Table) -> List[str]:
     return lines
 
 
-def negative_matches(table: Table) -> Dict[str, List[float]]:
+def negative_matches(table: Table) -> Dict[str, List[Any]]:
     """Matches on negative pairs by matcher: mean and 95th percentile."""
     return {
         name: [values[measure] for measure in NEGATIVES]
@@ -154,7 +154,7 @@ def negatives(table: Table) -> str:
     found = negative_matches(table)
     if not found:
         return ""
-    pairs = min(table[name][Measure("negative_pairs")] for name in found)
+    pairs = min(table[name][Measure("negative_pairs")] or 0 for name in found)
     rows = [[f"matches on {pairs} pairs with nothing in common", "mean", "95th percentile"]]
     rows += [[title(name), *(f"{value:.1f}" for value in each)] for name, each in found.items()]
     return "\n".join(align(rows))

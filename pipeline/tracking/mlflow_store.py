@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, cast
 
 from pipeline.provenance import repro
 from pipeline.tracking.log import Event
@@ -93,7 +93,8 @@ class MlflowStore:
         items["tags"] = [RunTag(k, v.replace(RUN_ID, self.run_id)) for k, v in tags.items()]
         for kind, most in AT_ONCE.items():
             for at in range(0, len(items[kind]), most):
-                self._client.log_batch(self.run_id, **{kind: items[kind][at : at + most]})
+                part: Dict[str, Any] = {kind: items[kind][at : at + most]}
+                self._client.log_batch(self.run_id, **part)
         for event in events:
             if "dataset" in event:
                 self._log_dataset(event["dataset"])
@@ -195,7 +196,7 @@ def make_monitor(record: Callable[[Dict[str, Any], int], None], last: Dict[str, 
     from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
     monitor = SystemMetricsMonitor("")
-    monitor.mlflow_logger = SimpleNamespace(record_metrics=record)
+    monitor.mlflow_logger = cast(Any, SimpleNamespace(record_metrics=record))
     steps = [step for name, step in last.items() if name.startswith("system/")]
     monitor._logging_step = max(steps, default=-1) + 1
     return monitor

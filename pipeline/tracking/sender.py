@@ -137,16 +137,16 @@ class Sender(threading.Thread):
                 if self._store.is_new:  # it gets all events
                     self._offset = 0
                     continue
-            self._send([event for event in events if not FILES & event.keys()])
+            self._send(self._store, [event for event in events if not FILES & event.keys()])
             self._files += [event for event in events if FILES & event.keys()]
             self._offset = batch[-1][1]
             if self.error is not None:
                 self.error = None
                 say(f"{self.place} answers again")
 
-    def _send(self, events: List[Event]) -> None:
+    def _send(self, store: MlflowStore, events: List[Event]) -> None:
         try:
-            self._store.send(events)
+            store.send(events)
         except Exception as error:
             if getattr(error, "error_code", "") not in REFUSALS:
                 raise
@@ -154,13 +154,13 @@ class Sender(threading.Thread):
                 self._refused.append(f"{_name(events[0])} ({_reason(error)})")
                 return
             for event in events:
-                self._send([event])
+                self._send(store, [event])
 
     def _send_files(self) -> None:
         """Send files and models, each for itself: one that is refused holds up no other."""
         for _ in range(FILE_TRIES):
             for event in list(self._files):
-                if self._given_up.is_set():
+                if self._given_up.is_set() or self._store is None:
                     return
                 try:
                     self._store.send_files(event)

@@ -133,10 +133,11 @@ def match_many(args: argparse.Namespace) -> int:
             adding.append(stack.enter_context(database))
         run = many.Run(store, output, adding)
         run.match(job.pairs, total)
-        for _ in range(retrieval.ROUNDS if job.expansion else 0):
-            more = job.expansion.propose()
-            run.match(more, len(more))
-            total += len(more)
+        if job.expansion:
+            for _ in range(retrieval.ROUNDS):
+                more = job.expansion.propose()
+                run.match(more, len(more))
+                total = (total or 0) + len(more)
     print(run.report(total))
     if args.colmap:
         print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")

@@ -260,7 +260,8 @@ class Run:
         with Progress(total=total, desc="matching", unit="pairs") as shown:
             for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
                 pair, made = started.popleft()
-                self.output.write(*pair, found, made)
+                photo0, photo1 = pair
+                self.output.write(photo0, photo1, found, made)
                 self._add(pair, found)
                 self.matched += 1
                 shown.update(1)

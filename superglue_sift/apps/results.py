@@ -88,7 +88,10 @@ def aligned_lists(found: MatchResult) -> Dict[str, Any]:
     if found.aligned1 is not None:
         for name in ALIGNED:
             values = np.asarray(getattr(found, name), np.float64).round(4)
-            lists[name] = np.where(np.isfinite(values), values, None).tolist()
+            known = np.isfinite(values)
+            values = values.astype(object)
+            values[~known] = None
+            lists[name] = values.tolist()
     return lists
 
 
@@ -171,6 +174,7 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
     matches = file["matches"]
     matched = np.flatnonzero(matches >= 0)
     turned0, turned1 = file["turned"].tolist()
+    aligned: Dict[str, Any] = {name: file[name][matched] for name in ALIGNED if name in file}
     return MatchResult(
         file["keypoints0"],
         file["keypoints1"],
@@ -181,7 +185,7 @@ def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> Matc
         pair_score=int(file["pair_score"]) if "pair_score" in file else None,
         frame=str(file["frame"]),
         turned=(turned0, turned1),
-        **{name: file[name][matched] for name in ALIGNED if name in file},
+        **aligned,
     )
 
 

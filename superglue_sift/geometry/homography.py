@@ -156,7 +156,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
     found = least_squares(
         distances,
         normalized(H).ravel()[:8],
-        derivatives,
+        derivatives,  # pyright: ignore  # scipy's stubs know only its names
         x_scale="jac",
         loss="cauchy",
         f_scale=SCATTER_PX,

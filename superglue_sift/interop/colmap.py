@@ -75,8 +75,11 @@ class ColmapDatabase:
     def infer_cameras(self, names: Sequence[str]) -> None:
         """Read the focal lengths of photographs; name those on stderr that COLMAP cannot read."""
         unread = []
-        for name in [] if self._images is None or self._shared else names:
-            path = self._images / name
+        images = self._images
+        if images is None or self._shared:
+            return
+        for name in names:
+            path = images / name
             self._inferred[name] = None
             try:
                 if path.is_file():
@@ -174,7 +177,7 @@ def database_of(
     path.parent.mkdir(parents=True, exist_ok=True)
     keypoints: Dict[Any, np.ndarray] = {}
     pairs: List[Tuple[Any, Any, MatchResult]] = []
-    name = {photo: os.path.relpath(photo.image, root) for photo in photos}
+    name = {photo: os.path.relpath(str(photo.image), root) for photo in photos}
 
     def add(photo0: Any, photo1: Any, result: MatchResult) -> None:
         # keep the keypoints of a photograph once, not for each of its pairs
@@ -192,9 +195,9 @@ def database_of(
             if refine and result.pair_score is not None:
                 points0 = moved[photo0][result.matches[:, 0]]
                 points1 = moved[photo1][result.matches[:, 1]]
-                sizes = (result.size0, result.size1)
-                units = tuple(geometry.unit_of(size, scenes.RESIZE) for size in sizes)
-                result = result.only(scenes.consistent(points0, points1, units))
+                unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
+                unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
+                result = result.only(scenes.consistent(points0, points1, (unit0, unit1)))
             side0, side1 = (store(photo).move(moved[photo]) for photo in (photo0, photo1))
             database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)
