@@ -16,6 +16,10 @@ matching_scores1 float32; as a list, matches (K, 3) int64 of batch, index 0, ind
 
 The graph is that of the trained network itself. The export needs `pip install
 'superglue-sift[onnx]'` and torch 2.5 or newer.
+
+    python -m superglue_sift.onnx --for colmap superglue-colmap.onnx
+
+writes the file that COLMAP 4 takes in place of its own network, see `ColmapSuperGlue`.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
 
 import numpy as np
 import torch
@@ -31,20 +35,29 @@ from torch import Tensor, nn
 
 from superglue_sift import errors
 from superglue_sift.batch import Images, Keypoints, Pair
+from superglue_sift.descriptors import root_sift_of
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.files import check_writable
+from superglue_sift.matcher import RESIZE
 from superglue_sift.pair_inputs import choose_pair
-from superglue_sift.sift import positions
+from superglue_sift.sift import KEYPOINT, MIN_SCALE, positions
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
+from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
+IR_VERSION = 8  # of OPSET; with the exporter's own, 10, ONNX Runtime must be 1.18 or newer
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
 INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
+COLMAP_SIDE = ("kpts", "desc", "image_size", "scales", "oris")
+COLMAP_INPUTS = tuple(f"{name}{side}" for name in COLMAP_SIDE for side in "01")
+COLMAP_OUTPUTS = ("matches0", "mscores0")
+# Keypoints of an image that COLMAP's file matches, those of the largest scales. Memory and time
+# grow with the square: COLMAP finds up to 8,192 by default.
+COLMAP_KEYPOINTS = 2048
 
 
 class PaddedSuperGlue(nn.Module):
@@ -78,6 +91,68 @@ class PaddedSuperGlue(nn.Module):
         return matches0, matches1, scores0, scores1, rows, scores0[batch, index0]
 
 
+class ColmapSuperGlue(nn.Module):
+    """The network for two images of COLMAP's SIFT, with the inputs of COLMAP's own LightGlue.
+
+    COLMAP checks the names, their order and their ranks. COLMAP_INPUTS, float32, of each image:
+    kpts (1, N, 2), px, the centre of the first pixel at (0, 0); desc (1, N, 128), RootSIFT;
+    image_size (1, 2), width and height; scales (1, N), sigma in px; oris (1, N), radians.
+    COLMAP_OUTPUTS: matches0 (N,) int64, index in image 1 or -1; mscores0 (N,) float32, the
+    probability of the match, 0 without one. Two orientations of a point are two keypoints.
+    """
+
+    def __init__(self, model: SuperGlue, threshold: float) -> None:
+        """model: in evaluation mode. threshold: minimum probability of a match."""
+        super().__init__()
+        self.network = PaddedSuperGlue(model, threshold)
+
+    def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
+        """COLMAP_INPUTS to COLMAP_OUTPUTS."""
+        named = dict(zip(COLMAP_INPUTS, inputs))
+        sides = [{name: named[name + side] for name in COLMAP_SIDE} for side in "01"]
+        orders = [_largest(side["scales"]) for side in sides]
+        values = [_from_colmap(side, order) for side, order in zip(sides, orders)]
+        matches, _, scores, *_ = self.network(*(side[name] for side in values for name in SIDE))
+        # the last entry is for -1, no match
+        index1 = torch.cat([orders[1], orders[1].new_full((1,), -1)])[matches[0]]
+        found = torch.full_like(named["scales0"][0], -1, dtype=torch.int64)
+        return (
+            found.index_copy(0, orders[0], index1),
+            torch.zeros_like(named["scales0"][0]).index_copy(0, orders[0], scores[0].float()),
+        )
+
+
+def _largest(scales: Tensor) -> Tensor:
+    """(n,) indices of the COLMAP_KEYPOINTS largest of scales (1, N), or of all."""
+    # a slice [:n] would fix the exported graph to fewer keypoints
+    count = torch.sym_min(scales.shape[1], COLMAP_KEYPOINTS)
+    return scales[0].argsort(descending=True)[torch.arange(count, device=scales.device)]
+
+
+def _from_colmap(side: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
+    """The keypoints `order` (n,) of one image by the names of SIDE.
+
+    Sizes are divided as by `Features.as_found`: the network knows images of up to RESIZE px.
+    """
+    kpts, desc, scales, oris = (
+        side[name].index_select(1, order) for name in ("kpts", "desc", "scales", "oris")
+    )
+    scales = 2 * scales  # OpenCV's size is a diameter
+    smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
+    unit = torch.minimum(side["image_size"][0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(
+        min=1.0
+    )
+    return {
+        "keypoints": (kpts + 0.5) / unit - 0.5,
+        "descriptors": 512 * desc.square(),  # the network takes the root
+        "scores": torch.full_like(scales, TYPICAL_SCORE),  # COLMAP stores none
+        "scales": scales / unit,
+        "angles": torch.rad2deg(oris),
+        "image_size": side["image_size"] / unit,
+        "mask": torch.ones_like(scales, dtype=torch.bool),
+    }
+
+
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     """One image by the names of `Keypoints`, with a masked row: a maximum needs at least one."""
     size = values["image_size"]
@@ -88,6 +163,20 @@ def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     }
     padded["positions"] = padded.pop("keypoints")
     return {**padded, "image_size": size.unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)}
+
+
+class Form(NamedTuple):
+    """A network for export, with the names of its inputs and outputs."""
+
+    network: Type[nn.Module]
+    inputs: Tuple[str, ...]
+    outputs: Tuple[str, ...]
+
+
+FORMS = {
+    "any": Form(PaddedSuperGlue, INPUTS, OUTPUTS),
+    "colmap": Form(ColmapSuperGlue, COLMAP_INPUTS, COLMAP_OUTPUTS),
+}
 
 
 def example(
@@ -120,8 +209,24 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     return values
 
 
-def program(model: SuperGlue, threshold: float) -> Any:
-    """`torch.export.ExportedProgram` for any batch size.
+def colmap_inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
+    """COLMAP_INPUTS by name, for one pair of SIFT features with one orientation each."""
+    values: Dict[str, np.ndarray] = {}
+    for side, features in zip("01", (side0, side1)):
+        records = features.records
+        columns = {
+            "kpts": features.keypoints,
+            "desc": root_sift_of(records["descriptor"]),
+            "image_size": np.array(features.size),
+            "scales": records["scale"] / 2,
+            "oris": np.deg2rad(records["angle"]),
+        }
+        values.update({name + side: v.astype(np.float32)[None] for name, v in columns.items()})
+    return {name: values[name] for name in COLMAP_INPUTS}
+
+
+def program(model: SuperGlue, threshold: float, form: str = "any") -> Any:
+    """`torch.export.ExportedProgram` for any numbers of keypoints, and for "any" any batch size.
 
     Raises RequestError: torch before 2.5, or not for SIFT.
     """
@@ -134,25 +239,34 @@ def program(model: SuperGlue, threshold: float) -> Any:
             f" {model.config.extractor}"
         )
     dim = torch.export.Dim
-    batch = dim("batch")
     counts = {"0": dim("keypoints0"), "1": dim("keypoints1")}
+    network, inputs, _ = FORMS[form]
+    if form == "colmap":
+        none = Features(np.zeros(5, KEYPOINT), (640, 480))
+        values = tuple(map(torch.from_numpy, colmap_inputs_of(none, none).values()))
+        axes = {}
+    else:
+        values = example()
+        axes = {0: dim("batch")}
     shapes = [
-        {0: batch} if name.startswith("image_size") else {0: batch, 1: counts[name[-1]]}
-        for name in INPUTS
+        axes if name.startswith("image_size") else {**axes, 1: counts[name[-1]]} for name in inputs
     ]
     with torch.no_grad():
         return torch.export.export(
-            PaddedSuperGlue(model, threshold).eval(), example(), dynamic_shapes=(tuple(shapes),)
+            network(model, threshold).eval(), values, dynamic_shapes=(tuple(shapes),)
         )
 
 
 def export(
-    path: Union[str, Path], model: Union[str, Path, None] = None, threshold: Optional[float] = None
+    path: Union[str, Path],
+    model: Union[str, Path, None] = None,
+    threshold: Optional[float] = None,
+    form: str = "any",
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one .onnx file.
 
     threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata
-    contain it. Takes a minute or more.
+    contain it. form: of FORMS, who reads the file. Takes a minute or more.
     Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
     packages.
     """
@@ -167,11 +281,12 @@ def export(
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     threshold = match_threshold(info) if threshold is None else threshold
-    names = {"input_names": INPUTS, "output_names": OUTPUTS}
-    exported = program(network, threshold)
+    names = {"input_names": FORMS[form].inputs, "output_names": FORMS[form].outputs}
+    exported = program(network, threshold, form)
     written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     file = written.model_proto  # a property that returns a new object
+    file.ir_version = IR_VERSION
     onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
     path.parent.mkdir(parents=True, exist_ok=True)
     onnx.save_model(file, str(path))
@@ -187,10 +302,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--threshold", type=float, help="minimum probability of a match (default: the model's own)"
     )
+    parser.add_argument(
+        "--for", dest="form", choices=list(FORMS), default="any", help="the program that reads it"
+    )
     args = parser.parse_args(argv)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
-    path = export(args.out, args.model, args.threshold)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, opset {OPSET}; inputs {', '.join(INPUTS)}")
+    path = export(args.out, args.model, args.threshold, args.form)
+    size = f"{path.stat().st_size / 1e6:.1f} MB"
+    print(f"{path}: {size}, opset {OPSET}; inputs {', '.join(FORMS[args.form].inputs)}")
     return 0
 
 

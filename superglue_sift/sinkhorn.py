@@ -181,10 +181,18 @@ def _iterate(
     b: List[Tensor] = [(nu > 0).to(nu.dtype)]
     for _ in range(iterations):
         a.append(mu / torch.bmm(K, b[-1]))
-        b.append(nu / torch.bmm(K_t, a[-1]))
+        b.append(nu / (_transposed_product(K, a[-1]) if is_traced() else torch.bmm(K_t, a[-1])))
     if not learning:
         return a[-1].unsqueeze(0), b[-1].unsqueeze(0), r
     return torch.stack(a), torch.stack(b), r
+
+
+def _transposed_product(K: Tensor, a: Tensor) -> Tensor:
+    """K^T a of (B, M + 1, N + 1) and (B, M + 1, 1), as a row times K.
+
+    ONNX Runtime fuses a transposed matrix with its product, and up to 1.22 cannot for float64.
+    """
+    return torch.bmm(a.reshape(a.shape[0], 1, -1), K).reshape(a.shape[0], -1, 1)
 
 
 def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:

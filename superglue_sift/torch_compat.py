@@ -27,6 +27,10 @@ def scaled_dot_product_attention(
     """
     kernel = getattr(torch.nn.functional, "scaled_dot_product_attention", None)
     if kernel is not None:
+        if visible is not None and is_traced():
+            # what the kernel does; for a bool mask ONNX also tests all weights for nan, which takes
+            # half of the time of a pair
+            visible = torch.zeros_like(visible, dtype=q.dtype).masked_fill(~visible, -math.inf)
         with _without_cudnn() if q.is_cuda else contextlib.nullcontext():
             return kernel(q, k, v, attn_mask=visible)
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
