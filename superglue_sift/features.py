@@ -13,10 +13,11 @@ import PIL.Image
 import torch
 
 from superglue_sift import geometry, sift
-from superglue_sift.descriptors import kind_of
+from superglue_sift.descriptors import kind_of, whole_sift
 from superglue_sift.errors import RequestError
 from superglue_sift.images import UPRIGHT, Photo, pixels_of, read_photo
 from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import TYPICAL_SCORE
 
 # Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of
 # 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
@@ -121,6 +122,40 @@ class Features(NamedTuple):
             records[name[:-1]] = values
         records["descriptor"] = descriptors
         return cls(records, size)
+
+    @classmethod
+    def of_colmap(
+        cls, keypoints: np.ndarray, descriptors: np.ndarray, size: Tuple[int, int]
+    ) -> Features:
+        """Create features from those of a COLMAP database, in the same order.
+
+        COLMAP's SIFT is the same as OpenCV's but for rounding, and stores no response: all get the
+        typical one. Two orientations of a point are two keypoints. Raises RequestError for a wrong
+        shape or range.
+
+        Args:
+            keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
+                corner of the first pixel, as `pycolmap.Database.read_keypoints` returns them.
+            descriptors: (n, 128) uint8, RootSIFT times 512, `read_descriptors(...).data`.
+            size: (width, height) of the image.
+        """
+        keypoints = np.asarray(keypoints, np.float32)
+        if keypoints.ndim != 2 or keypoints.shape[1] not in (4, 6):
+            raise RequestError(f"keypoints of shape {keypoints.shape}: must be (n, 4) or (n, 6)")
+        if keypoints.shape[1] == 4:
+            sigma, angle = keypoints[:, 2:].T
+        else:
+            a11, a12, a21, a22 = keypoints[:, 2:].T
+            sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
+            angle = np.arctan2(a21, a11)
+        return cls.of(
+            keypoints[:, :2] - 0.5,
+            2 * sigma,  # OpenCV's size is a diameter
+            np.rad2deg(angle) % 360,
+            np.full(len(keypoints), TYPICAL_SCORE, np.float32),
+            whole_sift(np.asarray(descriptors) / np.float32(512)),
+            size,
+        )
 
 
 # A file; or a PIL image; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in

@@ -11,6 +11,7 @@
   superglue-match photos/ --out-dir found --scene     photographs of one place: pairs.csv lists the
                                                       accepted pairs
   superglue-match photos/ --out-dir found --colmap database.db     also a COLMAP database
+  superglue-match --colmap database.db                match the features of a COLMAP database
   superglue-match --pairs pairs.txt --root photos --out-dir found  a pair `a.jpg b.jpg` in each line
   superglue-match walk.mp4 --out-dir found --every 10 --pictures   frames 0, 10, 20, ...
   superglue-match --camera 0 --out-dir found --frames 100
@@ -39,20 +40,22 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
 import cv2
 
-from superglue_sift import errors
+from superglue_sift import errors, scenes
 from superglue_sift.apps import many, options, results, retrieval
-from superglue_sift.apps.options import BAD_IMAGES, CAMERA, FOLDER, LIST, RULES, VIDEO
+from superglue_sift.apps.options import BAD_IMAGES, CAMERA, DATABASE, FOLDER, LIST, RULES, VIDEO
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.files import file_sha256, write_atomic, write_csv
-from superglue_sift.matcher import Matcher
+from superglue_sift.matcher import MAX_KEYPOINTS, Matcher
+from superglue_sift.progress import Progress
 from superglue_sift.sift import WEAK
 from superglue_sift.weights import shipped_weights
 
@@ -150,6 +153,36 @@ def match_many(args: argparse.Namespace) -> int:
     return 0
 
 
+def match_database(args: argparse.Namespace) -> int:
+    """Match the features of an existing COLMAP database, and write the matches into it."""
+    from superglue_sift.interop.colmap_stored import StoredFeatures
+
+    default = scenes.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
+    with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
+        pairs, total = many.choose_pairs(stored.photos, stored, args.pairing or "auto", args.k)
+        waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
+        of = f"{len(stored.photos)} images with features, {total} pairs"
+        print(f"{args.colmap}: {of}, {len(waiting)} of them without matches")
+        if stored.without:
+            print(f"without features, left out: {', '.join(stored.without)}", file=sys.stderr)
+        if args.dry_run or not waiting:
+            print("nothing is written")
+            return 0
+        matcher = load(args)
+        matcher.side_by_side()
+        stored.start_writing()
+        # the database has no pixels to align by
+        sides = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
+        found = matcher.match_batch(sides, refine=False)
+        accepted = 0
+        shown = Progress(found, total=len(waiting), desc="matching", unit="pairs")
+        for result, pair in zip(shown, waiting):
+            stored.add(*pair, result)
+            accepted += result.accepted and len(result.matches) > 0
+    print(f"{len(waiting)} pairs matched, {accepted} of them with matches: {args.colmap}")
+    return 0
+
+
 def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
     """All inputs of a pair's matches except the images, for `results.made_from`."""
     extractor = matcher.extractor or DEFAULT
@@ -231,6 +264,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
         return serve.run(load(args), args.port)
     try:
+        if args.source == DATABASE:
+            return match_database(args)
         return match_many(args) if args.out_dir else match_two(args)
     except OSError as error:
         if error.filename is None:

@@ -216,14 +216,16 @@ def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Di
 
 
 def choose_pairs(
-    photos: Sequence[Item], store: FeatureStore, pairing: str, k: Optional[int] = None
+    photos: Sequence[Item], store: Callable[[Item], Features], pairing: str, k: Optional[int] = None
 ) -> Tuple[Pairs, int]:
     """Pairs of photos, and their number.
 
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS). nearest
-    compares SIFT.
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: one of
+    them by number. nearest compares SIFT.
     """
     count = len(photos)
+    if pairing == "auto":
+        pairing = "nearest" if count > MAX_EXHAUSTIVE else "exhaustive"
     if pairing == "exhaustive":
         return itertools.combinations(photos, 2), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]

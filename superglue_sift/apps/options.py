@@ -25,17 +25,20 @@ VIDEO = "a video"
 LIST = "--pairs"
 CAMERA = "--camera"
 PAGE = "--serve"
+DATABASE = "--colmap of an existing database"
 GOES_WITH = {  # option: sources
     "every": (VIDEO, CAMERA),
     "frames": (VIDEO, CAMERA),
-    "pairing": (FOLDER, FILES),
-    "k": (FOLDER, FILES, VIDEO, CAMERA),
-    "colmap": (FOLDER, LIST),
+    "pairing": (FOLDER, FILES, DATABASE),
+    "k": (FOLDER, FILES, VIDEO, CAMERA, DATABASE),
+    "colmap": (FOLDER, LIST, DATABASE),
+    "dry_run": (DATABASE,),
+    "out_dir": (TWO, FILES, FOLDER, VIDEO, LIST, CAMERA, PAGE),
     "out": (TWO,),
     "json": (TWO,),
 }
 NEEDS = {  # option: options, of which it needs one
-    **dict.fromkeys(("features", "pictures", "json_files", "colmap"), ("out_dir",)),
+    **dict.fromkeys(("features", "pictures", "json_files"), ("out_dir",)),
     **dict.fromkeys(RULES, ("scene",)),
     "homography": ("out", "out_dir"),
 }
@@ -78,7 +81,9 @@ what to write
 --homography  also the first image warped onto the second, A_B_overlay.jpg, and both blinking,
   A_B_blink.gif
 --colmap FILE  for a folder or --pairs: also a COLMAP database, ready to map (pip install
-  'superglue-sift[colmap]')
+  'superglue-sift[colmap]'). Without photographs: match the features of an existing database, only
+  pairs that have no matches yet
+--dry-run  with an existing database: say what would be matched, and write nothing
 --features DIR  folder of the features (default: OUT-DIR/features)
 
 how to match
@@ -161,8 +166,10 @@ def _source(args: argparse.Namespace) -> str:
     named = {LIST: args.pairs, CAMERA: args.camera}
     sources = [source for source, value in named.items() if value is not None]
     sources += [PAGE] * args.serve + [FILES] * bool(args.inputs)
+    if not sources and args.colmap:
+        return DATABASE
     if len(sources) != 1:
-        wanted = "two images, a folder, a video, --pairs FILE, --camera N or --serve"
+        wanted = "two images, a folder, a video, --pairs FILE, --camera N, --colmap FILE or --serve"
         raise RequestError(f"name {wanted}; see --help for examples")
     folder = next((path for path in args.inputs if path.is_dir()), None)
     if len(args.inputs) > 1:
@@ -180,7 +187,7 @@ def _source(args: argparse.Namespace) -> str:
 
 def _check_together(args: argparse.Namespace) -> None:
     """Raise RequestError for an option that does not go with the others."""
-    if not args.out_dir and args.source not in (TWO, PAGE):
+    if not args.out_dir and args.source not in (TWO, PAGE, DATABASE):
         raise RequestError("--out-dir DIR: name the folder for the results")
     if args.out_dir and (args.out or args.json):
         fix = "with --out-dir, use --pictures --json-files"
@@ -201,8 +208,8 @@ def _check_files(args: argparse.Namespace) -> None:
     """Check what is written, and optional packages, before any work. Raises RequestError."""
     if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
-    if args.colmap and args.colmap.exists():
-        fix = "delete it or name another database"
+    if args.colmap and args.colmap.exists() and args.source != DATABASE:
+        fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
     for path in filter(None, (args.out, args.json, args.colmap)):
         check_writable(path)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.descriptors import kind_of, root_sift_of
+from superglue_sift.descriptors import kind_of, root_sift_of, whole_sift
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
@@ -82,19 +82,6 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
     descriptors = whole_sift(plain("descriptors", 2))
     size = (int(width), int(height))
     return Features.of(plain("keypoints", 2), scales, angles, scores, descriptors, size)
-
-
-def whole_sift(descriptors: np.ndarray) -> np.ndarray:
-    """Convert RootSIFT (N, 128), from 0 to 1, to SIFT from 0 to 255; SIFT is returned unchanged.
-
-    RootSIFT is the square root of SIFT divided by its sum; OpenCV scales SIFT to a length of 512.
-    """
-    values = np.asarray(descriptors, np.float32)
-    if not values.size or values.max() > 1.0 + 1e-3:
-        return values
-    squares = np.square(values)
-    length = np.maximum(np.linalg.norm(squares, axis=1, keepdims=True), 1e-12)
-    return np.minimum(np.rint(512.0 * squares / length), 255.0)
 
 
 def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:

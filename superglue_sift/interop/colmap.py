@@ -108,19 +108,9 @@ class ColmapDatabase:
         if not result.accepted:
             return 0
         matches = result.matches[~result.stamped()].astype(np.uint32)
-        self._database.write_matches(id0, id1, matches)
         points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
-        geometry = self._pycolmap.estimate_two_view_geometry(
-            camera0, points0, camera1, points1, matches
-        )
-        inliers = len(geometry.inlier_matches)
-        # its mapper would also use what its own test calls a watermark
-        if (
-            inliers >= MIN_INLIERS
-            and geometry.config != self._pycolmap.TwoViewGeometryConfiguration.WATERMARK
-        ):
-            self._database.write_two_view_geometry(id0, id1, geometry)
-        return inliers
+        sides = ((id0, camera0, points0), (id1, camera1, points1))
+        return write_pair(self._pycolmap, self._database, sides, matches)
 
     def _image(self, name: str, features: Features) -> Tuple[int, Any]:
         """Id and camera of an image; writes new images with their keypoints."""
@@ -160,6 +150,24 @@ class ColmapDatabase:
         rig.add_ref_sensor(camera.sensor_id)
         self._database.write_rig(rig, use_rig_id=True)
         return camera
+
+
+def write_pair(
+    pycolmap: Any, database: Any, sides: Sequence[Tuple[int, Any, np.ndarray]], matches: np.ndarray
+) -> int:
+    """Write matches (K, 2) uint32 of two images, and their geometry if COLMAP verifies it.
+
+    sides: id, camera, and positions (n, 2) float64 of each. Returns the number of inliers.
+    """
+    (id0, camera0, points0), (id1, camera1, points1) = sides
+    database.write_matches(id0, id1, matches)
+    geometry = pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
+    inliers = len(geometry.inlier_matches)
+    # its mapper would also use what its own test calls a watermark
+    watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
+    if inliers >= MIN_INLIERS and geometry.config != watermark:
+        database.write_two_view_geometry(id0, id1, geometry)
+    return inliers
 
 
 @contextlib.contextmanager

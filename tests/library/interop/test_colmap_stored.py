@@ -1,0 +1,149 @@
+"""The features of a COLMAP database are OpenCV's, and are matched without touching the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from made_scenes import TURN
+
+from superglue_sift import Features, RequestError, geometry, sift
+from superglue_sift.apps import cli
+from superglue_sift.descriptors import root_sift_of
+from superglue_sift.files import file_sha256
+from superglue_sift.interop.colmap import CENTRE
+
+pycolmap = pytest.importorskip("pycolmap")
+
+NAMES = ("a.png", "b.png", "c.png")
+WORDS = ["--device", "cpu", "--no-scene"]
+
+
+@pytest.fixture(scope="module")
+def extracted(photo, tmp_path_factory) -> Path:
+    """COLMAP's SIFT of a photograph, of a turned view of it, and of a part of it."""
+    folder = tmp_path_factory.mktemp("stored")
+    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)), photo[:300, :400])
+    (folder / "photos").mkdir()
+    for name, view in zip(NAMES, views):
+        cv2.imwrite(str(folder / "photos" / name), view)
+    path = folder / "made.db"
+    device = pycolmap.Device.cpu
+    pycolmap.extract_features(str(path), str(folder / "photos"), device=device)
+    return path
+
+
+@pytest.fixture
+def database(extracted, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = Path("x.db")
+    path.write_bytes(extracted.read_bytes())
+    return path
+
+
+def read(path: Path, name: str):
+    """Keypoints and descriptors of an image, as COLMAP has them."""
+    with pycolmap.Database.open(str(path)) as content:
+        number = content.read_image_with_name(name).image_id
+        return content.read_keypoints(number), content.read_descriptors(number).data
+
+
+def test_its_keypoints_are_those_of_opencv(extracted, photo):
+    keypoints, descriptors = read(extracted, "a.png")
+    stored = Features.of_colmap(keypoints, descriptors, (600, 400)).records
+    opencv = sift.extract(photo, 500)
+    far = np.hypot(stored["x"][:, None] - opencv["x"], stored["y"][:, None] - opencv["y"]) + np.abs(
+        np.log(stored["scale"][:, None] / opencv["scale"])
+    )
+    turned = np.abs((stored["angle"][:, None] - opencv["angle"] + 180) % 360 - 180)
+    nearest = np.argmin(far + turned / 5, axis=0)
+    rows = np.arange(len(opencv))
+    same = (far[nearest, rows] < 0.3) & (turned[nearest, rows] < 5)
+    assert same.mean() > 0.8
+    cosines = root_sift_of(stored["descriptor"][nearest]) * root_sift_of(opencv["descriptor"])
+    assert np.median(cosines.sum(1)[same]) > 0.99
+    four = np.column_stack([keypoints[:, :2], stored["scale"] / 2, np.deg2rad(stored["angle"])])
+    again = Features.of_colmap(four, descriptors, (600, 400)).records
+    for name in sift.KEYPOINT.names or ():
+        np.testing.assert_allclose(again[name], stored[name], rtol=1e-4, atol=1e-2)
+
+
+def test_only_pairs_without_matches_are_added(database, capsys):
+    before = np.array([[0, 0], [1, 2]], np.uint32)
+    with pycolmap.Database.open(str(database)) as content:
+        numbers = [content.read_image_with_name(name).image_id for name in NAMES]
+        content.write_matches(numbers[0], numbers[2], before)
+    digest = file_sha256(database)
+    assert cli.main(["--colmap", "x.db", "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "3 images with features, 3 pairs, 2 of them without" in said
+    assert file_sha256(database) == digest
+    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
+    with pycolmap.Database.open(str(database)) as content:
+        assert np.array_equal(content.read_matches(numbers[0], numbers[2]), before)
+        matches = content.read_matches(numbers[0], numbers[1])
+        verified = content.read_two_view_geometry(numbers[0], numbers[1]).inlier_matches
+    points = [read(database, name)[0][:, :2] - CENTRE for name in NAMES]
+    moved = geometry.transform(points[0][matches[:, 0]].astype(float), TURN)
+    right = np.linalg.norm(moved - points[1][matches[:, 1]], axis=1) < 3
+    assert len(matches) > 100 and right.mean() > 0.9
+    assert len(verified) > 0.8 * len(matches)
+    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+    with pycolmap.Database.open(str(database)) as content:
+        assert np.array_equal(content.read_matches(numbers[0], numbers[1]), matches)
+
+
+def test_a_rejected_pair_is_not_tried_again(database, capsys):
+    words = ["--colmap", "x.db", "--device", "cpu", "--accept", "5000"]
+    assert cli.main(words) == 0
+    assert "3 pairs matched, 0 of them with matches" in capsys.readouterr().out
+    assert cli.main(words) == 0
+    assert "0 of them without matches" in capsys.readouterr().out
+
+
+def test_images_without_features_are_named_and_left_out(database, capsys):
+    with contextlib.closing(sqlite3.connect(database)) as content, content:
+        content.execute("DELETE FROM descriptors WHERE image_id = 2")
+    assert cli.main(["--colmap", "x.db", "--dry-run"]) == 0
+    said = capsys.readouterr()
+    assert "2 images with features, 1 pairs" in said.out
+    assert said.err.count("left out: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("DELETE FROM descriptors", "x.db: has no features; run colmap feature_extractor"),
+        ("UPDATE descriptors SET type = 2", "has descriptors of ALIKED_N32"),
+        ("UPDATE keypoints SET cols = 2", "without scale and orientation"),
+        ("DROP TABLE matches", "is not a database of COLMAP"),
+    ],
+)
+def test_what_cannot_be_matched_is_said_in_one_line(database, change, said):
+    with contextlib.closing(sqlite3.connect(database)) as content, content:
+        content.execute("PRAGMA foreign_keys = OFF")
+        content.execute(change)
+    with pytest.raises(RequestError, match=said):
+        cli.main(["--colmap", "x.db", *WORDS])
+
+
+def test_no_database_and_a_locked_one_are_said_in_one_line(database):
+    with pytest.raises(RequestError, match=r"y\.db: no such database"):
+        cli.main(["--colmap", "y.db"])
+    Path("z.db").write_text("photographs" * 999)
+    with pytest.raises(RequestError, match=r"z\.db: is not a database"):
+        cli.main(["--colmap", "z.db"])
+    with contextlib.closing(sqlite3.connect(database)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(RequestError, match="another program writes it"):
+            cli.main(["--colmap", "x.db", *WORDS])
+    with pytest.raises(RequestError, match="--dry-run goes with"):
+        cli.main(["photos", "--out-dir", "found", "--dry-run"])
+    with pytest.raises(RequestError, match=r"x\.db: exists already; name another, or leave out"):
+        Path("photos").mkdir()
+        cli.main(["photos", "--out-dir", "found", "--colmap", "x.db"])
