@@ -27,7 +27,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from superglue_sift import errors
 from superglue_sift.batch import Images, Keypoints, Pair
 from superglue_sift.descriptors import root_sift_of
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import Features
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import RESIZE
@@ -55,8 +55,8 @@ OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matc
 COLMAP_SIDE = ("kpts", "desc", "image_size", "scales", "oris")
 COLMAP_INPUTS = tuple(f"{name}{side}" for name in COLMAP_SIDE for side in "01")
 COLMAP_OUTPUTS = ("matches0", "mscores0")
-# Keypoints of an image that COLMAP's file matches, those of the largest scales. Memory and time
-# grow with the square: COLMAP finds up to 8,192 by default.
+# Most keypoints of an image that the file for COLMAP matches, which finds up to 8,192: time and
+# memory grow with the square, at 2,048 to 2 s on one core and 0.8 GB.
 COLMAP_KEYPOINTS = 2048
 
 
@@ -101,16 +101,22 @@ class ColmapSuperGlue(nn.Module):
     probability of the match, 0 without one. Two orientations of a point are two keypoints.
     """
 
-    def __init__(self, model: SuperGlue, threshold: float) -> None:
-        """model: in evaluation mode. threshold: minimum probability of a match."""
+    def __init__(
+        self, model: SuperGlue, threshold: float, max_keypoints: int = COLMAP_KEYPOINTS
+    ) -> None:
+        """model: in evaluation mode. threshold: minimum probability of a match.
+
+        max_keypoints: of an image, those of the largest scales; others have no match.
+        """
         super().__init__()
         self.network = PaddedSuperGlue(model, threshold)
+        self.max_keypoints = max_keypoints
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
         """COLMAP_INPUTS to COLMAP_OUTPUTS."""
         named = dict(zip(COLMAP_INPUTS, inputs))
         sides = [{name: named[name + side] for name in COLMAP_SIDE} for side in "01"]
-        orders = [_largest(side["scales"]) for side in sides]
+        orders = [_largest(side["scales"], self.max_keypoints) for side in sides]
         values = [_from_colmap(side, order) for side, order in zip(sides, orders)]
         matches, _, scores, *_ = self.network(*(side[name] for side in values for name in SIDE))
         # the last entry is for -1, no match
@@ -122,10 +128,10 @@ class ColmapSuperGlue(nn.Module):
         )
 
 
-def _largest(scales: Tensor) -> Tensor:
-    """(n,) indices of the COLMAP_KEYPOINTS largest of scales (1, N), or of all."""
+def _largest(scales: Tensor, most: int) -> Tensor:
+    """(n,) indices of the `most` largest of scales (1, N), or of all."""
     # a slice [:n] would fix the exported graph to fewer keypoints
-    count = torch.sym_min(scales.shape[1], COLMAP_KEYPOINTS)
+    count = torch.sym_min(scales.shape[1], most)
     return scales[0].argsort(descending=True)[torch.arange(count, device=scales.device)]
 
 
@@ -165,18 +171,8 @@ def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     return {**padded, "image_size": size.unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)}
 
 
-class Form(NamedTuple):
-    """A network for export, with the names of its inputs and outputs."""
-
-    network: Type[nn.Module]
-    inputs: Tuple[str, ...]
-    outputs: Tuple[str, ...]
-
-
-FORMS = {
-    "any": Form(PaddedSuperGlue, INPUTS, OUTPUTS),
-    "colmap": Form(ColmapSuperGlue, COLMAP_INPUTS, COLMAP_OUTPUTS),
-}
+# Who reads a file: names of its inputs and outputs
+FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, COLMAP_OUTPUTS)}
 
 
 def example(
@@ -225,10 +221,12 @@ def colmap_inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     return {name: values[name] for name in COLMAP_INPUTS}
 
 
-def program(model: SuperGlue, threshold: float, form: str = "any") -> Any:
+def program(
+    model: SuperGlue, threshold: float, form: str = "any", max_keypoints: int = COLMAP_KEYPOINTS
+) -> Any:
     """`torch.export.ExportedProgram` for any numbers of keypoints, and for "any" any batch size.
 
-    Raises RequestError: torch before 2.5, or not for SIFT.
+    form, max_keypoints: see `export`. Raises RequestError: torch before 2.5, or not for SIFT.
     """
     if not can_export():
         reason = "cannot export a network with dynamic shapes: install 2.5 or newer"
@@ -240,8 +238,9 @@ def program(model: SuperGlue, threshold: float, form: str = "any") -> Any:
         )
     dim = torch.export.Dim
     counts = {"0": dim("keypoints0"), "1": dim("keypoints1")}
-    network, inputs, _ = FORMS[form]
+    module: nn.Module = PaddedSuperGlue(model, threshold)
     if form == "colmap":
+        module = ColmapSuperGlue(model, threshold, max_keypoints)
         none = Features(np.zeros(5, KEYPOINT), (640, 480))
         values = tuple(map(torch.from_numpy, colmap_inputs_of(none, none).values()))
         axes = {}
@@ -249,12 +248,11 @@ def program(model: SuperGlue, threshold: float, form: str = "any") -> Any:
         values = example()
         axes = {0: dim("batch")}
     shapes = [
-        axes if name.startswith("image_size") else {**axes, 1: counts[name[-1]]} for name in inputs
+        axes if name.startswith("image_size") else {**axes, 1: counts[name[-1]]}
+        for name in FORMS[form][0]
     ]
     with torch.no_grad():
-        return torch.export.export(
-            network(model, threshold).eval(), values, dynamic_shapes=(tuple(shapes),)
-        )
+        return torch.export.export(module.eval(), values, dynamic_shapes=(tuple(shapes),))
 
 
 def export(
@@ -262,11 +260,13 @@ def export(
     model: Union[str, Path, None] = None,
     threshold: Optional[float] = None,
     form: str = "any",
+    max_keypoints: int = COLMAP_KEYPOINTS,
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one .onnx file.
 
     threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata
-    contain it. form: of FORMS, who reads the file. Takes a minute or more.
+    contain it. form: of FORMS, who reads the file. max_keypoints: of an image, for COLMAP. Takes a
+    minute or more.
     Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
     packages.
     """
@@ -281,8 +281,8 @@ def export(
         raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
     network, info = load_model(model or shipped_weights())
     threshold = match_threshold(info) if threshold is None else threshold
-    names = {"input_names": FORMS[form].inputs, "output_names": FORMS[form].outputs}
-    exported = program(network, threshold, form)
+    names = dict(zip(("input_names", "output_names"), FORMS[form]))
+    exported = program(network, threshold, form, max_keypoints)
     written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     file = written.model_proto  # a property that returns a new object
@@ -305,11 +305,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument(
         "--for", dest="form", choices=list(FORMS), default="any", help="the program that reads it"
     )
+    parser.add_argument(
+        "--max-keypoints",
+        type=int,
+        default=COLMAP_KEYPOINTS,
+        help="with --for colmap: of an image, those of the largest scales (default %(default)s)",
+    )
     args = parser.parse_args(argv)
+    check_range("--max-keypoints", args.max_keypoints, 1)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
-    path = export(args.out, args.model, args.threshold, args.form)
+    path = export(args.out, args.model, args.threshold, args.form, args.max_keypoints)
     size = f"{path.stat().st_size / 1e6:.1f} MB"
-    print(f"{path}: {size}, opset {OPSET}; inputs {', '.join(FORMS[args.form].inputs)}")
+    print(f"{path}: {size}, opset {OPSET}; inputs {', '.join(FORMS[args.form][0])}")
     return 0
 
 
