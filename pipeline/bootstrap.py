@@ -25,7 +25,7 @@ def plain(value: float) -> Optional[float]:
     return round(float(value), DIGITS) if math.isfinite(value) else None
 
 
-def rounded(line: Mapping[Any, Any]) -> Dict[Any, Any]:
+def round_all(line: Mapping[Any, Any]) -> Dict[Any, Any]:
     """Apply `plain` to each number."""
     return {name: plain(value) for name, value in line.items()}
 
@@ -68,7 +68,7 @@ class Estimate:
         ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         known = self.samples[np.isfinite(self.samples)]
         low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
-        return rounded({"value": self.value, "low": low, "high": high, "pairs": self.pairs})
+        return round_all({"value": self.value, "low": low, "high": high, "pairs": self.pairs})
 
 
 class Clusters:

@@ -25,7 +25,6 @@ PICTURED = (OURS, metrics.RATIO_TEST)  # one above the other
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))
 # 0 .. 20 degrees, of the pose error
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))
-PICTURES = 8  # of best, median and worst pairs; two more show the gain of ours
 QUALITY = 80  # JPEG, of the pictures in the page
 
 
@@ -81,7 +80,7 @@ def confidence_curves(compared: Comparison) -> Dict[str, List[Line]]:
     points = Measure("recall"), Measure("precision")
     threshold_curve = confidence.threshold_curve(compared.sweeps[OURS])
     return {
-        "precision_recall": [bootstrap.rounded(line) for line in threshold_curve],
+        "precision_recall": [bootstrap.round_all(line) for line in threshold_curve],
         "precision_at_recall": precision_at_recall(compared.sweeps),
         "operating_points": [
             {"matcher": name, **{measure.name: values[measure] for measure in points}}
@@ -102,7 +101,7 @@ def error_curve(results: Sequence[PairResult], error: Measure) -> List[Line]:
         for name in results[0].rows
     }
     return [
-        {unit: limit, **bootstrap.rounded({name: curve[at] for name, curve in fractions.items()})}
+        {unit: limit, **bootstrap.round_all({name: curve[at] for name, curve in fractions.items()})}
         for at, limit in enumerate(limits)
     ]
 
@@ -117,7 +116,7 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
         }
         if best[OURS] > 0:
             reached = {name: value if value > 0 else np.nan for name, value in best.items()}
-            lines.append({"recall": recall, **bootstrap.rounded(reached)})
+            lines.append({"recall": recall, **bootstrap.round_all(reached)})
     return lines
 
 
@@ -192,21 +191,13 @@ def choose_gains(rows: Sequence[Mapping[str, PairRow]]) -> List[Tuple[str, int]]
     return [(summary.GAIN_MEDIAN, ranked[len(ranked) // 2]), (summary.GAIN_MOST, ranked[-1])]
 
 
-def choose_pictures(ours: Sequence[PairRow], count: int = PICTURES) -> List[Tuple[str, int]]:
-    """`count` pairs of the best, median and worst by our error: [("best-1", index), ...]."""
+def choose_pictures(ours: Sequence[PairRow]) -> List[Tuple[str, int]]:
+    """The pairs of the best, median and worst errors of ours, each once: [("best-1", 7), ...]."""
     ranked = sorted(range(len(ours)), key=lambda i: (ours[i].error, -ours[i].counts.correct, i))
-    count = min(count, len(ranked))
-    worst = (count + 2) // 3
-    best = (count + 1) // 3
-    middle = count - worst - best
-    start = max(best, min((len(ranked) - middle) // 2, len(ranked) - worst - middle))
-    chosen = {
-        "best": ranked[:best],
-        "median": ranked[start : start + middle],
-        "worst": ranked[::-1][:worst],
-    }
-    return [
-        (f"{kind}-{place}", index)
-        for kind, group in chosen.items()
-        for place, index in enumerate(group, 1)
-    ]
+    middle = max(len(ranked) // 2 - 1, 0)
+    chosen = {"best": ranked[:2], "worst": ranked[::-1][:3], "median": ranked[middle : middle + 3]}
+    names: Dict[int, str] = {}
+    for kind, group in chosen.items():
+        for place, index in enumerate(group, 1):
+            names.setdefault(index, f"{kind}-{place}")
+    return [(name, index) for index, name in names.items()]

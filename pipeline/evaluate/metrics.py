@@ -22,7 +22,7 @@ from pipeline.bootstrap import (
     auc_by_pair,
     mean_finite,
     plain,
-    rounded,
+    round_all,
 )
 from pipeline.evaluate.conditions import BINS
 from pipeline.evaluate.confidence import (
@@ -116,7 +116,7 @@ def summarize(
         found[error._replace(metric="mean_error")] = mean
         found[error._replace(metric="estimated")] = estimated
         found[error._replace(metric="median_error")] = float(np.median(errors))
-    return rounded(found)
+    return round_all(found)
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> C
         found,
         differences(estimates, networks, clusters.count),
         {name: sweep(matches) for name, matches in scored.items()},
-        [rounded(line) for line in bins],
+        [round_all(line) for line in bins],
         clusters.count,
     )
 

@@ -79,9 +79,11 @@ def open_container(
         container = _folder(path)
     elif kind == ".zip":
         container = zip_container(path)
-    elif kind in (".txt", ".json"):
-        names = _listed(path) if kind == ".txt" else _annotated(path, categories, min_side)
-        container = _chosen(path, Path(root) if root else path.parent, names)
+    elif kind == ".txt":
+        container = _choose(path, Path(root or path.parent), _read_list(path))
+    elif kind == ".json":
+        names = _read_annotations(path, categories, min_side)
+        container = _choose(path, Path(root or path.parent), names)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -121,11 +123,11 @@ def zip_container(path: Path, **facts: Any) -> Container:
         raise RequestError(
             f"{path}: not a whole zip archive ({error}); delete it and run again"
         ) from None
-    members = {member.filename: member for member in checked(found, path)}
+    members = {member.filename: member for member in check_members(found, path)}
     return Container(path, list(members), facts, members)
 
 
-def _chosen(path: Path, root: Path, names: List[str]) -> Container:
+def _choose(path: Path, root: Path, names: List[str]) -> Container:
     """The container `root` with the names that a file lists; a missing file is reported when it is
     read.
 
@@ -163,7 +165,7 @@ def _relative(name: str, root: Path, path: Path) -> str:
     return os.path.relpath(place, top)
 
 
-def _listed(path: Path) -> List[str]:
+def _read_list(path: Path) -> List[str]:
     """One relative path per line, without empty lines and lines that begin with #."""
     try:
         lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
@@ -172,7 +174,7 @@ def _listed(path: Path) -> List[str]:
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
 
 
-def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
+def _read_annotations(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
     """`file_name` of the images in a COCO annotation file that show one of the categories and are
     large enough.
     """
@@ -211,7 +213,7 @@ def _annotated(path: Path, categories: Sequence[str], min_side: int) -> List[str
 # --- zip archives
 
 
-def checked(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
+def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
     """The images among the members, sorted by name. RequestError names an unsafe member."""
     images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
     seen = set()

@@ -48,7 +48,7 @@ class RemoteZip(io.RawIOBase):
     def directory(self) -> List[zipfile.ZipInfo]:
         """The images in the archive, checked as in a local one; COCO's directory has 10 MB."""
         try:
-            return containers.checked(zipfile.ZipFile(self).infolist(), self._url)
+            return containers.check_members(zipfile.ZipFile(self).infolist(), self._url)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise WorkError(f"{self._url}: its directory cannot be read: {error}") from None
 

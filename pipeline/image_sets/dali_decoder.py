@@ -13,7 +13,7 @@ from typing import Any, Iterable, Iterator, List, Tuple, Union
 
 import numpy as np
 
-from pipeline.image_sets.decode import Outcome, by_pillow, gpu, plain_jpeg
+from pipeline.image_sets.decode import Outcome, decode_by_pillow, gpu, read_jpeg
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from superglue_sift.images import BadImage
@@ -35,8 +35,8 @@ def require() -> None:
         ) from None
 
 
-def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """Like `decode.decoded`. Pillow decodes a batch that DALI refuses, and reports which file is
+def decode_all(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
+    """Like `decode.decode_all`. Pillow decodes a batch that DALI refuses, and reports which file is
     bad and why.
 
     Raises RequestError where DALI is not installed.
@@ -47,16 +47,16 @@ def decoded(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> I
     left = iter(entries)
     while True:
         # read this batch while DALI decodes the one before
-        batch_read = [(entry, plain_jpeg(images, entry)) for entry in islice(left, batch)]
+        batch_read = [(entry, read_jpeg(images, entry)) for entry in islice(left, batch)]
         try:
-            done = _finished(pipeline, before)
+            done = _finish(pipeline, before)
         except RuntimeError as error:
             print(
                 f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr
             )
             pipeline = None  # cannot be used after an error
             done = [
-                (entry, by_pillow(it, entry.name) if isinstance(it, bytes) else it)
+                (entry, decode_by_pillow(it, entry.name) if isinstance(it, bytes) else it)
                 for entry, it in before
             ]
         jpegs = [np.frombuffer(it, np.uint8) for _, it in batch_read if isinstance(it, bytes)]
@@ -90,7 +90,7 @@ def _pipeline(batch: int) -> Any:
     return built
 
 
-def _finished(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
+def _finish(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
     """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one
     of the files.
     """

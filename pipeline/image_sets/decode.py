@@ -29,7 +29,7 @@ def gpu() -> Optional[int]:
     return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
 
 
-def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
+def decode_all(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
     """Yield each entry in order with its gray pixels (H, W) uint8, or the reason why it cannot be
     used.
     """
@@ -40,8 +40,8 @@ def decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
             yield entry, bad
 
 
-def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
-    """Like `decoded`. Raises RequestError where torchvision cannot decode."""
+def decode_by_torchvision(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Outcome]:
+    """Like `decode_all`. Raises RequestError where torchvision cannot decode."""
     import torch
 
     from pipeline import compat
@@ -50,7 +50,7 @@ def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[
     index = gpu()
     device = "cpu" if index is None else f"cuda:{index}"
     for entry in entries:
-        image = plain_jpeg(images, entry)
+        image = read_jpeg(images, entry)
         if isinstance(image, bytes):
             # copied, since torch warns about read-only memory
             encoded = torch.from_numpy(np.frombuffer(image, np.uint8).copy())
@@ -59,11 +59,11 @@ def torchvision_decoded(images: ImageSet, entries: Iterable[Entry]) -> Iterator[
                     io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0].cpu().numpy()
                 )
             except RuntimeError:
-                image = by_pillow(image, entry.name)
+                image = decode_by_pillow(image, entry.name)
         yield entry, image
 
 
-def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
+def read_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadImage]:
     """The checked bytes of an 8-bit JPEG of one or three components; of other files Pillow's pixels
     or the reason.
     """
@@ -74,7 +74,7 @@ def plain_jpeg(images: ImageSet, entry: Entry) -> Union[bytes, np.ndarray, BadIm
         return bad
 
 
-def by_pillow(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
+def decode_by_pillow(data: bytes, name: str) -> Union[np.ndarray, BadImage]:
     """(H, W) uint8, or the reason why the file cannot be used."""
     try:
         return decode_gray(data, name)

@@ -41,17 +41,17 @@ _TRIM_THRESHOLD = -1
 
 def decoder(name: str) -> Decoder:
     """The decoder of `keypoints.decoder`: pillow, torchvision or dali; all have the signature of
-    `decode.decoded`.
+    `decode.decode_all`.
 
     Raises RequestError if its package is missing or cannot decode here.
     """
     if name == "torchvision":
         compat.torchvision_io()
-        return decode.torchvision_decoded
+        return decode.decode_by_torchvision
     if name == "dali":
         dali_decoder.require()
-        return dali_decoder.decoded
-    return decode.decoded
+        return dali_decoder.decode_all
+    return decode.decode_all
 
 
 class ImageExtractor:
@@ -60,13 +60,13 @@ class ImageExtractor:
     def __init__(self, images: ImageSet, settings: Any) -> None:
         self.images = ImageSet((), images.containers)
         self.settings = settings
-        self.decoded = decoder(settings.decoder)
+        self.decode = decoder(settings.decoder)
 
     def __call__(self, work: Work) -> Result:
         """The views of an image, or the reason why it cannot be used; does not raise for bad
         images.
         """
-        entry, gray = next(self.decoded(self.images, [work])) if isinstance(work, Entry) else work
+        entry, gray = next(self.decode(self.images, [work])) if isinstance(work, Entry) else work
         try:
             return (
                 gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
@@ -81,7 +81,7 @@ class ImageExtractor:
         if self.settings.decoder == "dali" or (
             self.settings.decoder == "torchvision" and decode.gpu() is not None
         ):
-            return self.decoded(self.images, entries)
+            return self.decode(self.images, entries)
         return entries
 
 

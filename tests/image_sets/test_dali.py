@@ -88,7 +88,7 @@ def check_same(found, images: ImageSet, leave_out=()) -> None:
     entries = images.entries("train")
     found = list(found)
     assert [entry for entry, _ in found] == entries
-    for (entry, one), (_, other) in zip(found, decode.decoded(images, entries)):
+    for (entry, one), (_, other) in zip(found, decode.decode_all(images, entries)):
         if isinstance(other, BadImage):
             assert str(one) == str(other)
         elif entry.name not in leave_out:
@@ -106,15 +106,15 @@ def test_pixels_order_and_verdicts_are_those_of_pillow(images, name):
 @on_cpu
 @pytest.mark.parametrize("batch", [1, 4, 5, 64])  # the last one whole, partial, the only one
 def test_partial_batches_of_dali(images, batch):
-    check_same(dali_decoder.decoded(images, images.entries("train"), batch), images)
+    check_same(dali_decoder.decode_all(images, images.entries("train"), batch), images)
 
 
 @needs_dali
 def test_dali_without_jpegs_and_left_early(images):
-    assert list(dali_decoder.decoded(images, [])) == []
+    assert list(dali_decoder.decode_all(images, [])) == []
     others = [entry for entry in images.entries("train") if "-" in entry.name]
-    assert [entry for entry, _ in dali_decoder.decoded(images, others, 2)] == others
-    source = dali_decoder.decoded(images, images.entries("train"), 2)
+    assert [entry for entry, _ in dali_decoder.decode_all(images, others, 2)] == others
+    source = dali_decoder.decode_all(images, images.entries("train"), 2)
     next(source)
     source.close()
 
@@ -151,7 +151,7 @@ def test_the_stage_writes_the_same_shards(images, tmp_path, make_params, name, w
 def test_a_gpu_decodes_nearly_the_same(images, name):
     entries = images.entries("train")
     found = decoder(name)(images, entries)
-    for (entry, one), (_, other) in zip(found, decode.decoded(images, entries)):
+    for (entry, one), (_, other) in zip(found, decode.decode_all(images, entries)):
         assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
         if not isinstance(one, BadImage):
             assert one.shape == other.shape
