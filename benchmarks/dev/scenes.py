@@ -166,7 +166,7 @@ def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
             F = scene_errors.true_fundamental(*cameras, scene.scale)
             both = [points[key][matches[:, side]] for side, key in enumerate(keys)]
             verified += 1
-            false += (geometry.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5
+            false += bool((geometry.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
     return verified, false
 
 

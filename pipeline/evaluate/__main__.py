@@ -44,7 +44,7 @@ from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
 OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
-LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0}  # of whole numbers
+LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0, "resize": 0}  # of whole numbers
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:

@@ -10,7 +10,6 @@ import cv2
 import numpy as np
 
 from pipeline import bootstrap
-from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.evaluate import confidence, metrics
 from pipeline.evaluate.inputs import Source, pairs_of_scene
 from pipeline.evaluate.matchers import OURS, Matchers
@@ -52,11 +51,6 @@ def write_content(
     if results.bad:
         bad = len(results.bad)
         notes.append(f"{bad} images could not be read and were left out: see bad_images.csv.")
-    if scenes < MIN_CLUSTERS:
-        notes.append(
-            f"Intervals resample {unit}, with all their pairs: {scenes} decide nothing,"
-            f" {MIN_CLUSTERS} are needed."
-        )
     return document.Content(
         title=where,
         rows=[*compared.rows, *negatives],

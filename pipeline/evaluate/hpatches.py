@@ -43,10 +43,6 @@ class HPatchesPairs(Source):
     unit = "sequences"
 
     def __init__(self, folder: Path, short_side: int = 480):
-        if short_side < 0:
-            raise RequestError(
-                f"--resize {short_side}: must be 0 (leave as they are) or a side in pixels"
-            )
         self.short_side = short_side
         self.sequences = find_sequences(Path(folder))
         self.scenes = [(sequence.name, len(sequence.homographies)) for sequence in self.sequences]

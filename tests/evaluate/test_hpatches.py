@@ -125,8 +125,6 @@ def test_folders_without_sequences(tmp_path, small):
     cv2.imwrite(str(tmp_path / "lonely" / "1.png"), small)
     with pytest.raises(RequestError, match="only image 1"):
         HPatchesPairs(tmp_path)
-    with pytest.raises(RequestError, match="--resize -1"):
-        HPatchesPairs(tmp_path, short_side=-1)
 
 
 def test_unreadable_image_is_named(tmp_path, small):
