@@ -303,7 +303,10 @@ class _Work:
         unit1 = self.pyramid1.unit[level1]
         moved = torch.zeros_like(start)
         left = torch.arange(len(rows), device=start.device)  # matches that have not converged
-        patch, frame, grid, unit = (template, frame1, grid1, unit1)
+        patch = template
+        frame = frame1
+        grid = grid1
+        unit = unit1
         for _ in range(ITERATIONS):
             shift = (frame @ moved[left][..., None])[..., 0]
             step = patch.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
