@@ -158,15 +158,6 @@ class FaultyServer:
         )
         self._send(request, self.data[start : start + half])
 
-    def fault_too_long(self, request: Any) -> None:
-        """A body longer than promised."""
-        code, start, end = self._span(request)
-        total = f"bytes {start}-{end - 1}/{len(self.data)}"
-        self._headers(request, code, end - start, Content_Range=total)
-        self._send(request, self.data[start:end])
-        request.wfile.write(b"and more" * 100)
-        request.close_connection = True
-
     def fault_slow(self, request: Any) -> None:
         """A few bytes now and then, for ever."""
         code, start, end = self._span(request)
@@ -178,18 +169,13 @@ class FaultyServer:
 class SlowProxy:
     """Hands requests on to a server on this machine, as a slow or strict network would.
 
-    The bodies of requests of more than `large` bytes are read at `pace` bytes a second; `faults` of
-    the next ones: "cut" ends the connection in the middle, a number is the status to answer with.
-    `sent` names the paths of PUTs that arrived whole.
+    Bodies of more than 100 kB are read at `pace` bytes a second, and answered with `status`.
     """
 
-    def __init__(self, port: int, pace: float = float("inf"), large: int = 100_000) -> None:
+    def __init__(self, port: int) -> None:
         self.port = port
-        self.pace = pace
-        self.large = large
-        self.faults: List[Any] = []
-        self.always: Optional[int] = None  # status for every large body
-        self.sent: List[str] = []
+        self.pace = float("inf")
+        self.status: Optional[int] = None
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -212,19 +198,12 @@ class SlowProxy:
         self._http.server_close()
 
     def _hand_on(self, request: Any) -> None:
-        chunked = "chunked" in request.headers.get("Transfer-Encoding", "")
         length = int(request.headers.get("Content-Length") or 0)
-        assert not chunked
-        is_large = length > self.large
-        fault = (self.faults.pop(0) if self.faults else self.always) if is_large else None
-        body = self._read(
-            request, length // 2 if fault == "cut" else length, self.pace if is_large else None
-        )
-        if fault == "cut":
-            request.connection.close()
-            request.close_connection = True
-            return
-        status, headers, answer = (fault, {}, b"no") if fault else self._ask(request, body)
+        is_large = length > 100_000
+        body = self._read(request, length, self.pace if is_large else None)
+        refused = is_large and self.status
+        found = (self.status, {}, b"no") if refused else self._ask(request, body)
+        status, headers, answer = found
         request.send_response(status)
         for name, value in headers.items():
             if name.lower() not in (
@@ -238,8 +217,6 @@ class SlowProxy:
         request.send_header("Content-Length", str(len(answer)))
         request.end_headers()
         request.wfile.write(answer)
-        if request.command == "PUT" and status == 200:
-            self.sent.append(request.path)
 
     def _read(self, request: Any, length: int, pace: Optional[float]) -> bytes:
         body = b""

@@ -42,21 +42,4 @@ def corner(image: np.ndarray, number: int) -> np.ndarray:
     return image
 
 
-def middle(image: np.ndarray, number: int) -> np.ndarray:
-    """A black plate in the middle with two lines."""
-    image = image.copy()
-    unit = max(image.shape) / 640
-    x = image.shape[1] // 2
-    y = image.shape[0] // 2
-    half = (np.array([130, 40]) * unit).astype(int)
-    cv2.rectangle(image, (x - half[0], y - half[1]), (x + half[0], y + half[1]), 0, -1)
-    write(image, "PhotoStock", x - 120 * unit, y - 5 * unit, 1.3 * unit)
-    write(image, "no 4711 - preview", x - 110 * unit, y + 28 * unit, 0.7 * unit)
-    return image
-
-
-STAMPS: Dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "bar": bar,
-    "corner": corner,
-    "middle": middle,
-}
+STAMPS: Dict[str, Callable[[np.ndarray, int], np.ndarray]] = {"bar": bar, "corner": corner}

@@ -6,13 +6,11 @@ import json
 from pathlib import Path
 from typing import Any, Callable, Dict, List
 
-import torch
 from made_params import file_of, words_of
 from made_views import made_keypoints
 
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import load_model_file
 
 SMALL = {
@@ -80,15 +78,3 @@ def interrupt(arguments: List[str], monkeypatch: Any, step: int = 4) -> Dict[str
         stop_after(patch, step)
         assert train.main(arguments) == 143
     return read_weights(newest(Path(arguments[arguments.index("--out") + 1])))
-
-
-def made_network(config: SuperGlueConfig, scale: float = 0.3) -> SuperGlue:
-    """A network whose every layer does something (an untrained one starts as the identity)."""
-    torch.manual_seed(0)
-    model = SuperGlue(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                noise = torch.randn_like(parameter) / parameter.shape[1] ** 0.5
-                parameter.add_(scale * noise)
-    return model

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import cv2
@@ -19,8 +13,8 @@ import torch
 from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
-from benchmarks import images, network, peer, plain, timing, training
-from benchmarks.row import Row, Setting, run
+from benchmarks import images, plain, timing
+from benchmarks.row import Row, Setting
 from benchmarks.synthetic import made_batch
 from pipeline.errors import RequestError
 from pipeline.train.objective import assignment_loss
@@ -74,37 +68,12 @@ class TestPlain:
             found = others[name].grad.reshape(gradients[name].shape)
             assert torch.allclose(gradients[name].grad, found, atol=1e-9, rtol=1e-7)
 
-    def test_the_loss_in_float32_stays_within_1e_5(self):
-        model = scrambled(SuperGlueConfig(dim=32, layers=3, heads=4))
-        batch = made_batch(60, 2)
-        truths = ground_truth(batch)
-        with torch.no_grad():
-            ours = assignment_loss(model(batch), truths).total
-            theirs = plain.dense_loss(plain.plain_from(model)(batch), truths)
-        assert torch.allclose(ours, theirs, atol=1e-5, rtol=1e-5)
-
-    def test_its_layer_norm_leaves_nothing_to_copy(self):
-        """Handed on transposed it costs a layer 1.05 times as much."""
-        assert plain.ChannelNorm(6)(torch.rand(2, 6, 5)).is_contiguous()
-
     def test_the_plain_network_refuses_weights_that_it_has_not(self):
         with pytest.raises(RuntimeError, match="rotary"):
             plain.plain_from(SuperGlue(SuperGlueConfig(dim=32, layers=1, rotary=True)))
 
 
 class TestTiming:
-    def test_every_way_has_equally_many_rounds_in_turns(self):
-        order = []
-        taken = timing.alternate(
-            {"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=3
-        )
-        assert order == list("ab" + "abbaab")
-        assert all(len(each.wall) == len(each.cpu) == 3 for each in taken.values())
-
-    def test_two_rounds_are_made_whatever_they_cost(self):
-        taken = timing.alternate({"a": lambda: sum(range(200_000))}, rounds=9, seconds=0.0)
-        assert len(taken["a"].wall) == 2
-
     def test_the_interval_holds_the_ratio(self):
         random = np.random.default_rng(0)
         fast = random.uniform(1, 1.1, 15)
@@ -113,56 +82,6 @@ class TestTiming:
 
 
 class TestRows:
-    def test_sinkhorn_ways_have_the_same_gradient(self):
-        gradient, other = (network.sinkhorn_call("cpu", way, 20, 2)() for way in ("ours", "plain"))
-        assert gradient.abs().max() > 0.1 and torch.allclose(gradient, other, atol=1e-5)
-
-    def test_a_step_is_compared_with_the_faster_norm(self, monkeypatch):
-        costs = {"plain network, batch norm": 2.0, "float32": 1.0, "bfloat16": 0.5}
-
-        def time(_, ways):
-            return {way: timing.Seconds([costs.get(way, 3.0)] * 2, [1.0] * 2) for way in ways}
-
-        monkeypatch.setattr(Setting, "time", time)
-        rows = list(network.step(SETTING))
-        assert [each.ratio.value for each in rows] == [2.0, 4.0] * 2
-        assert all(each.note.startswith("of plain network, batch norm") for each in rows)
-
-    def test_the_peers_work_trains(self, photo):
-        work = peer.PeerTraining([photo], 30, torch.device("cpu"))
-        assert math.isfinite(work())
-
-    @pytest.mark.slow
-    def test_peak_memory(self):
-        few, many = (network.peak_mib(_allocate, "cpu", mib) for mib in (10, 100))
-        assert few < 40 < 90 < many < 140
-
-    def test_fraction_of_equal_matches(self):
-        a = torch.tensor([1, -1, 2, -1])
-        b = torch.tensor([1, -1, 3, 0])
-        assert network.equal(a, b) == pytest.approx(1 / 3)
-
-    def test_parity_compares_layers_that_do_something(self):
-        """An untrained network's branches are zero in every precision; float16 says why a CPU
-        leaves it out.
-        """
-        config = SuperGlueConfig(dim=128, layers=1, sinkhorn_iterations=20)
-        rows = list(network.parity(dataclasses.replace(SETTING, config=config)))
-        assert "GPU" in rows.pop().skipped
-        matches, log_P, loss, gradient = (each.value for each in rows)
-        assert 0.5 < matches <= 1 and 0.01 < log_P < 1 and 0 < loss < 0.1 and 1e-3 < gradient < 0.1
-
-    def test_the_perturbed_network_uses_every_weight(self):
-        model = network.perturb(SETTING.model())
-        answer = network.answer(model, made_batch(30, 2), "float32")
-        moving = [
-            bool(p.grad.abs().sum() > 0)
-            for name, p in model.named_parameters()
-            if "bias" not in name
-        ]
-        assert all(moving) and not torch.equal(model.dustbin, SETTING.model().dustbin)
-        assert answer.gradient.dtype == torch.float64 and answer.loss > 0
-
     def test_rows_of_images_on_the_bundled_photographs(self):
         for group, unit in ((images.keypoints, "ms"), (images.files, "s"), (images.aligned, "ms")):
             (found,) = group(SETTING)
@@ -172,26 +91,6 @@ class TestRows:
         found = images.photographs(8)
         assert [each.shape for each in found] == [(480, 640)] * 8
         assert all(each.dtype == np.uint8 and each.std() > 10 for each in found)
-
-
-def _allocate(_device: str, mib: int):
-    return lambda: torch.ones(mib << 18).sum()
-
-
-class TestModes:
-    @pytest.mark.slow  # starts three processes
-    def test_each_mode_is_compared_with_plain(self, monkeypatch):
-        monkeypatch.setattr(training, "KEYPOINTS", 24)
-        rows = {each.name: each for each in training.modes(SETTING)}
-        assert rows["mode: DataParallel"].skipped == "needs two GPUs"
-        several = rows["mode: DDP, 2 processes"]
-        assert several.skipped or (several.unit == "pairs/s" and several.ratio.low > 0)
-        assert rows["mode: gradient accumulation, 2 parts"].value > 0
-
-    @pytest.mark.slow
-    def test_a_rank_that_fails_says_why(self, tmp_path):
-        with pytest.raises(RuntimeError, match="Error"):
-            training._run_ranks(SETTING, tmp_path / "no store", 1)
 
 
 class TestTable:
@@ -215,13 +114,6 @@ class TestTable:
         assert [each["name"] for each in held["rows"]] == ["first", "bad", "one", "two"]
         assert "D = 128" in held["machine"]
 
-    def test_a_table_can_be_stopped(self):
-        def stopped(_):
-            raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            list(run("stopped", stopped, SETTING))
-
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
@@ -233,31 +125,6 @@ class TestTable:
     def test_wrong_requests_are_named(self, arguments, said):
         with pytest.raises(RequestError, match=said):
             benchmark.main([*arguments, "--device", "cpu"])
-
-    def test_the_command_runs_the_benchmarks_next_to_the_package(self, tmp_path):
-        """From any folder: neither the bench nor the packages have to be installed."""
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "pipeline.benchmark", "--only", "nothing"]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert done.returncode == 2 and done.stderr.startswith(
-            "error: --only nothing: no such group of rows"
-        )
-
-    def test_a_package_without_its_bench_says_so_in_one_line(self, tmp_path):
-        """As an installed wheel: the packages alone."""
-        for package in ("pipeline", "superglue_sift"):
-            shutil.copytree(ROOT / package, tmp_path / "installed" / package)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-        command = [sys.executable, "-m", "pipeline.benchmark"]
-        done = subprocess.run(
-            command, cwd=tmp_path / "installed", env=environment, capture_output=True, text=True
-        )
-        folder = tmp_path / "installed" / "benchmarks"
-        assert done.returncode == 2 and done.stderr.splitlines() == [
-            f"error: {folder}: not there; the benchmark comes with a clone, not with the wheel"
-        ]
 
 
 @pytest.mark.slow

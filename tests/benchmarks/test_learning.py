@@ -7,7 +7,6 @@ import json
 import pytest
 
 from benchmarks.dev import learning
-from pipeline.errors import RequestError
 
 
 def made_run(folder, batch, speed, f1s):
@@ -37,16 +36,3 @@ def test_pairs_and_minutes_go_on_from_one_folder_to_the_next(tmp_path, capsys):
     points = learning.read_curve([first, then])
     assert [point.pairs for point in points] == [60, 120, 240]
     assert [point.minutes for point in points] == pytest.approx([1.0, 2.0, 3.0])
-
-
-def test_a_run_is_ahead_from_where_it_stays_ahead(tmp_path):
-    points = learning.read_curve([made_run(tmp_path / "a", 1, 1.0, [0.5, 0.7, 0.6, 0.65, 0.8])])
-    assert learning.find_crossing(points, 0.62).pairs == 40
-    assert learning.find_crossing(points, 0.9) is None
-
-
-@pytest.mark.parametrize("word, said", [("nameless", "NAME=FOLDER"), ("a=nothing", "best.json")])
-def test_wrong_words_are_refused_in_one_line(tmp_path, monkeypatch, word, said):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RequestError, match=said):
-        learning.main([word])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 
-import numpy as np
 import pytest
 
 from benchmarks.dev import scene_errors
@@ -17,32 +16,6 @@ from superglue_sift import errors
 def strecha(shared_data):
     folder = shared_data / "poses" / "strecha"
     return folder, scene_errors.read_cameras(folder / "cameras_gt.txt")
-
-
-def test_true_epipolar_lines_are_those_of_published_pairs(strecha):
-    folder, cameras = strecha
-    words = (folder / "pairs_with_gt.txt").read_text().splitlines()[0].split()
-    numbers = np.array(words[4:], float)
-    K0 = numbers[:9].reshape(3, 3)
-    K1 = numbers[9:18].reshape(3, 3)
-    T = numbers[18:].reshape(4, 4)
-    x, y, z = T[:3, 3]
-    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T[:3, :3]
-    published = np.linalg.inv(K1).T @ E @ np.linalg.inv(K0)
-    F = scene_errors.true_fundamental(cameras[words[0]], cameras[words[1]], 1.0)
-    np.testing.assert_allclose(
-        F / np.linalg.norm(F), published / np.linalg.norm(published), atol=1e-5
-    )
-
-
-def test_photographs_are_of_one_scene_up_to_their_number():
-    names = ["castle_0001.jpg", "castle_0000.jpg", "entry-P10_0003.jpg", "7.png"]
-    found = scene_errors.scenes_of(names)
-    assert found == {
-        "scene": ["7.png"],
-        "castle": ["castle_0000.jpg", "castle_0001.jpg"],
-        "entry-P10": [names[2]],
-    }
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from faults.cells import Workbench
 from faults.group import digest
 
 from pipeline import launch
-from pipeline.errors import AGENT_PID, RequestError
+from pipeline.errors import RequestError
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds: a guard against a test that never ends; starts alone take minutes on a busy machine
@@ -73,7 +73,6 @@ class TestRequest:
 
     def test_one_node_and_several(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)
-        assert one[1:4] == ["-m", "pipeline.launch", launch.AGENT]
         assert {"--nnodes=1", "--rdzv_backend=c10d", "--rdzv_conf=is_host=true"} <= set(one)
         assert one[-4:] == ["-m", "pipeline.train", "--out", "x"]
         assert not [part for part in one if "-per-" in part]  # torch 1.10 knows underscores alone
@@ -171,18 +170,6 @@ class TestFaults:
             and out.count("Traceback") <= 4
         )
 
-    def test_a_torchrun_that_is_signalled_itself_shows_no_traceback(self, tmp_path):
-        waiting = tmp_path / "waiting.py"
-        waiting.write_text("import time; print('waits', flush=True); time.sleep(300)")
-        arguments = ["--nproc_per_node=1", f"--master_port={launch.free_port()}", str(waiting)]
-        command = [sys.executable, "-m", "pipeline.launch", launch.AGENT, *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as torchrun:
-            assert any("waits" in line for line in torchrun.stdout)
-            torchrun.terminate()
-            said = torchrun.stdout.read()
-        assert torchrun.returncode == 1 and "Traceback" not in said, said
-
     def test_a_killed_torchrun_ends_the_run_and_the_next_goes_on(self, bench):
         process = launcher(whole(bench, "run"), SG_FAULT="torchrun:rank=1,step=3,phase=forward")
         out, _ = process.communicate(timeout=PATIENCE)
@@ -242,20 +229,6 @@ class TestFaults:
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
 
-    def test_a_rank_whose_torchrun_was_killed_before_it_began_ends_at_once(self, bench):
-        """It was still importing torch: Linux tells of a parent's end only those that have asked
-        before.
-        """
-        arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
-        gone = subprocess.Popen(["true"])
-        gone.wait()
-        own = {**os.environ, "TORCHELASTIC_RUN_ID": "none", AGENT_PID: str(gone.pid)}
-        assert (
-            subprocess.run(arguments, cwd=ROOT, env=own, timeout=PATIENCE, check=False).returncode
-            == 1
-        )
-        assert not (bench.folder / "run").exists()
-
     def test_sigterm_to_every_process_of_the_job_gives_a_checkpoint(self, bench):
         """As SLURM and some container runtimes send it; processes load the batches, as for a
         GPU.
@@ -271,14 +244,6 @@ class TestFaults:
         assert process.returncode == 143 and "the same command resumes there" in out, out
         saved = [int(file.stem[5:]) for file in (bench.folder / "run").glob("*/step-*.safetensors")]
         assert len(saved) == 1 and 0 < saved[0] < 200
-
-    def test_a_killed_process_that_makes_batches_is_a_lost_rank(self, bench, monkeypatch):
-        monkeypatch.setenv("SG_LOADER_PROCESSES", "1")
-        out, struck = survived(bench, "kill:rank=1,step=5,phase=load_batch")
-        assert struck == 1 and "a process that loads batches died" in out and "Traceback" not in out
-        assert "starting again from the newest checkpoint" in out and "resuming at step" in out
-        monkeypatch.delenv("SG_LOADER_PROCESSES")
-        assert digest(bench.folder / "run") == bench.clean(2)
 
     def test_slurm_names_the_ranks(self, bench):
         """As `srun --ntasks=2 python -m pipeline.train` starts them: no launcher, no torchrun."""
@@ -381,7 +346,18 @@ class TestNodes:
         """Two processes on one node and one on the other share a batch of 8, evenly or not."""
         # Long enough to join in
         keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
-        lost_and_joined(bench, nodes, keys, first=2)
+        arguments = whole(bench, "run", keys)
+        checkpoints = bench.folder / "run"
+        one = start_node(nodes, 0, arguments, "1:2", processes=2)
+        other = start_node(nodes, 1, arguments, "1:2")
+        wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
+        other.send_signal(signal.SIGKILL)
+        lost_at = newest_step(checkpoints)
+        wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
+        other = start_node(nodes, 1, arguments, "1:2")
+        out = one.communicate(timeout=PATIENCE)[0]
+        other.communicate(timeout=PATIENCE)
+        assert one.returncode == 0, out
         lines = (bench.folder / "run-r" / "log.jsonl").read_text().splitlines()
         tags = [json.loads(line).get("tags", {}) for line in lines]
         sizes = [each["mlflow.superglue.world_size"] for each in tags if each]  # of each start
@@ -393,22 +369,3 @@ class TestNodes:
 
 def newest_step(checkpoints: Path) -> int:
     return max((int(file.stem[5:]) for file in checkpoints.glob("*/step-*.safetensors")), default=0)
-
-
-def lost_and_joined(bench, nodes, keys, first: int) -> str:
-    """What a node with `first` processes prints of a training whose other node is killed and comes
-    back.
-    """
-    arguments = whole(bench, "run", keys)
-    checkpoints = bench.folder / "run"
-    one = start_node(nodes, 0, arguments, "1:2", first)
-    other = start_node(nodes, 1, arguments, "1:2")
-    wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
-    other.send_signal(signal.SIGKILL)
-    lost_at = newest_step(checkpoints)
-    wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
-    other = start_node(nodes, 1, arguments, "1:2")
-    out = one.communicate(timeout=PATIENCE)[0]
-    other.communicate(timeout=PATIENCE)
-    assert one.returncode == 0, out
-    return out

@@ -23,14 +23,13 @@ from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequenc
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import heldout, inputs, lightglue, protocol
+from pipeline.evaluate import heldout, lightglue, protocol
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.evaluate.protocol import divide, map_over_ranks
 from pipeline.image_sets import sources
 from pipeline.launch import free_port
 from pipeline.processes import distributed
-from superglue_sift.matcher import PairMatches
 
 ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_aligned")]
 CONFIDENCE = ("precision_recall", "precision_at_recall", "operating_points", "calibration")
@@ -64,8 +63,7 @@ def test_held_out_images_from_end_to_end(done):
     assert pairs == [f"{n}.png#{k}" for n in "ab" for k in range(3)]
     assert "2 held-out images (test), 160x120, 100 keypoints, 6 pairs" in done.printed["out"]
     assert "SuperGlue (ours)" in done.printed["out"]
-    pictures = {path.stem for path in (out / "pictures").iterdir()}
-    assert {"best-1", "median-1", "worst-1", "gain-median", "gain-most"} < pictures
+    assert {"best-1", "gain-most"} < {path.stem for path in (out / "pictures").iterdir()}
     assert {path.stem for path in (out / "curves").iterdir()} == {*ERRORS, *CONFIDENCE}
     assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
@@ -81,34 +79,7 @@ def test_names_of_metrics_are_the_same_in_every_file(done):
         assert by_matcher[matcher][figure] == ("" if value is None else str(value))
     for line in read_csv(out / "intervals.csv"):
         assert float(line["value"]) == metrics[f"{line['matcher']}.{line['figure']}"]
-    assert {
-        "superglue.auc_ransac_aligned_3", "superglue.median_error_dlt", "superglue.recall_pairs",
-        "superglue.estimated_dlt", "superglue.recall_at_ratio_precision", "superglue.threshold",
-        "superglue.calibration_error", "nn.negative_matches_p95",
-    } < set(metrics)  # fmt: skip
-    head = read_csv(out / "pairs.csv")[0]
-    counts = ["matches", "correct", "true_matches", "found", "precision", "recall"]
-    hard = ["rotation_deg", "scale", "tilt", "perspective", "overlap"]
-    detected = [name for name in ERRORS if "aligned" not in name]
-    aligned = [f"{name}_aligned" for name in detected]
-    first = ["pair", "scene", "matcher", "keypoints0", "keypoints1"]
-    assert list(head) == [*first, *counts, *detected, *aligned, *hard]
-
-
-def test_curves_of_precision_and_recall_agree_with_the_table(done):
-    out = done.folder / "out"
-    metrics = read_metrics(done.folder)
-    swept = read_csv(out / "curves" / "precision_at_recall.csv")
-    precision = [float(line["superglue"]) for line in swept]
-    assert precision == sorted(precision, reverse=True) and len(precision) > 20
-    asked = 100 * metrics["ratio_test.recall"]
-    best = metrics["superglue.precision_at_ratio_recall"]
-    assert precision[math.ceil(asked)] <= best <= precision[math.floor(asked)]
-    points = read_csv(out / "curves" / "operating_points.csv")
-    assert [line["matcher"] for line in points] == list(MATCHERS)
-    for line in points:
-        assert float(line["recall"]) == metrics[f"{line['matcher']}.recall"]
-        assert float(line["precision"]) == metrics[f"{line['matcher']}.precision"]
+    assert set(ERRORS) < set(read_csv(out / "pairs.csv")[0])
 
 
 def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
@@ -135,17 +106,12 @@ def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
     # views of a photograph: pixels know better than SIFT
     for matcher in ("mutual_nn", "ratio_test", "true_matches"):
         assert both[f"{matcher}.auc_ransac_aligned_1"] > both[f"{matcher}.auc_ransac_1"] + 0.05
-    detected, aligned = done.printed["bound"].split("\naligned ")[:2]
-    assert "as detected" in detected and "AUC@5 RANSAC aligned" in done.printed["bound"]
-    assert all("true matches (bound)" in text for text in (detected, aligned))
-    assert "aligned" not in capsys.readouterr().out
-    assert "aligned" in json.loads((done.folder / "bound" / "protocol.json").read_text())
-    assert "aligned" not in (work / "out" / "index.html").read_text()
+    assert "AUC@5 RANSAC aligned" in done.printed["bound"]
+    assert "aligned" not in capsys.readouterr().out + (work / "out" / "index.html").read_text()
     # the bound is no baseline
     assert both["true_matches.precision"] == both["true_matches.recall"] == 1.0
     lines = read_csv(done.folder / "bound" / "differences.csv")
     assert "true_matches" not in {line["baseline"] for line in lines}
-    assert "auc_ransac_aligned_3" in {line["figure"] for line in lines}
 
 
 def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
@@ -166,7 +132,8 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     levels = {"blur (px)": (heldout.blur, (0.0, 3.0))}
     monkeypatch.setattr("pipeline.evaluate.protocol.LEVELS", levels)
     shutil.copytree(work, work / "elsewhere")
-    assert run(work, "--robustness", "2") == run(work / "elsewhere", "--robustness", "2") == 0
+    more = ("--robustness", "2", "--no-refine")
+    assert run(work, *more) == run(work / "elsewhere", *more) == 0
     first, second = (
         {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
         for out in (work / "out", work / "elsewhere" / "out")
@@ -178,19 +145,6 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     assert found == [("0", "2"), ("3", "2")]
     page = (work / "out" / "index.html").read_text()
     assert "blur (px) 3" in page and "data:image/jpeg" in page
-
-
-def test_other_images_do_not_matter(work, make_params):
-    section = make_params("evaluate", width=160, height=120, pairs_per_image=2, max_keypoints=60)
-    images = sources.open_manifest(work / "images")
-    entries = images.entries("test")
-    both, _ = inputs.extract(heldout.HeldOutPairs(images, entries, section), [0, 1], 60)
-    only, _ = inputs.extract(heldout.HeldOutPairs(images, entries[1:], section), [0], 60)
-    assert [pair.name for pair in both[2:]] == [pair.name for pair in only]
-    for first, second in zip(both[2:], only):
-        assert first.pair.records0.tobytes() == second.pair.records0.tobytes()
-        assert first.pair.records1.tobytes() == second.pair.records1.tobytes()
-        np.testing.assert_array_equal(first.truth, second.truth)
 
 
 def test_units_come_in_order_up_to_a_wrong_request():
@@ -232,11 +186,9 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
         shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
         difference = np.abs(warped.astype(float) - image1)[shown]
         assert shown.mean() > 0.2 and np.median(difference) < 6
-    for number, gray in enumerate(scene.images):
-        color = source.in_color(0, number, gray)
-        assert color.shape == (120, 160, 3) and np.ptp(color.astype(int), axis=2).mean() > 20
-        difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - gray)
-        assert np.median(difference) <= 1  # colours too bright or too dark for a screen are cut off
+    color = source.in_color(0, 1, scene.images[1])
+    difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - scene.images[1])
+    assert np.ptp(color.astype(int), axis=2).mean() > 20 and np.median(difference) <= 1
 
 
 def test_validation_images_stand_in_and_are_named(work, photo, capsys):
@@ -259,37 +211,11 @@ def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
         pairs = [row["pair"] for row in rows[:: len(MATCHERS)]]
         assert pairs == ["a.png#0", "a.png#1", "a.png#2", "b.png#0", "b.png#1"]
     printed = capsys.readouterr().out
-    last = printed.split("side by side")[1]
-    named = [line.split()[0] for line in last.splitlines() if "SuperGlue (ours)" in line]
-    assert named == ["160x120-50", "120x96-80"] * 5  # matches, estimators, aligned
-    assert all(f"AUC {name}" in last for name in ("RANSAC", "MAGSAC", "DLT"))
-    assert (work / "out" / "report.txt").read_text().strip() in last
     one = read_metrics(work / "out", "120x96-80")
-    assert f"{100 * one['superglue.auc_dlt_10']:.1f}" in last
+    assert f"{100 * one['superglue.auc_dlt_10']:.1f}" in printed.split("side by side")[1]
     # what is not installed is said and left out
     said = "SKIP LightGlue: neither kornia nor lightglue is installed"
     assert said in printed and said in (work / "out" / "120x96-80" / "index.html").read_text()
-    # one pair of a photograph where that is enough
-    assert run(work, "--paper", "1", "--estimators", "dlt,ransac", "--no-refine") == 0
-    rows = read_csv(work / "out" / "160x120-50" / "pairs.csv")
-    assert {row["pair"] for row in rows} == {"a.png#0"} and "error_magsac" not in rows[0]
-    assert "1 held-out images (test)," in capsys.readouterr().out
-
-
-def test_a_further_baseline_stands_in_every_table(work, monkeypatch, capsys):
-    def match(pair):
-        count = min(len(pair.records0), len(pair.records1))
-        found = np.where(np.arange(len(pair.records0)) < count, np.arange(len(pair.records0)), -1)
-        return PairMatches(found, (found >= 0).astype(np.float32))
-
-    monkeypatch.setattr(lightglue, "load", lambda *_: (match, "made"))
-    assert run(work, "--no-refine", "--lightglue", "x") == 0
-    metrics = read_metrics(work)
-    assert metrics["lightglue.pairs"] == 6 and metrics["lightglue.matches"] > 20
-    names = {line["matcher"] for line in read_csv(work / "out" / "intervals.csv")}
-    assert names == {*MATCHERS, "lightglue"}
-    assert "LightGlue" in (work / "out" / "index.html").read_text()
-    assert "SKIP" not in capsys.readouterr().out
 
 
 def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, capsys):
@@ -308,13 +234,6 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
     assert [line["baseline"] for line in lines][1:] == ["same", "further"]
     gain = found["superglue.precision"] - found["further.precision"]
     assert float(lines[-1]["value"]) == pytest.approx(gain, abs=2e-4)
-    told = json.loads((work / "out" / "protocol.json").read_text())
-    assert told["model"]["threshold"] == 0.35
-    models = told["models beside it"]
-    assert models["further"]["file"] == "further.safetensors" and list(models) == [
-        "same",
-        "further",
-    ]
     order = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "  6  " in line]
     assert order[:3] == ["SuperGlue", "same", "further"]
 
@@ -359,15 +278,13 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
     found = {(row["scene"], row["matcher"]): row for row in rows}
     assert {row["scene"] for row in rows} == {"flat", "shifted", "turned"}
     flat = found["flat", "superglue"]
-    assert (flat["pairs"], flat["precision"], flat["recall"]) == ("1", "0.0", "")
-    assert flat["auc_ransac_10"] == "0.0"
+    assert (flat["precision"], flat["recall"], flat["auc_ransac_10"]) == ("0.0", "", "0.0")
     assert math.isinf(float(read_csv(work / "out" / "pairs.csv")[0]["error_ransac"]))
     for matcher in ("ratio_test", "superglue"):
         assert float(found["shifted", matcher]["precision"]) > 0.8
         assert float(found["shifted", matcher]["auc_ransac_3"]) > 0.5
-    printed = capsys.readouterr().out
-    assert "pairs: 3 sequences, full size, 300 keypoints, 5 pairs" in printed
-    assert "turned" in printed
+    said = "pairs: 3 sequences, full size, 300 keypoints, 5 pairs"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -427,28 +344,15 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert step == 7 and {name for name in metrics if "/" not in name} == shown
     full = read_metrics(work)
     assert metrics["auc_5"] == pytest.approx(full["superglue.auc_ransac_5"], abs=6e-5)
-    aligned = full["superglue.auc_ransac_aligned_5"]
-    assert metrics["verdict/auc_5_aligned"] == pytest.approx(aligned, abs=6e-5)
-    best = max(full[f"{name}.auc_ransac_5"] for name in MATCHERS[1:])
-    assert metrics["auc_5_gain"] == pytest.approx(metrics["auc_5"] - best, abs=2e-4)
     short = json.loads((work / "out" / "summary.json").read_text())
     sent = {name.rpartition("/")[2]: value for name, value in metrics.items()}
     assert sent == pytest.approx(short, abs=6e-5, rel=1e-3)
     assert len(short) <= 10
     (note,) = (text for name, text in events[1:-2] if name == f"AUC@5 {100 * sent['auc_5']:.1f}")
-    assert "```\n" in note and "SuperGlue (ours)" in note
-    for name in ("gain-median", "gain-most"):
-        assert f"get-artifact?path=test/pictures/{name}.png&run_uuid={{run_id}}" in note
-        assert (work / "out" / "pictures" / f"{name}.png").is_file()
+    assert "get-artifact?path=test/pictures/gain-most.png&run_uuid={run_id}" in note
+    assert (work / "out" / "pictures" / "gain-most.png").is_file()
     assert ("out", "test") in events
     assert events[-2:] == ["pairs.csv", "closed"]
-
-
-def test_the_size_of_a_batch_does_not_matter(work, done, monkeypatch):
-    monkeypatch.setattr(protocol, "BATCH", 1)
-    assert run(work) == 0
-    one, many = (read_csv(folder / "out" / "pairs.csv") for folder in (work, done.folder))
-    assert [line["matches"] for line in one] == [line["matches"] for line in many]
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 10))
@@ -468,19 +372,19 @@ def launch(folder, root, processes, *extra):
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_any_number_of_processes_gives_the_same_bytes(work, photo, root, processes):
+def test_any_number_of_processes_gives_the_same_bytes(work, photo, root):
     images = {f"{n}.png": np.ascontiguousarray(photo[20 * n : 20 * n + 280]) for n in range(5)}
     write_image_set(work / "five", images, "test", broken=["bad.jpg"])
     assert run(work, "--images", work / "five") == 0
-    done = launch(work, root, processes, "--images", work / "five")
+    done = launch(work, root, 3, "--images", work / "five")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("written to") == 1  # one process prints
     for name in ("metrics.json", "pairs.csv", "bad_images.csv", "curves/calibration.csv"):
         assert (work / "out" / name).read_bytes() == (work / "many" / name).read_bytes(), name
 
 
-def test_a_wrong_request_ends_every_process(work, photo, root, monkeypatch):
+@pytest.mark.slow
+def test_a_wrong_request_ends_every_process(work, photo, root):
     for name in "abcdefghij":
         image = np.ascontiguousarray(photo[:120, :160])
         write_sequence(work / "pairs" / name, image, {2: SHIFT})

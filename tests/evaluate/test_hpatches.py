@@ -12,7 +12,7 @@ from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.hpatches import HPatchesPairs
-from superglue_sift.geometry import resizing, transform
+from superglue_sift.geometry import transform
 
 
 @pytest.fixture
@@ -40,15 +40,6 @@ def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     assert scene.name == "only" and len(scene.pairs) == 1
 
 
-def test_pictures_are_in_colour_and_of_the_same_size(tmp_path, small, color_photo):
-    folder = write_sequence(tmp_path / "only", small, {2: SHIFT})
-    cv2.imwrite(str(folder / "2.png"), cv2.resize(color_photo[..., ::-1], small.shape[::-1]))
-    source = HPatchesPairs(folder, short_side=60)
-    gray = source.load(0).images[1]
-    color = source.in_color(0, 1, gray)
-    assert color.shape == (*gray.shape, 3) and np.ptp(color.astype(int), axis=2).mean() > 20
-
-
 def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
     scene = HPatchesPairs(tmp_path, short_side=200).load(0)
@@ -61,38 +52,18 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
     np.testing.assert_allclose(transform(small, scene.pairs[0].truth), expected, atol=1e-6)
 
 
-def test_resizing_agrees_with_opencv_on_pixels(photo):
-    # a blob's centre of mass moves as `resizing` says
-    image = np.zeros((400, 600), np.uint8)
-    image[100:140, 200:260] = 255
-    resized = hpatches.resize_short_side(image, 200, Path("a.png"))
-    S = resizing((600, 400), (300, 200))
-
-    def centre(pixels):
-        y, x = np.nonzero(pixels > 127)
-        return np.array([[x.mean(), y.mean()]])
-
-    np.testing.assert_allclose(transform(centre(image), S), centre(resized), atol=0.05)
-
-
-def spoil(folder, name, text):
-    (folder / name).write_text(text)
-
-
 @pytest.mark.parametrize(
     "name, text, words",
     [
         ("H_1_2", "1 0 0\n0 1 0\n", "expected 3 rows of 3 numbers"),
-        ("H_1_2", "1 0 0 0\n0 1 0 0\n0 0 1 0\n", "expected 3 rows of 3 numbers"),
         ("H_1_2", "1 0 zero\n0 1 0\n0 0 1\n", "not a homography"),
         ("H_1_2", "1 0 0\n2 0 0\n0 0 1\n", "cannot be inverted"),
         ("H_1_2", "1 0 nan\n0 1 0\n0 0 1\n", "cannot be inverted"),
-        ("H_1_2", "", "expected 3 rows of 3 numbers"),
         ("H_1_7", "1 0 0\n0 1 0\n0 0 1\n", "no image 7.png"),
     ],
 )
 def test_wrong_homographies_are_named(tmp_path, small, name, text, words):
-    spoil(write_sequence(tmp_path / "a", small, {2: SHIFT}), name, text)
+    (write_sequence(tmp_path / "a", small, {2: SHIFT}) / name).write_text(text)
     with pytest.raises(RequestError, match=words) as error:
         HPatchesPairs(tmp_path)
     assert name in str(error.value) and "\n" not in str(error.value)
@@ -100,19 +71,16 @@ def test_wrong_homographies_are_named(tmp_path, small, name, text, words):
 
 def test_missing_parts_are_named(tmp_path, small):
     folder = write_sequence(tmp_path / "a", small, {2: SHIFT, 3: TURN})
+    cv2.imwrite(str(folder / "2.jpg"), small)
+    with pytest.raises(RequestError, match="exists twice"):
+        HPatchesPairs(tmp_path)
+    (folder / "2.jpg").unlink()
     (folder / "H_1_3").unlink()
     with pytest.raises(RequestError, match=r"3\.png: no homography H_1_3"):
         HPatchesPairs(tmp_path)
     (folder / "3.png").unlink()
     (folder / "1.png").unlink()
     with pytest.raises(RequestError, match="no image 1"):
-        HPatchesPairs(tmp_path)
-
-
-def test_one_image_twice_is_refused(tmp_path, small):
-    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
-    cv2.imwrite(str(folder / "2.jpg"), small)
-    with pytest.raises(RequestError, match="exists twice"):
         HPatchesPairs(tmp_path)
 
 
@@ -132,12 +100,6 @@ def test_unreadable_image_is_named(tmp_path, small):
     (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:500])
     with pytest.raises(RequestError, match=r"2\.png: damaged PNG"):
         HPatchesPairs(tmp_path).load(0)
-
-
-def test_large_translations_are_homographies(tmp_path, small):
-    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
-    (folder / "H_1_2").write_text("1 0 90000\n0 1 -90000\n0 0 1\n")
-    HPatchesPairs(tmp_path)
 
 
 def test_real_sequences(shared_data):

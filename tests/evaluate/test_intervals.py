@@ -18,8 +18,6 @@ from pipeline.report.rows import Measure, table_of
 ROUNDED = 1e-6  # six decimals
 AUC = Measure("auc", "ransac", limit=10)
 PRECISION = Measure("precision")
-RECALL_AT = Measure("recall_at_ratio_precision")
-PRECISION_AT = Measure("precision_at_ratio_recall")
 
 
 def mean(values, clusters=None):
@@ -54,11 +52,6 @@ def test_pairs_of_one_photograph_count_as_one():
     assert many["high"] - many["low"] > 3 * (independent["high"] - independent["low"])
 
 
-def test_clusters_of_unequal_size_weigh_by_their_pairs():
-    found = bootstrap.Clusters(["0", "1", "1", "1"]).mean(np.array([1.0, 0.0, 0.0, 0.0]))
-    assert found.value == 0.25 and set(np.round(found.samples, 6)) == {0.0, 0.25, 1.0}
-
-
 def test_interval_is_the_same_every_time_and_ignores_what_is_no_number():
     known = np.array([0.1, 0.5, np.nan, 0.9])
     names = ["a", "b", "b", "c"]
@@ -71,17 +64,6 @@ def test_one_cluster_and_none_have_no_interval():
     none = mean([])
     assert one["value"] == pytest.approx(0.6) and one["low"] is None and one["pairs"] == 2
     assert none["value"] is None and none["pairs"] == 0
-
-
-def test_coverage_of_the_interval_is_near_its_level():
-    rng = np.random.default_rng(2)
-    hits = 0
-    for _ in range(60):
-        centres = rng.uniform(-0.3, 0.3, (40, 1))
-        values = 0.5 + centres + rng.uniform(-0.2, 0.2, (40, 5))
-        found = mean(values.ravel(), np.repeat(range(40), 5))
-        hits += found["low"] <= 0.5 <= found["high"]
-    assert hits >= 51  # 57 expected
 
 
 NOTHING = ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8)
@@ -108,17 +90,6 @@ def compare(*results, **thresholds):
     """The comparison, and the values by matcher and measure."""
     compared = metrics.compare(results_of(*results), {OURS: 0.2, **thresholds})
     return compared, table_of(compared.rows)
-
-
-def test_areas_of_aligned_matches_are_their_own():
-    errors = {Measure("error", "ransac"): 2.0, Measure("error", "ransac", True): 0.5}
-    row = PairRow("p", "s", OURS, 10, 10, MatchCounts(10, 5, 8, 4), errors, {})
-    found = {measure.name: value for measure, value in metrics.summarize([row, row]).items()}
-    assert (found["auc_ransac_5"], found["auc_ransac_aligned_5"]) == (0.6, 0.9)
-    assert (found["median_error_ransac"], found["median_error_ransac_aligned"]) == (2.0, 0.5)
-    areas = [name for name in found if name.startswith("auc_")]
-    both = ("ransac", "ransac_aligned")
-    assert areas == [f"auc_{name}_{px}" for name in both for px in (1, 3, 5, 10)]
 
 
 def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
@@ -176,48 +147,3 @@ def test_a_few_photographs_decide_nothing(photographs, verdict):
     compared, _ = compare(errors, errors + 1)
     (found,) = (row.verdict for row in compared.differences if row.measure == AUC)
     assert (found, compared.clusters) == (verdict, photographs)
-
-
-def test_failures_count_in_intervals():
-    compared, _ = compare([math.inf, 0.0], [0.5, 0.5])
-    area = Measure("auc", "dlt", limit=1)
-    (row,) = (row for row in compared.rows if row[:2] == (OURS, area))
-    assert (row.value, row.pairs) == (0.5, 2)
-
-
-def test_ours_at_the_operating_point_of_the_ratio_test():
-    """The ratio test of the synthetic results has precision 0.5 and recall 0.5.
-
-    Matches of ours are right with the probability that their confidence says.
-    """
-    rng = np.random.default_rng(6)
-    scores = rng.uniform(0, 1, (30, 50))
-    right = rng.uniform(0, 1, scores.shape) < scores
-    scored = [ScoredMatches(own, correct, correct, 40) for own, correct in zip(scores, right)]
-    compared, table = compare([1.0] * 30, [1.0] * 30, scored)
-    ours = table[OURS]
-    theirs = table[RATIO_TEST]
-    assert theirs[RECALL_AT] == theirs[Measure("recall")] == 0.5
-    assert theirs[PRECISION_AT] == theirs[PRECISION] == 0.5
-    assert RECALL_AT not in table["nn"] and ours[Measure("threshold")] == 0.2
-    mean_right = right.sum(axis=1).mean()
-    assert mean_right / 50 >= 0.5  # so all matches together have the precision that is asked
-    assert ours[RECALL_AT] == pytest.approx(mean_right / 40, abs=ROUNDED)
-    # the most confident fraction f of the matches holds (1 - (1 - f)^2) / 2 * 50 right ones: 20 of
-    # them at f = 0.553
-    assert ours[PRECISION_AT] == pytest.approx(20 / (0.553 * 50), abs=0.04)
-    for row in compared.rows:
-        if row.matcher == OURS and row.measure in (RECALL_AT, PRECISION_AT):
-            assert row.low - 0.01 <= row.value <= row.high + 0.01
-            assert 0.005 < row.high - row.low < 0.15
-    (gain,) = (row for row in compared.differences if row.measure == PRECISION_AT)
-    assert gain.baseline == RATIO_TEST and gain.verdict == "better"
-    assert gain.value == pytest.approx(ours[PRECISION_AT] - 0.5, abs=2 * ROUNDED)
-
-
-def test_a_further_network_is_compared_and_is_no_baseline():
-    names = (OURS, "shipped", *MATCHERS[1:])
-    compared, table = compare([2.0] * 8, [1.0] * 8, None, names, shipped=0.3)
-    baselines = [row.baseline for row in compared.differences if row.measure == AUC]
-    assert baselines == ["mutual_nn", "shipped"]
-    assert table["shipped"][Measure("threshold")] == 0.3

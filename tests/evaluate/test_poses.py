@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 
 import cv2
 import numpy as np
@@ -16,11 +13,9 @@ from made_scenes import write_model
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import metrics, poses
+from pipeline.evaluate import poses
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose
-from pipeline.evaluate.scoring import MatchCounts, PairRow
-from pipeline.report.rows import Measure
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
@@ -113,25 +108,13 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     assert 0.5e-4 < np.median(there) < 2.5e-4
 
 
-@pytest.mark.parametrize(
-    "found, expected",
-    [
-        (T, 0.0),
-        (pose([3, -8, 2], [-1.0, -0.1, -0.2]), 0.0),  # the sign of t cannot be seen
-        (pose([3, -8, 2], [5.0, 0.5, 1.0]), 0.0),  # nor its length
-    ],
-)
-def test_pose_error_of_equal_poses(found, expected):
-    assert poses.pose_error((found[:3, :3], found[:3, 3]), Pose(K, K, T)) == pytest.approx(
-        expected, abs=1e-4
-    )
-
-
 def test_pose_error_is_the_larger_angle():
     base = Pose(K, K, pose([0, 0, 0], [1.0, 0, 0]))
     turned = pose([0, 7, 0], [1.0, 0, 0])
     moved = pose([0, 0, 0], [1.0, math.tan(math.radians(30)), 0])
     assert poses.pose_error((turned[:3, :3], turned[:3, 3]), base) == pytest.approx(7.0)
+    # neither the length nor the sign of t can be seen
+    assert poses.pose_error((turned[:3, :3], -5 * turned[:3, 3]), base) == pytest.approx(7.0)
     assert poses.pose_error((moved[:3, :3], moved[:3, 3]), base) == pytest.approx(30.0)
     assert math.isinf(poses.pose_error(None, base))
 
@@ -162,25 +145,6 @@ def test_wrong_files_are_named(tmp_path, text, words):
             poses.read_pairs(tmp_path / name)
 
 
-def test_means_keep_failures():
-    counts = MatchCounts(8, 4, 10, 4), MatchCounts(0, 0, 10, 0)
-    rows = [
-        PairRow("a", "s", "x", 10, 9, own, {Measure("error", "pose"): error}, {})
-        for own, error in zip(counts, (2.5, math.inf))
-    ]
-    found = {measure.name: value for measure, value in metrics.summarize(rows).items()}
-    assert found["pairs"] == 2 and found["auc_pose_5"] == 0.25 and found["auc_pose_10"] == 0.375
-    assert found["precision"] == 0.25 and found["matching_score"] == 0.2 and "recall" not in found
-
-
-def test_pairs_of_one_folder_are_one_scene(tmp_path):
-    """Pairs of one scene are alike."""
-    names = [("x/a.png", "x/b.png"), ("x/b.png", "x/c.png"), ("y/a.png", "y/b.png")]
-    (tmp_path / "pairs.txt").write_text("\n".join(line(*pair) for pair in names))
-    source = poses.PosePairs(tmp_path / "pairs.txt", tmp_path)
-    assert [name for name, _ in source.scenes] == ["x", "x", "y"]
-
-
 def test_without_folders_pairs_that_share_photographs_are_one_scene():
     pairs = [("b", "c"), ("e", "f"), ("a", "b"), ("g", "f"), ("h", "i")]
     assert poses.scene_names(pairs) == ["b", "e", "b", "e", "h"]
@@ -189,15 +153,6 @@ def test_without_folders_pairs_that_share_photographs_are_one_scene():
     joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]
     assert poses.scene_names(joined) == ["x", "x", "z"]
     assert poses.scene_names([]) == []
-
-
-def test_the_scenes_of_strecha_are_two(shared_data):
-    source = poses.PosePairs(shared_data / "poses" / "strecha" / "pairs_with_gt.txt", shared_data)
-    names = [name for name, _ in source.scenes]
-    assert {name: names.count(name) for name in names} == {
-        "Herz-Jesus-P25_0000.jpg": 84,
-        "entry-P10_0000.jpg": 26,
-    }
 
 
 @pytest.fixture
@@ -231,57 +186,17 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 0
     values = json.loads((tmp_path / "out" / "metrics.json").read_text())
     assert values["superglue.pairs"] == 3 and values["ratio_test.precision"] > 0.8
-    assert values["superglue_scene.pairs"] == 3 and 0 <= values["superglue_scene.precision"] <= 1
     assert values["superglue_scene.matches"] <= values["superglue.matches"]
-    assert "matching_score" in (tmp_path / "out" / "pairs.csv").read_text()
     for name, other in (("precision", "matching_score"), ("matching_score", "precision")):
         # the operating point of the ratio test, and the best of ours there
         assert values[f"ratio_test.{name}_at_ratio_{other}"] == values[f"ratio_test.{name}"]
         assert 0 <= values[f"superglue.{name}_at_ratio_{other}"] <= 1
     assert values["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in values
     printed = capsys.readouterr().out
-    assert (
-        "AUC POSE" in printed
-        and "AUC REFINED" in printed
-        and "ours minus the best baseline" in printed
-        and "AUC@5 POSE aligned" in printed
-    )
-    assert "MS@P: matching score at the ratio test's precision" in printed and "R@P" not in printed
+    assert "AUC@5 POSE aligned" in printed and "R@P" not in printed
     page = (tmp_path / "out" / "index.html").read_text()
-    assert "Relative pose from the essential matrix" in page
     pictures = list((tmp_path / "out" / "pictures").iterdir())
     assert page.count("data:image/jpeg") == len(pictures) == 5
-    assert "auc_pose_20" in (tmp_path / "out" / "intervals.csv").read_text()
-    protocol = json.loads((tmp_path / "out" / "protocol.json").read_text())
-    assert "epipolar" in protocol["truth"] and protocol["views"] == "shorter side 480 px"
     (tmp_path / "b.png").unlink()
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 2
     assert "b.png: cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_pairs_and_write_the_same_bytes(plane, tmp_path, root):
-    assert errors.run(evaluate.main, [*plane, str(tmp_path / "one")]) == 0
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(root),
-        "OMP_NUM_THREADS": "1",
-        "NPROC_PER_NODE": "2",
-    }
-    command = [
-        sys.executable,
-        "-m",
-        "pipeline.launch",
-        "pipeline.evaluate",
-        *plane,
-        str(tmp_path / "two"),
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("written to") == 1  # one process prints
-    for name in ("metrics.json", "pairs.csv", "intervals.csv", "curves/error_pose.csv"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes(), (
-            name
-        )

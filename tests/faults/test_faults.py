@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import time
@@ -13,7 +12,6 @@ import pytest
 from mlflow_gate import Silent
 
 from faults import cells, inject, random_faults
-from faults import run as campaign
 from faults.group import start, until_done, wait
 from pipeline.fetch import __main__ as fetch
 from pipeline.tracking import run
@@ -147,19 +145,6 @@ def test_the_message_names_the_fix(training, fault, text):
 
 
 @SLOW
-@pytest.mark.parametrize("scaling, factor", [("linear", 2.0), ("sqrt", 2.0**0.5)])
-def test_the_learning_rate_grows_with_the_ranks_and_their_pairs(bench, scaling, factor):
-    keys = (("batch_per_rank", 4), ("lr_scaling", scaling), ("steps", 2), ("val_every", 2))
-    rates = {}
-    for ranks in (1, 2):
-        until_done(bench.folder / "cell", bench.arguments(keys), ranks)
-        curve = (bench.folder / "cell/reports/curves/train.csv").read_text().splitlines()
-        rates[ranks] = float(dict(zip(*(line.split(",") for line in curve[:2])))["lr"])
-        assert f", {4 * ranks} pairs a step" in (bench.folder / "cell" / "log").read_text()
-    assert rates[2] == pytest.approx(factor * rates[1], rel=1e-5)
-
-
-@SLOW
 def test_a_server_that_never_answers_costs_less_than_a_hundredth(bench, monkeypatch):
     seconds = Counter()
 
@@ -195,22 +180,6 @@ class TestRandomFaults:
         file.write_bytes(bytes(1000))
         random_faults.write_damaged(file, random.Random(seed))
         assert file.read_bytes() != bytes(1000)
-
-    def test_a_killed_campaign_continues_and_counts(self, tmp_path, monkeypatch):
-        results = tmp_path / "faults.jsonl"
-        line = {"seed": 0, "commit": "c", "struck": True, "stage": "match", "kind": "kill"}
-        for number, problems in enumerate(([], ["other bytes: a"])):
-            with results.open("a") as file:
-                file.write(json.dumps({**line, "number": number, "problems": problems}) + "\n")
-        with results.open("a") as file:
-            file.write('{"seed": 0, "numb')  # killed while it wrote
-        assert [each["number"] for each in campaign.read(results, 0)] == [0, 1]
-        assert not campaign.read(results, 1)
-        text = campaign.show_random(2, 0, results)
-        assert "1 of them broke the promise" in text
-        rows = [row.split(" | ") for row in text.splitlines() if row.startswith("| ")]
-        assert rows[0][-1] == "match |" and [row[-1] for row in rows[2:]].count("2 |") == 1
-        assert "cell 1, kill, match: ['other bytes: a']" in text
 
     @SLOW
     def test_it_sees_a_stage_that_leaves_other_bytes(self, tmp_path, monkeypatch):

@@ -76,17 +76,6 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     assert curve.count(b"\n") == 5  # a point every other step
 
 
-@pytest.mark.slow
-def test_another_training_on_one_of_the_disks_stays_there(bench, nodes):
-    kill(nodes, bench.arguments((("lr", 0.001),)), 5)
-    (saved,) = (nodes[1] / "checkpoints").glob("*/step-00000004.safetensors")
-    before = saved.read_bytes()
-    shutil.rmtree(nodes[0])
-    assert run(nodes, bench.arguments()) == [0, 0]
-    assert digest(nodes[0] / "checkpoints") == bench.clean(2)
-    assert saved.read_bytes() == before
-
-
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
     more = [["--log-every", str(every)] for every in (2, 4)]
     assert run(nodes, bench.arguments(), more=more) == [2, 2]

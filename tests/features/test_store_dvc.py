@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from test_store import COUNTS, make_images, write
@@ -35,24 +34,6 @@ def dvc(tmp_path):
     run("remote", "add", "-d", "store", str(tmp_path / "remote"))
     write(tmp_path / "repo" / "data" / "keypoints", make_images(COUNTS))
     return run
-
-
-def content(folder: Path):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-@pytest.mark.parametrize("link", ["copy", "hardlink", "symlink"])
-def test_shards_survive_push_and_pull_with_every_kind_of_link(dvc, tmp_path, link):
-    store = tmp_path / "repo" / "data" / "keypoints"
-    before = content(store)
-    digest = Store(store).digest
-    dvc("config", "cache.type", link)
-    dvc("add", "-q", "data/keypoints")
-    dvc("push", "-q")
-    shutil.rmtree(tmp_path / "repo" / ".dvc" / "cache")
-    shutil.rmtree(store)
-    dvc("pull", "-q")
-    assert content(store) == before and Store(store, verify="all").digest == digest
 
 
 def test_a_damaged_cache_object_is_caught(dvc, tmp_path):

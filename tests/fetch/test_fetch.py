@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
 import zipfile
 from pathlib import Path
@@ -51,10 +50,6 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
-    motorcycles = [
-        split for split, listed in sources.SAMPLE.items() for name in listed if "motorcycle" in name
-    ]
-    assert motorcycles == ["train", "train"]
     assert json.loads((tmp_path / "reports" / "metrics.json").read_text())["train_images"] == 11
 
 
@@ -168,18 +163,6 @@ def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, l
     assert counts["test"] >= min(least // 2, 16)
 
 
-def test_the_order_of_files_on_disk_does_not_matter(run, image_folder, tmp_path):
-    other = tmp_path / "other" / "images"
-    for path in sorted(image_folder.rglob("*"), reverse=True):
-        if path.is_file():
-            target = other / path.relative_to(image_folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
-    first = run("a", source="folder", path=str(image_folder))
-    second = run("b", source="folder", path=str(other))
-    assert (first / "manifest.csv").read_bytes() == (second / "manifest.csv").read_bytes()
-
-
 def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
     import cv2
 
@@ -195,32 +178,8 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
 
 
 def test_wrong_requests_are_named(run, image_folder, tmp_path):
-    with pytest.raises(RequestError, match="nowhere: no such folder"):
-        run(source="folder", path=str(tmp_path / "nowhere"))
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(RequestError, match="empty: holds no images"):
-        run(source="folder", path=str(tmp_path / "empty"))
     with pytest.raises(RequestError, match=r"val_path: is the same as fetch\.path"):
         run(source="folder", path=str(image_folder), val_path=str(image_folder / "nested" / ".."))
-
-
-def test_one_image_or_small_ones_alone_are_said_before_anything_is_written(
-    run, image_folder, tmp_path, photo, make_params
-):
-    import cv2
-
-    (tmp_path / "one").mkdir()
-    shutil.copy(image_folder / "coffee.png", tmp_path / "one")
-    with pytest.raises(RequestError, match="one: 1 different image, and none for val"):
-        run(source="folder", path=str(tmp_path / "one"))
-    (tmp_path / "small").mkdir()
-    for number in range(5):
-        cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), photo[: 100 + number, :100])
-    with pytest.raises(
-        RequestError, match=r"small: none of its \d train images can be read and has"
-    ):
-        run(views=make_params("keypoints"), source="folder", path=str(tmp_path / "small"))
-    assert not (tmp_path / "out").exists() and not (tmp_path / "reports").exists()
 
 
 def test_the_sample_goes_when_other_images_come(run, image_folder):
@@ -280,82 +239,10 @@ def test_an_archive_is_downloaded_once_checked_and_read_in_place(
     )
     chelsea = next(entry for entry in entries if entry.name.endswith("0.jpg"))
     assert images.read(chelsea) == (image_folder / "chelsea.jpg").read_bytes()
-    assert sorted(path.name for path in (tmp_path / "archives").iterdir()) == [
-        "val2017.zip",
-        "val2017.zip.json",
-    ]
     note = json.loads((folder / "source.json").read_text())["containers"]["train"]
     assert note["sha256"] == hashlib.sha256(archive_server.data).hexdigest()
     run(source="coco2017-val", mirror=archive_server.url)
     assert len(archive_server.requests) == 1
-
-
-def test_a_cut_download_goes_on_where_it_stopped(run, archive_server):
-    size = len(archive_server.data)
-    archive_server.faults = [size // 100, size // 3]
-    run(source="coco2017-val", mirror=archive_server.url)
-    assert archive_server.requests[1:] == [
-        f"bytes={size // 100}-",
-        f"bytes={size // 100 + size // 3}-",
-    ]
-    assert archive_server.sent == size
-
-
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
-def test_five_thousand_members_arrive_whole_through_twenty_cuts(run, tmp_path, monkeypatch, seed):
-    """A zip with COCO2014's layout, cut 20 times at random: every member read back, at most 2 %
-    sent twice.
-    """
-    rng = random.Random(seed)
-    members = {
-        f"train2014/COCO_train2014_{index:012d}.jpg": (
-            b"\xff\xd8\xff" + rng.randbytes(rng.randrange(2_000, 20_000))
-        )
-        for index in sorted(rng.sample(range(1, 600_000), 5_000))
-    }
-    with zipfile.ZipFile(tmp_path / "made.zip", "w") as out:
-        out.mkdir("train2014") if hasattr(out, "mkdir") else out.writestr("train2014/", b"")
-        for name, data in members.items():
-            out.writestr(name, data)
-    server = FaultyServer((tmp_path / "made.zip").read_bytes())
-    size = len(server.data)
-    made = coco.Archive("train2014.zip", hashlib.md5(server.data).hexdigest(), 5_000, size)
-    monkeypatch.setitem(coco.SOURCES, "coco2014", coco.Source(made, None))
-    monkeypatch.setattr(download, "sleep", lambda _: None)
-    server.faults = [rng.randrange(1, size // 25) for _ in range(20)]
-    folder = run(source="coco2014", mirror=server.url)
-    assert server.cuts == 20 and size <= server.sent <= 1.02 * size, (
-        f"{server.sent / size:.4f} times the file"
-    )
-    images = open_manifest(folder)
-    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
-    assert {entry.name for entry in entries} == set(members)
-    assert all(images.read(entry) == members[entry.name] for entry in entries)
-    print(f"{size / 1e6:.1f} MB, {server.cuts} cuts, {server.sent / size - 1:.4%} sent twice")
-    server.close()
-
-
-def test_a_download_that_never_ends_well_keeps_what_it_has(run, archive_server, tmp_path):
-    archive_server.faults = [1000] * 50
-    with pytest.raises(WorkError, match=r"6000 bytes are kept, run again"):
-        run(source="coco2017-val", mirror=archive_server.url)
-    archive_server.faults = []
-    run(source="coco2017-val", mirror=archive_server.url)
-    assert archive_server.sent == len(archive_server.data)
-
-
-def test_a_wrong_checksum_is_put_aside_and_both_are_named(run, archive_server, tmp_path):
-    right = archive_server.data
-    archive_server.data = bytes([right[0] ^ 1]) + right[1:]
-    with pytest.raises(
-        WorkError, match=f"wrong MD5 {hashlib.md5(archive_server.data).hexdigest()}, expected"
-    ):
-        run(source="coco2017-val", mirror=archive_server.url)
-    assert sorted(path.name for path in (tmp_path / "archives").glob("val2017.zip*")) == [
-        "val2017.zip.bad"
-    ]
-    archive_server.data = right
-    run(source="coco2017-val", mirror=archive_server.url)
 
 
 def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, monkeypatch, photo):
@@ -380,10 +267,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     for entry in entries:
         assert images.read(entry) == pictures[int(entry.name[-10:-4])]
     assert server.sent < 0.2 * len(server.data)
-    kept = {path.name for path in (tmp_path / "archives").iterdir()}
-    assert kept == {"val2017.part-of.zip", "val2017.part-of.zip.json"}
-    note = json.loads((folder / "source.json").read_text())["containers"]["train"]
-    assert note["partial"] and note["sha256"]
+    assert (tmp_path / "archives" / "val2017.part-of.zip").is_file()
     before = (folder / "manifest.csv").read_bytes()
     sent = server.sent
     assert (
@@ -435,14 +319,12 @@ def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_pa
         listed.write_text("# mine\nchelsea.jpg\n\nnested/turned.JPG\nchelsea.jpg\n")
         chosen = run(f"list {root.suffix}", source="folder", path=str(listed), root=str(root))
         assert everything(chosen) == {"chelsea.jpg", "nested/turned.JPG"}
+    # whole paths, which count from anywhere above them
     listed.write_text("".join(f"{image_folder / name}\n" for name in every))
-    for root in ("/", str(image_folder)):  # whole paths, which count from anywhere above them
-        chosen = run(f"whole {root == '/'}", source="folder", path=str(listed), root=root)
-        assert {str(Path(root, name)) for name in everything(chosen)} == {
-            str(image_folder / name) for name in every
-        }
-        images = open_manifest(chosen)
-        assert all(images.read(entry) for entry in images.entries("train"))
+    chosen = run("whole", source="folder", path=str(listed), root="/")
+    assert {f"/{name}" for name in everything(chosen)} == {
+        f"{image_folder}/{name}" for name in every
+    }
     boxes = tmp_path / "instances.json"
     boxes.write_text(json.dumps(ANNOTATIONS))
     asked = {"source": "folder", "path": str(boxes), "root": str(image_folder)}
@@ -467,51 +349,35 @@ ANNOTATIONS = {
 }
 
 
-def test_wrong_lists_and_annotations_are_named(run, image_folder, tmp_path):
-    listed = tmp_path / "list.txt"
-    boxes = tmp_path / "boxes.json"
-    boxes.write_text(json.dumps(ANNOTATIONS))
-    listed.write_text("../secret.jpg\n")
-    with pytest.raises(RequestError, match=r"'../secret.jpg' leads outside"):
-        run(source="folder", path=str(listed), root=str(image_folder))
-    listed.write_text("/secret.jpg\n")
-    with pytest.raises(RequestError, match=r"'/secret.jpg' leads outside"):
-        run(source="folder", path=str(listed), root=str(image_folder))
-    listed.write_text("\n")
-    with pytest.raises(RequestError, match="holds no images"):
-        run(source="folder", path=str(listed), root=str(image_folder))
-    listed.write_text("a.jpg\n")
-    with pytest.raises(RequestError, match=r"'a\.jpg' is not in .* set fetch\.root"):
-        run(source="folder", path=str(listed), root=str(image_folder))
-    with pytest.raises(RequestError, match="nowhere: no such folder"):
-        run(source="folder", path=str(listed), root=str(tmp_path / "nowhere"))
-    with pytest.raises(
-        RequestError, match=r"fetch\.categories: 'dog' is not in .*; known are cat, cup"
-    ):
-        run(source="folder", path=str(boxes), root=str(image_folder), categories="dog")
-    with pytest.raises(RequestError, match="no image fits"):
-        run(source="folder", path=str(boxes), root=str(image_folder), min_side=5000)
-    boxes.write_text("[]")
-    with pytest.raises(RequestError, match="not a COCO annotation file"):
-        run(source="folder", path=str(boxes), root=str(image_folder))
-    (tmp_path / "x.pdf").write_text("x")
-    with pytest.raises(RequestError, match=r"must be a folder, a \.zip"):
-        run(source="folder", path=str(tmp_path / "x.pdf"))
-
-
-def test_real_annotations(run, shared_data, tmp_path):
-    boxes = str(shared_data / "coco" / "instances_subset.json")
-    people = run(source="folder", path=boxes, root=str(shared_data / "coco"), categories="person")
-    images = open_manifest(people)
-    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
-    assert len(entries) > 40 and all(images.read(entry) for entry in entries)
-
-
-def test_an_archive_that_changed_after_it_was_checked_is_named(run, archive_server):
-    folder = run(source="coco2017-val", mirror=archive_server.url)
-    archive = next(folder.parent.rglob("val2017.zip"))
-    content = bytearray(archive.read_bytes())
-    content[len(content) // 2] ^= 1
-    archive.write_bytes(content)
-    with pytest.raises(RequestError, match=r"val2017\.zip: wrong MD5"):
-        run(source="coco2017-val", mirror=archive_server.url)
+@pytest.mark.parametrize(
+    "name, text, options, said",
+    [
+        ("list.txt", "../secret.jpg\n", {}, "'../secret.jpg' leads outside"),
+        ("list.txt", "/secret.jpg\n", {}, "'/secret.jpg' leads outside"),
+        ("list.txt", "\n", {}, "holds no images"),
+        ("list.txt", "a.jpg\n", {}, r"'a\.jpg' is not in .* set fetch\.root"),
+        ("list.txt", "a.jpg\n", {"root": "nowhere"}, "nowhere: no such folder"),
+        (
+            "boxes.json",
+            ANNOTATIONS,
+            {"categories": "dog"},
+            "'dog' is not in .*; known are cat, cup",
+        ),
+        ("boxes.json", ANNOTATIONS, {"min_side": 5000}, "no image fits"),
+        ("boxes.json", [], {}, "not a COCO annotation file"),
+        ("x.pdf", "x", {}, r"must be a folder, a \.zip"),
+    ],
+)
+def test_wrong_lists_and_annotations_are_named(
+    run, image_folder, tmp_path, name, text, options, said
+):
+    (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
+    with pytest.raises(RequestError, match=said):
+        run(
+            **{
+                "source": "folder",
+                "path": str(tmp_path / name),
+                "root": str(image_folder),
+                **options,
+            }
+        )

@@ -210,36 +210,3 @@ class TestViews:
         for side in range(2):
             assert ours[side].shape == plain[side].shape == (7, 1, VIEW[1], VIEW[0])
             assert np.abs(ours[side].astype(int) - plain[side]).mean((1, 2, 3)).max() < 0.5
-
-    def test_a_mirrored_view_has_a_mirrored_homography(self, photo):
-        """View 0 warped by H is view 1 where both show the same; taken as not mirrored it is
-        not.
-        """
-        files = jpegs(photo, 12)
-        draws = [dali_views.draw_pair(0, i, VIEW) for i in range(12)]
-        mirrored = [one.mirror != other.mirror for one, other in draws]
-        assert 0 < sum(mirrored) < 12
-        views0, views1, H = views_of(dali_views.dali_views(files, VIEW, 4))
-        assert [bool(np.linalg.det(each) < 0) for each in H] == mirrored
-        for i, (one, other) in enumerate(draws):
-            scale = other.brightness / one.brightness
-            errors = [
-                difference(views0[i, 0] * scale, views1[i, 0], each)
-                for each in (H[i], _unmirror(H[i]))
-            ]
-            assert errors[0] < 4
-            assert not mirrored[i] or errors[1] > 3 * errors[0]
-
-
-def _unmirror(H: np.ndarray) -> np.ndarray:
-    return np.array([[-1, 0, VIEW[0] - 1], [0, 1, 0], [0, 0, 1]]) @ H
-
-
-def difference(view0: np.ndarray, view1: np.ndarray, H: np.ndarray) -> float:
-    """Mean difference in gray levels where view 0, warped by H, covers view 1 and neither is
-    saturated.
-    """
-    warped = cv2.warpPerspective(view0.astype(np.float32), H, VIEW, borderValue=-1000.0)
-    seen = (warped > 0) & (warped < 250) & (view1 < 250)
-    assert seen.sum() > 500
-    return float(np.abs(warped - view1)[seen].mean())

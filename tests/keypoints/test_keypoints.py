@@ -6,10 +6,8 @@ import csv
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import cv2
@@ -20,12 +18,10 @@ from made_params import file_of
 from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
-from pipeline.image_sets.manifest import Entry
-from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import image, pool, shards
+from pipeline.keypoints import image, shards
 from pipeline.keypoints.image import gray_views
-from superglue_sift.images import BadImage, read_gray
+from superglue_sift.images import read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.
@@ -181,24 +177,10 @@ def make_bad(folder: Path, photo) -> dict:
     return {**{name: text for name, (_, text) in kinds.items()}, "gone.jpg": "No such file"}
 
 
-def make_odd(folder: Path, photo, color_photo) -> None:
-    """Files that are unusual but whole: they must be used."""
-    from PIL import Image
-
-    Image.fromarray(color_photo).convert("CMYK").save(folder / "cmyk.jpg")
-    cv2.imwrite(str(folder / "deep.png"), photo.astype(np.uint16) * 257)
-    (folder / "really_png.jpg").write_bytes(cv2.imencode(".png", photo)[1].tobytes())
-    cv2.imwrite(str(folder / "huge.jpg"), cv2.resize(photo, (3000, 2000)))
-    cv2.imwrite(str(folder / "black.png"), np.zeros((200, 300), np.uint8))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.fromarray(photo).save(folder / "turned.jpg", exif=exif)
-
-
 def test_exactly_the_bad_images_are_listed_and_none_is_used(
-    stage, pictures, photo, color_photo, tmp_path, monkeypatch
+    stage, pictures, photo, tmp_path, monkeypatch
 ):
-    make_odd(pictures, photo, color_photo)
+    cv2.imwrite(str(pictures / "black.png"), np.zeros((200, 300), np.uint8))
     good = {path.name for path in pictures.iterdir()}
     expected = make_bad(pictures, photo)
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
@@ -215,13 +197,6 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
         assert name in held or text in listed[name]
-
-
-def test_a_black_image_has_views_without_keypoints(stage, pictures, tmp_path):
-    for path in sorted(pictures.iterdir())[1:]:
-        cv2.imwrite(str(path), np.zeros((200, 300), np.uint8))
-    opened = Store(stage(pictures) / "train")
-    assert (opened.counts == 0).any() and opened.view(len(opened) - 1, 0).records.shape == (0,)
 
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
@@ -253,46 +228,6 @@ def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
         keypoints.main(["--params", sample, "--images", str(tmp_path)])
     with pytest.raises(RequestError, match="--workers -1"):
         keypoints.main(["--params", sample, "--workers", "-1"])
-
-
-def test_small_images_are_refused(photo, make_params):
-    settings = make_params("keypoints", **SMALL)
-    with pytest.raises(BadImage, match="too small: 64x48, a view needs 65x49 pixels"):
-        gray_views(photo[:48, :64], "a.png", settings)
-
-
-@pytest.mark.slow
-def test_killed_ten_times_gives_the_same_bytes_and_leaves_no_worker(
-    stage, pictures, photo, tmp_path, root
-):
-    """SIGKILL to the parent at random moments: workers end too, whole shards stay, the result is
-    the same.
-    """
-    for index in range(9, 60):
-        cv2.imwrite(str(pictures / f"{index}.jpg"), np.roll(photo, 13 * index, axis=1)[:300, :500])
-    reference = files(stage(pictures, "reference", workers=2))
-    command = [sys.executable, "-c", IN_SHARDS_OF_3, *words(tmp_path, "killed", "--workers", "2")]
-    for attempt in range(10):
-        process = subprocess.Popen(
-            command, cwd=root, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-        )
-        time.sleep(1.0 + 0.15 * attempt)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        until = time.monotonic() + 60
-        while [pid for pid in children if _alive(pid)]:
-            assert time.monotonic() < until, "a worker outlived its parent"
-            time.sleep(0.05)
-    subprocess.run(command, cwd=root, check=True, stderr=subprocess.DEVNULL)
-    assert files(tmp_path / "killed") == reference
-
-
-def _alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monkeypatch, tmp_path):
@@ -342,42 +277,6 @@ def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, monkeyp
         WorkError, match=r"shard-00001.safetensors: no rank has written it.*run again"
     ):
         stage(pictures)
-
-
-@pytest.mark.slow
-def test_photographs_give_the_same_bytes_with_workers_and_ranks(stage, shared_data, tmp_path, root):
-    """One worker, two workers, and torchrun with two ranks: equal in every file."""
-    folder = tmp_path / "coco"
-    folder.mkdir()
-    for number, path in enumerate(sorted((shared_data / "coco").rglob("*.jpg"))[::5]):
-        (folder / f"{number}.jpg").symlink_to(path)
-    stage(folder)
-    plain = [sys.executable, "-c", IN_SHARDS_OF_3]
-    for out, workers in (("one", "1"), ("two", "2")):
-        subprocess.run([*plain, *words(tmp_path, out, "--workers", workers)], cwd=root, check=True)
-    reference = files(tmp_path / "one")
-    assert files(tmp_path / "two") == reference and len(reference) > 6
-    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "--no-python"]
-    command = [sys.executable, *torchrun, sys.executable, "-c", IN_SHARDS_OF_3]
-    subprocess.run([*command, *words(tmp_path, "ranks")], cwd=root, check=True)
-    assert files(tmp_path / "ranks") == reference
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_number_of_images(make_params):
-    """The pool keeps a bounded number of images under way, whatever their number."""
-    made = []
-
-    def entries():
-        for index in range(20_000):
-            made.append(index)
-            yield Entry(str(index), "train", "none", str(index), 0, "")
-
-    settings = make_params("keypoints", **SMALL)
-    with pool.Pool(ImageSet((), {"none": "/nowhere"}), settings, 2) as workers:
-        for seen, result in enumerate(workers.map(entries())):
-            assert isinstance(result, BadImage) and len(made) - seen <= 2 * pool._IN_FLIGHT + 1
-    assert len(made) == 20_000
 
 
 # Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and

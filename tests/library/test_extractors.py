@@ -50,11 +50,6 @@ def upright(gray: np.ndarray, max_keypoints: int) -> dict:
     }
 
 
-def test_sift_is_found_by_the_same_function_as_ever(photo):
-    assert extractors.load("sift").function is sift.extract
-    assert np.array_equal(extractors.load("sift")(photo, 100), sift.extract(photo, 100))
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "scale_angle"),
     [(ORB, ("binary", 256), True), (KAZE, ("float", 64), True), (UPRIGHT, ("float", 9), False)],
@@ -78,14 +73,6 @@ def found(count: int = 3, **changes) -> dict:
         "descriptors": np.ones((count, 8), np.float32),
     }
     return {name: value for name, value in {**answer, **changes}.items() if value is not None}
-
-
-def test_bits_are_filled_up_by_zeros_to_whole_words():
-    rows = np.arange(3 * 61, dtype=np.uint8).reshape(3, 61)  # AKAZE has 61 bytes
-    records = extractors.records_of("x:y", found(descriptors=rows))
-    assert kind_of(records.dtype) == ("binary", 512)
-    assert np.array_equal(descriptors_of(records)[:, :61], rows)
-    assert not descriptors_of(records)[:, 61:].any()
 
 
 @pytest.mark.parametrize(
@@ -113,14 +100,6 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
-def test_kaze_where_opencv_has_none_is_refused_in_one_line(monkeypatch, photo):
-    """OpenCV 5.0 took it out of its main modules."""
-    monkeypatch.delattr(cv2, "KAZE", raising=False)
-    with pytest.raises(RequestError, match="has no KAZE, which") as caught:
-        extractors.load.__wrapped__(KAZE)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"]
 )
@@ -145,11 +124,6 @@ def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
     bits = np.unpackbits(records["bits"], axis=1)
     hamming = (bits[:, None] != bits[None, :10]).sum(axis=-1)
     assert torch.allclose(unit0 @ unit1.T, torch.from_numpy(1 - hamming / 128).float(), atol=1e-6)
-    floats = extractors.load(KAZE)(photo, 60)
-    batch = from_pairs([Pair(floats, floats, (600, 400), (600, 400))])
-    unit = unit_vectors(batch.descriptors0[0], "float", 64)
-    expected = floats["descriptor"] / np.linalg.norm(floats["descriptor"], axis=1, keepdims=True)
-    assert np.allclose(unit.numpy(), expected, atol=1e-6)
 
 
 def untrained(path: Path, name: str, **changes) -> Path:

@@ -6,7 +6,6 @@ import io
 import struct
 import tracemalloc
 import zlib
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, features
 
-from superglue_sift import RequestError
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
 
@@ -116,14 +114,6 @@ def test_holes_of_zeros_are_found_where_decoders_see_nothing(photo):
     assert "checksum" in reason(png[:20000] + bytes(4096) + png[24096:])
 
 
-def test_a_flat_picture_is_not_taken_for_a_hole():
-    for value in (0, 128, 255):
-        flat = np.full((2000, 3000), value, np.uint8)
-        for progressive in (0, 1):
-            options = (cv2.IMWRITE_JPEG_OPTIMIZE, 1, cv2.IMWRITE_JPEG_PROGRESSIVE, progressive)
-            assert decode_gray(encode(flat, ".jpg", *options)).shape == flat.shape
-
-
 @pytest.mark.parametrize(
     "data, said",
     [
@@ -204,49 +194,24 @@ def test_any_bytes_give_pixels_or_bad_image(data, start):
         assert "\n" not in bad.reason
 
 
-def test_profiles_print_nothing(capfd, root):
-    import skimage
-
-    decode_gray((Path(skimage.__file__).parent / "data" / "astronaut.png").read_bytes())
-    assert capfd.readouterr() == ("", "")
-
-
-def test_read_gray_names_the_file_and_the_reason(tmp_path):
-    with pytest.raises(RequestError, match=r"no\.jpg: cannot be read"):
-        image_files.read_gray(tmp_path / "no.jpg")
-    (tmp_path / "page.jpg").write_bytes(b"<html>")
-    with pytest.raises(RequestError, match=r"page.jpg: a web page"):
-        image_files.read_gray(tmp_path / "page.jpg")
-
-
 def claiming(extension: str, width: int, height: int) -> bytes:
     """A whole small image whose header promises another size."""
     data = bytearray(encode(np.zeros((16, 24), np.uint8), extension))
     if extension == ".jpg":
         at = data.index(b"\xff\xc0") + 5
         data[at : at + 4] = struct.pack(">HH", height, width)
-    elif extension == ".png":
-        data[16:24] = struct.pack(">II", width, height)
-        data[29:33] = struct.pack(">I", zlib.crc32(data[12:29]))
     elif extension == ".bmp":
         data[18:26] = struct.pack("<ii", width, -height)
-    elif extension == ".pgm":
-        data[:] = data.replace(b"24 16", f"# made\n{width} {height}".encode())
     else:
-        directory = struct.unpack_from("<I", data, 4)[0]
-        for at in range(directory + 2, directory + 26, 12):
-            tag, _, count, _ = struct.unpack_from("<HHII", data, at)
-            if tag in (256, 257):
-                struct.pack_into("<HHII", data, at, tag, 4, count, width if tag == 256 else height)
+        data[:] = data.replace(b"24 16", f"# made\n{width} {height}".encode())
     return bytes(data)
 
 
-@pytest.mark.parametrize("extension", [".jpg", ".png", ".bmp", ".pgm", ".tiff"])
+@pytest.mark.parametrize("extension", [".jpg", ".bmp", ".pgm"])
 def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, undecoded):
     """No decoder is asked, which would take a byte a pixel at the least."""
     assert image_files.MAX_PIXELS == 200_000_000
-    if extension != ".png":  # of which all bytes are checked
-        image_files.open_image(claiming(extension, 20_000, 10_000), "at the limit")
+    image_files.open_image(claiming(extension, 20_000, 10_000), "at the limit")
     data = claiming(extension, 20_000, 10_001)
     tracemalloc.start()
     with pytest.raises(BadImage, match="too large: 20000x10001 pixels, at most 200 megapixels"):

@@ -4,12 +4,10 @@ images.
 
 from __future__ import annotations
 
-import dataclasses
 import shutil
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import Iterator, Set
@@ -23,10 +21,9 @@ from packaging.requirements import Requirement
 from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, drawing, weights
-from superglue_sift.features import extract, reduce
+from superglue_sift.features import reduce
 from superglue_sift.geometry import corner_error, epipolar_distances, transform
 from superglue_sift.images import read_gray
-from superglue_sift.sift import KEYPOINT, MIN_SCALE
 from superglue_sift.weights import save_model_file
 
 NEEDS = ("torch", "numpy", "opencv-python", "pillow", "safetensors", "scipy", "tqdm")
@@ -64,53 +61,19 @@ def top_level(names: Set[str]) -> Iterator[Path]:
         )
 
 
-@pytest.fixture
-def bare(tmp_path: Path, root: Path) -> Path:
-    """A site-packages with the library, what it needs and nothing else."""
-    folder = tmp_path / "site"
-    folder.mkdir()
-    (folder / "superglue_sift").symlink_to(root / "superglue_sift")
-    for path in {path.name: path for path in top_level(with_requirements(*NEEDS))}.values():
-        (folder / path.name).symlink_to(path)
-    return folder
-
-
-def test_it_imports_and_matches_where_only_what_it_needs_is(bare, tmp_path, photo):
-    write_model(tmp_path / "model.safetensors", layers=2)
-    cv2.imwrite(str(tmp_path / "a.png"), photo)
-    cv2.imwrite(str(tmp_path / "b.png"), cv2.warpPerspective(photo, TURN, (600, 400)))
-    script = (
-        f"import sys; sys.path.append({str(bare)!r})\nimport importlib, pkgutil,"
-        " superglue_sift\nfor module in pkgutil.iter_modules(superglue_sift.__path__):\n   "
-        " importlib.import_module('superglue_sift.' + module.name)\nfor name in"
-        " superglue_sift.__all__:\n    getattr(superglue_sift, name)\nassert not {'pipeline',"
-        " 'yaml', 'pydantic', 'mlflow', 'dvc', 'scipy'} & set(sys.modules)\nfrom superglue_sift"
-        " import __main__ as entry\nsys.argv = ['superglue-match', 'a.png', 'b.png', '--model',"
-        " 'model.safetensors', '--device', 'cpu',\n            '--out', 'm.png', '--json',"
-        " 'm.json']\nsys.exit(entry.command())\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "homography inliers" in done.stdout and (tmp_path / "m.png").is_file()
-
-
 def test_importing_it_does_not_load_torch():
     script = "import sys, superglue_sift; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
-def build_wheel(root: Path, folder: Path, with_weights: bool) -> Path:
-    """The wheel of a copy of the clone, with the shipped weights or a few bytes in their place."""
+def build_wheel(root: Path, folder: Path) -> Path:
+    """The wheel of a copy of the clone."""
     source = folder / "source"
     quiet = shutil.ignore_patterns("__pycache__")
     for name in ("superglue_sift", "pipeline", "benchmarks", "tests", "pretrained"):
         shutil.copytree(root / name, source / name, ignore=quiet)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(root / name, source / name)
-    if not with_weights:
-        (source / weights.SHIPPED).write_bytes(b"weights")
     script = (
         "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
     )
@@ -121,31 +84,14 @@ def build_wheel(root: Path, folder: Path, with_weights: bool) -> Path:
     return folder / done.stdout.split()[-1]
 
 
-def test_the_wheel_holds_library_and_weights_and_nothing_else(tmp_path, root):
-    with zipfile.ZipFile(build_wheel(root, tmp_path, with_weights=False)) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-        entry_points = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-        assert (
-            "superglue-match = superglue_sift.__main__:command" in wheel.read(entry_points).decode()
-        )
-    files = {
-        path.relative_to(root).as_posix()
-        for path in (root / "superglue_sift").rglob("*.*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    pretrained = {
-        f"superglue_sift/pretrained/{path.name}" for path in (root / "pretrained").iterdir()
-    }
-    assert names == files | pretrained
-
-
 @pytest.mark.slow
 @pytest.mark.cu111
 def test_the_wheel_is_small_and_matches_where_nothing_else_is_installed(tmp_path, root, photo):
-    if not (root / weights.SHIPPED).is_file():
-        pytest.skip(f"needs {weights.SHIPPED}")
-    wheel = build_wheel(root, tmp_path, with_weights=True)
+    wheel = build_wheel(root, tmp_path)
     assert wheel.stat().st_size <= 12e6
+    with zipfile.ZipFile(wheel) as file:
+        packages = {name.split("/")[0] for name in file.namelist()}
+    assert {name for name in packages if not name.endswith(".dist-info")} == {"superglue_sift"}
     # What an index would give: what the wheel asks for, linked in instead of downloaded
     needed = tmp_path / "needed"
     needed.mkdir()
@@ -223,28 +169,12 @@ def test_files_pixels_and_features_give_the_same_matches(
 
 def test_a_result_is_one_short_line(matcher, photo, turned):
     found = matcher.match(photo, turned)
-    said = repr(found)
-    assert (
-        said
-        == f"MatchResult({len(found.matches)} matches above 0.20; "
-        + ", ".join(
-            f"600x400 px with {len(keypoints)} keypoints"
-            for keypoints in (found.keypoints0, found.keypoints1)
-        )
-        + ")"
+    assert repr(found).startswith(
+        f"MatchResult({len(found.matches)} matches above 0.20; 600x400 px"
     )
-    assert "above 0.90" in repr(found.above(0.9)) and "above 0.90" in repr(
-        found.above(0.9).above(0.5)
-    )
-    assert (
-        repr(matcher.extract(photo)) == f"Features({len(found.keypoints0)} keypoints; 600x400 px)"
-    )
-    assert "above" not in repr(found._replace(threshold=None))
-
-
-def test_a_matcher_is_one_short_line_with_its_settings(matcher):
-    line = repr(dataclasses.replace(matcher, threshold=0.25))
-    assert line.startswith("Matcher(device='cpu'") and "threshold=0.25" in line and len(line) < 200
+    assert "above 0.90" in repr(found.above(0.9).above(0.5))
+    count = len(found.keypoints0)
+    assert repr(matcher.extract(photo)) == f"Features({count} keypoints; 600x400 px)"
 
 
 def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
@@ -255,11 +185,9 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     assert (
         repr(picture) == f"Picture({2 * 451 + 8}x{300 + 2 * drawing.BAR} px; .save(path) writes it)"
     )
-    shown = cv2.imdecode(np.frombuffer(picture._repr_jpeg_(), np.uint8), cv2.IMREAD_COLOR)
-    assert shown.shape == picture.pixels.shape
-    for left in (0, 451 + 8):  # between the lines both halves are the photograph
-        own = picture.pixels[drawing.BAR : -drawing.BAR, left : left + 451]
-        assert (own == bgr).all(axis=2).mean() > 0.3
+    assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
+    own = picture.pixels[drawing.BAR : -drawing.BAR, :451]  # between the lines
+    assert (own == bgr).all(axis=2).mean() > 0.3
     picture.save(tmp_path / "new" / "m.png")
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "m.png")), picture.pixels)
 
@@ -272,47 +200,24 @@ def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, 
     assert found.show(photo).pixels.any()
 
 
-def test_features_of_ones_own_sift_are_those_of_the_library(matcher, photo):
-    gray = photo[:300, :300]
-    points, descriptors = cv2.SIFT_create(
-        nfeatures=1536, enable_precise_upscale=True
-    ).detectAndCompute(gray, None)
-    own = Features.of(
-        np.array([p.pt for p in points]),
-        np.array([p.size for p in points]),
-        np.array([p.angle for p in points]),
-        np.array([p.response for p in points]),
-        descriptors,
-        (300, 300),
-    )
-    ours = matcher.extract(gray)
-    first = ours.records[list(KEYPOINT.names)].astype(KEYPOINT)
-    assert len(first) and set(map(bytes, first)) <= set(map(bytes, own.records))
-
-
 def assert_same(one, other) -> None:
     for name in set(one._fields) - {"images"}:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_tensors_give_the_matches_of_the_same_pixels(matcher, color_photo):
-    bgr = np.ascontiguousarray(color_photo[..., ::-1])
-    expected = matcher.match(bgr, bgr[50:])
-    rgb = torch.from_numpy(np.ascontiguousarray(color_photo)).permute(2, 0, 1)
-    assert_same(expected, matcher.match(rgb, rgb[:, 50:]))
-    assert_same(expected, matcher.match(rgb / 255, bgr[50:]))
-    gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
-    assert_same(expected, matcher.match(gray, gray[None, 50:] / 255.0))
-    assert_same(expected, matcher.match(rgb[None], gray[None, None, 50:]))
-
-
-def test_pil_images_give_the_matches_of_the_same_pixels(matcher, color_photo):
+def test_tensors_and_pil_images_give_the_matches_of_the_same_pixels(matcher, color_photo):
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     expected = matcher.match(bgr, bgr[50:])
     image = Image.fromarray(color_photo)
     found = matcher.match(image, image.convert("RGBA").crop((0, 50, *image.size)))
     assert_same(expected, found)
     np.testing.assert_array_equal(found.photos()[0].pixels, bgr)
+    rgb = torch.from_numpy(np.ascontiguousarray(color_photo)).permute(2, 0, 1)
+    assert_same(expected, matcher.match(rgb, rgb[:, 50:]))
+    assert_same(expected, matcher.match(rgb / 255, bgr[50:]))
+    gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
+    assert_same(expected, matcher.match(gray, gray[None, 50:] / 255.0))
+    assert_same(expected, matcher.match(rgb[None], gray[None, None, 50:]))
 
 
 def check_resolution(shared_data: Path, side: int) -> None:
@@ -345,16 +250,6 @@ def test_nor_does_any_other_resolution(shared_data, side):
     check_resolution(shared_data, side)
 
 
-def test_keypoints_of_your_own_sift_of_a_large_image_stay_as_they_are(photo):
-    """Only what was found in a reduced image is handed to the network in its pixels."""
-    large = cv2.resize(photo, (2400, 1600), interpolation=cv2.INTER_CUBIC)
-    reduced = extract(large, 256, 1024)
-    assert reduced.as_found(1024).size == (1024, 683) and reduced.size == (2400, 1600)
-    np.testing.assert_allclose(reduced.as_found(1024).records["scale"].min(), MIN_SCALE, rtol=0.2)
-    whole = extract(large, 2000)
-    assert whole.as_found(1024).records["scale"].min() >= MIN_SCALE * 0.999
-
-
 def test_one_image_against_many_computes_its_features_once(matcher, photo, turned, monkeypatch):
     others = [turned, photo[:, 50:], photo[100:]]
     expected = [matcher.match(photo, other) for other in others]
@@ -383,27 +278,13 @@ def test_a_batch_answers_pair_by_pair_and_reads_no_further(matcher, photo, turne
     assert list(matcher.match_batch([])) == []
 
 
-def test_threads_share_a_matcher_and_get_the_same_bytes(matcher, photo, turned):
-    pairs = [(photo, turned), (turned, photo), (photo[:, 60:], turned), (photo, photo[50:])]
-    expected = [matcher.match(*pair) for pair in pairs]
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda number: matcher.match(*pairs[number % 4]), range(8)))
-    for number, each in enumerate(found):
-        assert_same(expected[number % 4], each)
-
-
 def test_homography_and_fundamental_matrix_explain_the_matches(matcher, photo, turned):
     found = matcher.match(photo, turned)
     H, inliers = found.homography()
     assert corner_error(H, TURN, (600, 400)) < 2 and inliers.shape == (len(found.matches),)
     assert inliers.mean() > 0.7
     F, inliers = found.fundamental(1.0)
-    assert F.shape == (3, 3) and abs(np.linalg.det(F)) < 1e-6
-    ones = np.ones((len(found.points0), 1))
-    x0 = np.hstack([found.points0, ones])
-    x1 = np.hstack([found.points1, ones])
-    line = x0 @ F.T
-    distance = np.abs((line * x1).sum(1)) / np.linalg.norm(line[:, :2], axis=1)
+    distance = epipolar_distances(F, found.points0, found.points1)
     assert (distance[inliers] < 2).all() and inliers.mean() > 0.7
     assert_same(found.homography(), found.homography())
     assert_same(found.fundamental(), found.fundamental())
@@ -415,14 +296,6 @@ def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
     few = found.only(np.arange(count))
     assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
     assert (few.homography().model is None) == (count < 4)
-
-
-def test_above_keeps_the_surer_matches(matcher, photo, turned):
-    found = matcher.match(photo, turned)
-    least = float(np.median(found.scores))
-    sure = found.above(least)
-    assert 0 < len(sure.matches) < len(found.matches) and (sure.scores > least).all()
-    assert set(map(tuple, sure.matches)) <= set(map(tuple, found.matches))
 
 
 @pytest.mark.gpu
@@ -462,20 +335,10 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
             r"\(9, 9, 3\): must be \(H, W\)",
         ),
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
-        (lambda matcher, folder: matcher.extract(torch.zeros(9, 9, dtype=torch.int64)), "int64"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (lambda matcher, folder: features(5, 128, 0.1), "0 to 255"),
-        (
-            lambda matcher, folder: features(5, 128, scales=4),
-            r"scales of shape \(4,\): must be \(5,\)",
-        ),
         (
             lambda matcher, folder: Matcher.load(folder / "no.safetensors"),
             "no.safetensors: no such model",
-        ),
-        (
-            lambda matcher, folder: Matcher.load(folder / "text.safetensors"),
-            "text.safetensors: not readable",
         ),
         (
             lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
@@ -486,40 +349,17 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
             "^device toaster: not available here; name auto, cpu",
         ),
         (
-            lambda matcher, folder: Matcher.load(folder / "cut.safetensors"),
-            "cut.safetensors: .*copy it again, or name another",
-        ),
-        (
             lambda matcher, folder: Matcher.load(threshold=1.5),
             "threshold 1.5: must be between 0 and 1",
         ),
-        (
-            lambda matcher, folder: Matcher.load(max_keypoints=0),
-            "max_keypoints 0: must be 1 or more",
-        ),
         (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),
-        (
-            lambda matcher, folder: Matcher.load(precision="fp16"),
-            "precision 'fp16': must be 'float32' or 'bfloat16'",
-        ),
-        (lambda matcher, folder: Matcher.load(scene=True, accept=0), "accept 0: must be 1 or more"),
-        (
-            lambda matcher, folder: Matcher.load(scene=True, strict=7),
-            "strict 7: must be between 0 and 1",
-        ),
-        (
-            lambda matcher, folder: Matcher.load(scene=True, accept="x"),
-            "accept x: must be 1 or more",
-        ),
+        (lambda matcher, folder: Matcher.load(frame="lying"), "frame 'lying'"),
+        (lambda matcher, folder: Matcher.load(accept=3), "accept: only with scene=True"),
         (
             lambda matcher, folder: matcher.match(*[np.zeros((9, 9), np.uint8)] * 2).show(
                 [[0]], [[0]]
             ),
             "type list",
-        ),
-        (
-            lambda matcher, folder: next(matcher.match_batch([("a", "b")], 0)),
-            "batch_size 0: must be 1 or more",
         ),
         (
             lambda matcher, folder: matcher.extract([[0, 1]]),
@@ -528,11 +368,9 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
     ],
 )
 def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
-    (tmp_path / "text.safetensors").write_text("hello")
     save_model_file(
         tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}}
     )
-    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "other.safetensors").read_bytes()[:-1])
     with pytest.raises(RequestError, match=message) as error:
         ask(matcher, tmp_path)
     assert "\n" not in str(error.value)
@@ -543,18 +381,11 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
     [
         ({"layers": 10**7}, r"layers = 10000000: must be a whole number from 1 to 256"),
         ({"layers": 200}, r"self_attention\.1\.query_key_value\.weight: has nothing"),
-        ({"layers": True}, "layers = True"),
-        ({"heads": 0}, "heads = 0"),
-        ({"heads": -4}, "heads = -4"),
         ({"heads": 3}, r"heads = 3: must divide dim \(128\)"),
-        ({"dim": 0}, "dim = 0"),
         ({"dim": 4096}, r"descriptor_projection\.weight: has \(128, 128\)"),
         ({"dim": 1e9}, "dim = 1000000000.0"),
-        ({"dim": "128"}, "dim = '128'"),
-        ({"descriptor_dim": 2**62}, "descriptor_dim = 4611686018427387904"),
         ({"sinkhorn_iterations": 10**9}, "sinkhorn_iterations = 1000000000"),
         ({"norm": "none"}, "norm 'none'"),
-        ({"norm": []}, r"norm \[\]"),
         ({"descriptor": {}}, r"descriptor \{\}"),
         ({"hidden": 1}, "hidden"),
     ],
@@ -573,7 +404,7 @@ def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
     )
 
 
-@pytest.mark.parametrize("value", ["much", None, [], -1, 2.0, float("nan"), True])
+@pytest.mark.parametrize("value", ["much", None, [], 2.0, float("nan"), True])
 def test_a_hostile_threshold_is_refused(tmp_path, value):
     path = tmp_path / "m.safetensors"
     tensors, info = weights.load_model_file(write_model(path))
@@ -591,12 +422,3 @@ def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, pho
         write_model(place / weights.SHIPPED)
         assert len(Matcher.load(device="cpu").match(photo, photo).matches) > 30
         shutil.rmtree(place / "pretrained")
-
-
-def test_a_model_may_bring_its_own_threshold(tmp_path, matcher):
-    path = tmp_path / "m.safetensors"
-    tensors, info = weights.load_model_file(write_model(path))
-    save_model_file(path, tensors, {**info, "match_threshold": 0.35})
-    assert Matcher.load(path, "cpu").threshold == 0.35
-    assert Matcher.load(path, "cpu", threshold=0.1).threshold == 0.1
-    assert matcher.threshold == 0.2

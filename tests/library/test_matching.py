@@ -12,33 +12,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_pairs import SIZE, pair, related, scrambled
-from pair_truth import pair_truth
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
 from superglue_sift import geometry
-from superglue_sift.batch import from_pairs
-from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlueConfig
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth
 
 pytestmark = pytest.mark.cu111
+IDENTITY = np.eye(3)
 
 
-def points(*xy) -> torch.Tensor:
-    return torch.tensor(xy, dtype=torch.float32).reshape(-1, 2)
+def points(*xy) -> np.ndarray:
+    return np.array(xy, float).reshape(-1, 2)
 
 
 class TestTruth:
-    size = torch.tensor([100.0, 100.0])
-
-    def truth(self, keypoints0, keypoints1, H=None) -> Truth:
-        H = (
-            torch.eye(3, dtype=torch.float64)
-            if H is None
-            else torch.as_tensor(H, dtype=torch.float64)
-        )
-        return pair_truth(keypoints0, keypoints1, H, self.size, self.size)
+    @staticmethod
+    def truth(keypoints0, keypoints1, H=IDENTITY) -> Truth:
+        """Of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
+        sides = []
+        for keypoints in (keypoints0, keypoints1):
+            sides.append(np.zeros(len(keypoints), KEYPOINT))
+            sides[-1]["x"], sides[-1]["y"] = keypoints.T
+        batch = from_pairs([Pair(*sides, (100, 100), (100, 100))], np.array(H, float)[None])
+        found = ground_truth(batch)
+        return Truth(*(matches[0, : len(side)] for matches, side in zip(found, sides)))
 
     def test_bands(self):
         zero = points((10, 10), (30, 10), (50, 10), (70, 10), (90, 10))
@@ -63,18 +64,12 @@ class TestTruth:
         assert self.truth(points((10, 10)), points((22, 20)), double).matches0.tolist() == [0]
         assert self.truth(points((10, 10)), points((24, 20)), double).matches0.tolist() == [IGNORED]
 
-    @pytest.mark.parametrize("counts", [(0, 0), (0, 3), (2, 0)])
-    def test_empty_sides(self, counts):
-        truth = self.truth(torch.rand(counts[0], 2), torch.rand(counts[1], 2))
-        assert truth.matches0.tolist() == [UNMATCHED] * counts[0]
-        assert truth.matches1.tolist() == [UNMATCHED] * counts[1]
-
     @settings(max_examples=25, deadline=None)
     @given(seed=st.integers(0, 1000), count=st.integers(1, 40))
     def test_is_consistent_and_symmetric(self, seed, count):
         rng = np.random.default_rng(seed)
         H = np.eye(3) + rng.normal(0, [[0.1, 0.1, 5], [0.1, 0.1, 5], [1e-4, 1e-4, 0]])
-        zero, one = (torch.from_numpy(rng.uniform(0, 100, (count, 2))).float() for _ in range(2))
+        zero, one = rng.uniform(0, 100, (2, count, 2))
         truth = self.truth(zero, one, H)
         back = self.truth(one, zero, np.linalg.inv(H))
         for i, j in enumerate(truth.matches0.tolist()):
@@ -82,29 +77,6 @@ class TestTruth:
         assert torch.equal(truth.matches0, back.matches1) and torch.equal(
             truth.matches1, back.matches0
         )
-
-    def test_a_padded_batch_has_the_truth_of_its_pairs(self):
-        rng = np.random.default_rng(0)
-        H = np.array([[1, 0, 4.0], [0, 1, 2.0], [0, 0, 1]])
-        pairs = [pair(rng, *counts) for counts in ((40, 60), (0, 4), (90, 1), (7, 0))]
-        for one in pairs:  # some that match
-            shared = min(len(one.records0), len(one.records1)) // 2
-            one.records1["x"][:shared] = one.records0["x"][:shared] + 4
-            one.records1["y"][:shared] = one.records0["y"][:shared] + 2
-        found = ground_truth(related(pairs, H))
-        assert int((found.matches0 >= 0).sum()) >= 20
-        for i, one in enumerate(pairs):
-            alone = ground_truth(related([one], H))
-            for side, count in enumerate((len(one.records0), len(one.records1))):
-                assert torch.equal(found[side][i, :count], alone[side][0, :count])
-                assert bool((found[side][i, count:] == IGNORED).all())
-
-    def test_a_batch_of_no_pairs(self):
-        """A rank may have none."""
-        batch = from_pairs([], np.zeros((0, 3, 3)))
-        chosen = choose_orientations(batch)
-        assert [m.shape for m in ground_truth(batch)] == [(0, 1), (0, 1)]
-        assert [len(r) for r in (chosen.records0, chosen.records1)] == [0, 0]
 
     def test_points_of_the_horizon(self):
         """They are inf or nan in the other view, and match nothing, not even padding."""

@@ -64,23 +64,6 @@ def inputs_of(batch):
     return root_sift(keypoints.descriptors), geometry_of(keypoints, True), keypoints.images
 
 
-def test_padded_features_are_those_of_each_pair_alone(batch):
-    images = inputs_of(batch)[2]
-    together = images.split(neighbour_features(*inputs_of(batch)))
-    for i in range(len(batch)):
-        for side, alone in enumerate(
-            neighbour_features(*inputs_of(batch.select([i]))).split(alone_sizes(batch, i))
-        ):
-            assert torch.isfinite(alone).all()
-            valid = images.masks[side][i]
-            assert torch.allclose(together[side][i][valid], alone[: int(valid.sum())], atol=1e-5)
-
-
-def alone_sizes(batch, i):
-    """Keypoints of both images of pair i alone, at least one each."""
-    return [max(int(counts[i]), 1) for counts in (batch.counts0, batch.counts1)]
-
-
 def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
     descriptors, geometry, images = inputs_of(batch)
     c = math.cos(1.0)

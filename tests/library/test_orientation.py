@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-import cv2
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,9 +13,8 @@ from pipeline.features.store import View
 from pipeline.train.pairs.augmentation import Augmentation
 from superglue_sift import pair_inputs
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.geometry import jacobians, transform
 from superglue_sift.pair_inputs import choose_orientations, choose_pair
-from superglue_sift.sift import KEYPOINT, ORIENTED, extract
+from superglue_sift.sift import KEYPOINT, ORIENTED
 
 SIZE = (320, 240)
 
@@ -54,13 +51,6 @@ def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken()
     assert np.array_equal(chosen.records0["x"], here["x"])
 
 
-def test_two_second_orientations_find_each_other():
-    here = keypoints((one_hot(1), one_hot(2)))
-    there = keypoints((one_hot(3), one_hot(2)))
-    chosen = choose_pair(Pair(here, there, SIZE, SIZE))
-    assert chosen.records0["angle"][0] == chosen.records1["angle"][0] == 90.0
-
-
 def test_the_first_stays_where_neither_is_nearer_or_the_other_view_is_empty():
     here = keypoints((one_hot(1), one_hot(2)))
     nothing = keypoints()
@@ -74,14 +64,6 @@ def test_keypoints_of_one_orientation_and_of_other_features_stay_as_they_are():
     assert choose_pair(plain) is plain
     batch = from_pairs([plain])
     assert choose_orientations(batch) is batch
-
-
-def test_keypoints_with_and_without_a_second_orientation_can_be_paired():
-    given_ones = np.zeros(1, KEYPOINT)
-    given_ones["descriptor"] = one_hot(2)
-    chosen = choose_pair(Pair(keypoints((one_hot(1), one_hot(2))), given_ones, SIZE, SIZE))
-    assert chosen.records0["angle"].tolist() == [90.0]
-    assert np.array_equal(chosen.records1, given_ones)
 
 
 @settings(max_examples=30, deadline=None)
@@ -105,31 +87,6 @@ def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
     assert torch.equal(whole.records0, by_rows.records0) and torch.equal(
         whole.records1, by_rows.records1
     )
-
-
-@pytest.mark.parametrize("degrees", [0.0, 100.0])
-def test_on_a_photograph_chosen_orientations_agree_more_often(photo, degrees):
-    """Of the keypoints that are the same place: is one's angle, mapped by the homography, the
-    other's?
-    """
-    H = np.vstack([cv2.getRotationMatrix2D((256.0, 256.0), degrees, 0.9), [0, 0, 1]])
-    H = H @ np.array([[1.0, 0.05, 3.0], [0.02, 1.0, -2.0], [1e-4, 5e-5, 1.0]])
-    turned = cv2.warpPerspective(photo, H, (512, 512), flags=cv2.INTER_AREA)
-    pair = Pair(extract(photo, 800), extract(turned, 800), (512, 512), (512, 512))
-
-    def agreeing(records0: np.ndarray, records1: np.ndarray) -> float:
-        places0 = np.stack([records0["x"], records0["y"]], 1).astype(float)
-        apart = transform(places0, H)[:, None] - np.stack([records1["x"], records1["y"]], 1)
-        distance = np.linalg.norm(apart, axis=2)
-        i, j = np.nonzero(distance < 1.0)
-        angle = np.radians(records0["angle"][i])
-        mapped = jacobians(H, places0[i]) @ np.stack([np.cos(angle), np.sin(angle)], 1)[:, :, None]
-        off = np.degrees(np.arctan2(mapped[:, 1, 0], mapped[:, 0, 0])) - records1["angle"][j]
-        return float((np.abs((off + 180) % 360 - 180) < 25).mean())
-
-    chosen = choose_pair(pair)
-    before = agreeing(pair.records0, pair.records1)
-    assert before < 0.93 and agreeing(chosen.records0, chosen.records1) > before + 0.04
 
 
 def test_a_turned_view_turns_both_angles():

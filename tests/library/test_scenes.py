@@ -5,7 +5,6 @@ cameras they give.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
 
 import cv2
@@ -16,12 +15,9 @@ from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks.dev import scene_errors
-from superglue_sift import Matcher, RequestError, classical, errors, geometry, matcher, scenes, sift
+from superglue_sift import Matcher, classical, errors, geometry, matcher, scenes, sift
 from superglue_sift.apps import cli
-from superglue_sift.descriptors import record_dtype, root_sift_of
-
-# F of a camera that moved along x: lines of equal y
-SIDEWAYS = np.array([[0, 0, 0], [0, 0, -1.0], [0, 1, 0]])
+from superglue_sift.descriptors import root_sift_of
 
 
 def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray:
@@ -64,21 +60,6 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
 
 
-@pytest.mark.parametrize("kind", ["binary", "float"])
-def test_descriptors_of_other_kinds_match_too(kind):
-    rng = np.random.default_rng(0)
-    records = np.zeros((2, 40), record_dtype(kind, 256))
-    if kind == "binary":
-        records["bits"] = rng.integers(0, 256, (40, 32))
-        records["bits"][1, :, 0] ^= 255  # eight bits of 256 differ
-    else:
-        records["descriptor"] = rng.normal(size=(40, 256))
-    found, scores = classical.ratio_matches(*(classical.describe(side) for side in records))
-    assert found.tolist() == [[n, n] for n in range(40)] and (scores > 0.7).all()
-    few = classical.describe(records[0, :1])
-    assert len(classical.ratio_matches(few, few)[0]) == 0  # no ratio
-
-
 def test_the_second_orientation_matches_too():
     rng = np.random.default_rng(0)
     one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
@@ -87,12 +68,6 @@ def test_the_second_orientation_matches_too():
     sides = classical.describe(records_of(one)), classical.describe(records_of(other, second))
     found, _ = classical.ratio_matches(*sides)
     assert found.tolist() == [[3, 7]]
-
-
-def test_distances_of_a_camera_that_moved_sideways_are_those_of_rows():
-    points0 = np.array([[10, 20.0], [30, 40]])
-    points1 = np.array([[55, 20.0], [7, 43]])
-    np.testing.assert_allclose(geometry.epipolar_distances(SIDEWAYS, points0, points1), [0, 3])
 
 
 def made_pair(right: int, wrong: int, seed: int = 0):
@@ -165,10 +140,8 @@ def test_relative_pose_is_that_of_the_cameras():
     angle = np.radians(7)
     R = np.array([[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]])
     t = np.array([0.8, 0.1, -0.2])
-    K0 = np.diag([500, 510, 1.0])
-    K1 = np.diag([640, 630, 1.0])
-    K0[:2, 2] = (320, 240)
-    K1[:2, 2] = (400, 300)
+    K0 = np.array([[500, 0, 320], [0, 510, 240], [0, 0, 1.0]])
+    K1 = np.array([[640, 0, 400], [0, 630, 300], [0, 0, 1.0]])
     views = [points @ K0.T, (points @ R.T + t) @ K1.T]
     flat = [view[:, :2] / view[:, 2:] for view in views]
     flat[1][:10] += 40
@@ -177,8 +150,6 @@ def test_relative_pose_is_that_of_the_cameras():
     np.testing.assert_allclose(found.t, t / np.linalg.norm(t), atol=5e-3)
     assert not found.inliers[:10].any() and found.inliers[10:].all()
     assert geometry.relative_pose(flat[0][:4], flat[1][:4], K0, K1).R is None
-    with pytest.raises(ValueError, match="3, 3"):
-        geometry.relative_pose(*flat, K0[:2], K1)
 
 
 def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
@@ -219,14 +190,11 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
         lambda model, pairs, *more: asked.append(len(pairs)) or of_network(model, pairs, *more),
     )
     found = place.match(one, near)
-    whole = dataclasses.replace(place, rules=dataclasses.replace(place.rules, likely=0))
-    unlike = whole.match(one, other)
     rejected, again = place.match_batch([(one, other), (one, near)])
-    assert asked == [1, 1, 1]  # of (one, other) only where `likely` is 0
+    assert asked == [1, 1]  # not of (one, other)
     np.testing.assert_array_equal(again.matches, found.matches)
-    assert rejected.pair_score == scenes.SKIPPED and unlike.pair_score < scenes.ACCEPT
-    for nothing in (rejected, unlike):
-        assert not nothing.accepted and len(nothing.matches) == 0
+    assert rejected.pair_score == scenes.SKIPPED and not rejected.accepted
+    assert len(rejected.matches) == 0
     assert found.accepted and found.pair_score > 50
     assert len(found.matches) > 850  # 917; the network alone finds 474
     F = scene_errors.true_fundamental(cameras[names[0]], cameras[names[1]], 1.0)
@@ -234,11 +202,6 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     pose = found.relative_pose(*(cameras[name].K(1.0) for name in names[:2]))
     true = cameras[names[1]].R @ cameras[names[0]].R.T
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
-    # features of others come in any order
-    mixed = np.random.default_rng(0).permutation(len(one.records))
-    index0, index1 = place.match(one._replace(records=one.records[mixed]), near).matches.T
-    same = set(zip(mixed[index0], index1)) & set(map(tuple, found.matches))
-    assert len(same) > 0.97 * len(found.matches)
     both = list(place.match_many(one, [near, other], accepted_only=True))
     assert [len(each.matches) for each in both] == [len(found.matches)]
 
@@ -272,24 +235,6 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     about = [json.loads(path.read_text()) for path in about]
     assert [each["accepted"] for each in about] == [True, False, False]
     assert about[0]["pair_score"] == int(rows[0]["pair_score"])
-
-
-def test_rules_without_a_scene_are_refused():
-    with pytest.raises(RequestError, match="accept: only with scene=True"):
-        Matcher.load(device="cpu", accept=3)
-
-
-def test_pairs_side_by_side_are_as_one_after_the_other(strecha):
-    folder, _ = strecha
-    features = Matcher.load(device="cpu", max_keypoints=300, resize=512)
-    sides = [features.extract(folder / f"Herz-Jesus-P25_000{number}.jpg") for number in range(3)]
-    pairs = [(sides[0], sides[1]), (sides[1], sides[2]), (sides[0], sides[2])]
-    one = list(features.match_batch(pairs, 1))
-    features.side_by_side()
-    features.workers = 3
-    for alone, together in zip(one, features.match_batch(pairs, 3)):
-        np.testing.assert_array_equal(alone.matches, together.matches)
-        np.testing.assert_allclose(alone.scores, together.scores, atol=1e-5)
 
 
 def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, monkeypatch):

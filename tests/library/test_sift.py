@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import cv2
 import numpy as np
 import pytest
@@ -11,9 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from pipeline.views.homography import generator, sample_view
-from pipeline.views.render import render
-from superglue_sift.geometry import transform
 from superglue_sift.sift import KEYPOINT, ORIENTED, extract
 
 
@@ -32,18 +27,6 @@ def test_the_strongest_are_kept_in_order_and_positions_are_distinct(photo, limit
     assert np.array_equal(records, everything[:limit])
     assert (np.diff(records["score"]) <= 0).all()
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
-
-
-def test_no_distinct_position_is_lost(photo):
-    points = cv2.SIFT_create(enable_precise_upscale=True).detect(photo, None)
-    assert len(extract(photo, 100_000)) == len({point.pt for point in points})
-
-
-def test_many_double_orientations_do_not_cost_keypoints(monkeypatch, photo):
-    from superglue_sift import sift
-
-    monkeypatch.setattr(sift, "_SPARE", 1.0)
-    assert len(sift.extract(photo, 300)) == 300
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 500), (16, 16), (240, 320)])
@@ -66,15 +49,6 @@ def test_keypoints_lie_on_the_structure_without_a_bias():
     assert len(errors) > 15 and np.abs(np.mean(errors, axis=0)).max() < 0.03
 
 
-def test_descriptors_are_opencvs_own(photo):
-    records = extract(photo, 50)
-    points, descriptors = cv2.SIFT_create(enable_precise_upscale=True).detectAndCompute(photo, None)
-    known = {(*map(np.float32, (*p.pt, p.size, p.angle)),): d for p, d in zip(points, descriptors)}
-    for record in records:
-        own = known[(record["x"], record["y"], record["scale"], record["angle"])]
-        assert np.array_equal(record["descriptor"].astype(np.float32), own)
-
-
 def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo):
     points, descriptors = cv2.SIFT_create(enable_precise_upscale=True).detectAndCompute(photo, None)
     at_place = {}
@@ -93,17 +67,6 @@ def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo
     assert several > 20
 
 
-def test_equal_input_gives_equal_bytes_whatever_the_threads(photo):
-    threads = cv2.getNumThreads()
-    try:
-        cv2.setNumThreads(2)
-        first = extract(photo, 300).tobytes()
-        cv2.setNumThreads(1)
-        assert extract(photo, 300).tobytes() == first
-    finally:
-        cv2.setNumThreads(threads)
-
-
 @settings(max_examples=30, deadline=None)
 @given(arrays(np.uint8, st.tuples(st.integers(1, 80), st.integers(1, 80))), st.integers(1, 40))
 def test_any_picture_gives_valid_records(gray, limit):
@@ -114,29 +77,3 @@ def test_any_picture_gives_valid_records(gray, limit):
     assert ((records["angle"] >= 0) & (records["angle"] <= 360)).all() and (
         records["scale"] > 0
     ).all()
-
-
-def test_views_and_homographies_fit_together(photo):
-    """The whole chain: nearest descriptors of two views are the same place under H_0to1."""
-    limits = SimpleNamespace(
-        scale_min=0.6,
-        perspective=0.1,
-        rotation_deg=30.0,
-        translation=1.0,
-        tilt_deg=0.0,
-        max_upscale=2.0,
-    )
-    size = photo.shape[::-1]
-    view_size = (320, 240)
-    H = [sample_view(generator(0, "chain", i), size, view_size, limits) for i in (0, 1)]
-    first, second = (extract(render(photo, each, view_size), 300) for each in H)
-    pairs = cv2.BFMatcher(cv2.NORM_L2, crossCheck=True).match(
-        first["descriptor"].astype(np.float32), second["descriptor"].astype(np.float32)
-    )
-    i, j = np.array([(pair.queryIdx, pair.trainIdx) for pair in pairs]).T
-    points0 = np.stack([first["x"], first["y"]], 1)[i].astype(float)
-    points1 = np.stack([second["x"], second["y"]], 1)[j].astype(float)
-    errors = transform(points0, H[1] @ np.linalg.inv(H[0])) - points1
-    right = np.linalg.norm(errors, axis=1) < 3
-    assert right.sum() > 30 and right.mean() > 0.4
-    assert np.abs(errors[right].mean(0)).max() < 0.15

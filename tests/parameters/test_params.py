@@ -12,12 +12,11 @@ from typing import Any, Callable, Dict
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams, flatten
+from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,32 +38,16 @@ def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> st
     return text
 
 
-def test_every_section_of_the_committed_file_loads() -> None:
-    sections = params.load_all(ROOT / "params.yaml")
-    assert list(sections) == ["fetch", "views", "keypoints", "train", "evaluate"]
-    assert isinstance(params.load("train", ROOT / "params.yaml"), TrainParams)
-
-
-def test_sections_are_frozen() -> None:
-    train = params.load("train", ROOT / "params.yaml")
-    with pytest.raises(ValidationError):
-        train.lr = 1.0
-
-
 @pytest.mark.parametrize(
     ("section", "key", "value", "said"),
     [
         ("train", "lr", -1, "train.lr = -1: must be greater than 0"),
         ("train", "lr", "1e-4", "train.lr = '1e-4': must be a valid number"),
         ("train", "lr", float("nan"), "train.lr = nan: must be a finite number"),
-        ("train", "lr", float("inf"), "train.lr = inf: must be a finite number"),
         ("train", "batch", True, "train.batch = True: must be a valid integer"),
-        ("train", "steps", 1.5, "train.steps = 1.5: must be a valid integer"),
         ("train", "steps", None, "train.steps = None: must be a valid integer"),
         ("train", "norm", "group", "train.norm = 'group': must be 'layer' or 'batch'"),
-        ("train", "rotary", 1, "train.rotary = 1: must be a valid boolean"),
         ("train", "lrr", 1, "train.lrr: unknown key; did you mean lr?"),
-        ("train", "zzz", 1, "train.zzz: unknown key; known are "),
         ("train", "heads", 3, "train.heads = 3: must divide dim ("),
         (
             "train",
@@ -73,12 +56,6 @@ def test_sections_are_frozen() -> None:
             "train.max_keypoints = 16384: must be at most keypoints.max_keypoints (",
         ),
         ("keypoints", "width", 321, "keypoints.width = 321: must be a multiple of 8"),
-        (
-            "keypoints",
-            "views_per_image",
-            1,
-            "keypoints.views_per_image = 1: must be greater than or equal to 2",
-        ),
         ("views", "homography", 3, "views.homography = 3: must hold keys with values"),
         (
             "fetch",
@@ -87,14 +64,7 @@ def test_sections_are_frozen() -> None:
             "fetch.path = '': must name the folder of images when source is 'folder'",
         ),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
-        (
-            "fetch",
-            "val_fraction",
-            0.95,
-            "fetch.val_fraction = 0.95: must be less than or equal to 0.9",
-        ),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
-        ("train", "ema", 2.0, "train.ema = 2.0: must be less than 1"),
         (
             "train",
             "save_every",
@@ -154,8 +124,6 @@ def test_every_section_is_checked_whichever_is_asked_for(
         ("train: [", "line 1: is not valid YAML"),
         ("train:\n  lr: 1\n  lr: 2\n", "line 3: is not valid YAML"),
         ("", "must have the sections"),
-        ("- 1\n", "must have the sections"),
-        ("views: {}\n", "views.homography is missing"),
         ("fetch: {}\n", "fetch.source is missing"),
         ("keypoints: {}\n", "keypoints.decoder is missing"),
     ],
@@ -198,15 +166,6 @@ def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> No
             params.parse(tree, "params.yaml")
         except RequestError as error:
             assert "\n" not in str(error)
-
-
-def test_flatten_names_every_leaf() -> None:
-    keypoints = params.load("keypoints", ROOT / "params.yaml")
-    flat = flatten({"keypoints": keypoints})
-    assert flat["keypoints.views_per_image"] == keypoints.views_per_image
-    assert not any(isinstance(value, dict) for value in flat.values())
-    nested = [name for name in flat if name.startswith("keypoints.views.homography.")]
-    assert len(nested) == len(type(keypoints.views.homography).model_fields)
 
 
 def test_no_key_has_a_default() -> None:
@@ -278,19 +237,3 @@ def test_every_key_that_the_docs_name_exists() -> None:
             )
         seen += len(full) + len(short)
     assert seen > 30
-
-
-def test_training_md_explains_existing_keys_and_every_option() -> None:
-    text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    options = {"--" + name.replace("_", "-") for name in TrainOptions.model_fields}
-    tables = re.findall(
-        r"^\| (?:key of `train`|option).*\n\|---.*\n((?:\| .*\n)+)", text, re.MULTILINE
-    )
-    named = [
-        set(re.findall(r"`([^`]+)`", " ".join(row.split("|")[1] for row in table.splitlines())))
-        for table in tables
-    ]
-    assert len(named) == 3
-    keys = {key.partition(".")[2] for key in keys_of(TrainParams, "train")}
-    assert set().union(*named) <= keys | options
-    assert options in named, "the table of options names all of them"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.report import __main__ as report
-from pipeline.report import charts, document, page, summary, tables
+from pipeline.report import document, page, summary, tables
 from pipeline.report.document import Condition
 from pipeline.report.rows import Measure, Row
 from superglue_sift import drawing
@@ -117,20 +117,6 @@ def test_page_is_whole_and_says_data_and_model():
     assert "give 1.2 matches (95th percentile 4), by the ratio test 7.0 (20)" in verdict
 
 
-def test_aligned_areas_have_a_table_of_their_own():
-    moved = [Row(m, area(5, True), 0.75, 0.4, 0.6, 3) for m in MATCHERS]
-    text = render(rows=[*ROWS, *moved], errors=[(Measure("error", "ransac", True), CURVE)])
-    found = re.findall("<caption>(.*?)</caption><tr><th></th>(.*?)</tr>", text)
-    assert found == [
-        ("Matches", "<th>precision</th><th>recall</th>"),
-        ("AUC RANSAC", "<th>@5</th>"),
-        ("AUC RANSAC, matches aligned by the pixels", "<th>@5</th>"),
-    ]
-    assert "Homography from RANSAC aligned: fraction of pairs" in text
-    assert "with matches aligned by the pixels 75.0 %" in text
-    assert "aligned" not in render()
-
-
 SURE = "the best baseline (ratio test, mutual): AUC@5 RANSAC 50.0 %, +1.6 points"
 INTERVAL = "(95 % interval +0.7 .. +2.4, 52 photographs)."
 PLAIN = {
@@ -176,15 +162,6 @@ def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
     assert sum(mark.line for mark in marks) == min(len(marks), drawing.LINES)
     assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
     assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
-
-
-def test_the_curves_of_the_training_are_drawn_where_they_are(tmp_path):
-    (tmp_path / "train.csv").write_text("step,loss\n10,2.0\n20,1.0\n")
-    (tmp_path / "validation.csv").write_text("step,loss,precision,recall\n20,1.5,0.5,0.25\n")
-    assert "<h2>Training</h2>" not in page.render(content(), page.read_curves(None))
-    text = page.render(content(), page.read_curves(tmp_path))
-    first = text[text.index("<h2>Training</h2>") :]
-    assert first.index("<img") < first.index("Training and validation loss")
 
 
 def run_browser(folder, name, *options):
@@ -263,12 +240,3 @@ def test_a_few_pairs_are_marked_and_not_compared():
 def test_the_legend_names_only_the_verdicts_that_are_there():
     text = render(differences=[GAIN._replace(verdict="worse")])
     assert re.findall(r'<i class="(better|worse|few)"></i>', text) == ["worse"]
-
-
-def test_a_chart_has_a_line_and_a_name_for_each_series():
-    series = {"a & b": [(x / 30, x / 60) for x in range(30)], "c": [(0, 0), (1, 1)], "none": []}
-    image, again = (charts.line_chart(series, "x <1>", "y", (0, 1), diagonal=True) for _ in "12")
-    assert image == again and 'alt="y, x &lt;1&gt;"' in image
-    svg = base64.b64decode(image.split("base64,")[1].split('"')[0]).decode()
-    assert all(svg.count(colour) > 1 for colour in charts.COLOURS[:2])
-    assert all(f">{word}</text>" in svg for word in ("a &amp; b", "c", "x &lt;1&gt;", "y"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -166,12 +165,3 @@ def test_the_slurm_job_is_a_valid_script():
     shellcheck = shutil.which("shellcheck")
     check = [shellcheck, "--severity=warning"] if shellcheck else ["bash", "-n"]
     subprocess.run([*check, str(SBATCH)], check=True)
-
-
-@pytest.mark.parametrize("path", [SBATCH, KUBEFLOW / "train.yaml"])
-def test_the_clusters_start_training_as_dvc_does(path):
-    text = path.read_text()
-    stage = YAML(typ="safe").load((ROOT / "dvc.yaml").read_text())["stages"]["train"]["cmd"]
-    arguments = re.findall(r"--\S+ \S+", stage.split("pipeline.train")[1])
-    assert arguments and all(argument in text for argument in arguments)
-    assert "pipeline.launch pipeline.train" in text

@@ -4,7 +4,6 @@ through it.
 
 from __future__ import annotations
 
-import http.client
 from pathlib import Path
 
 import pytest
@@ -36,31 +35,6 @@ def server(start_server):
         MLFLOW_ARTIFACTS="{folder}/artifacts",
         MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false",
     )
-
-
-def answer(port, path, host):
-    """Status and body of a GET with a Host header of our choice."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    connection.request("GET", path, headers={"Host": host})
-    reply = connection.getresponse()
-    return reply.status, reply.read()
-
-
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [("mlflow:5000", 200), ("localhost:8080", 200), ("evil.example", 403), ("mlflow:80", 403)],
-)
-def test_only_the_names_of_the_compose_file_are_served(server, host, status):
-    assert answer(server, "/api/2.0/mlflow/experiments/get?experiment_id=0", host)[0] == status
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["../../etc/passwd", "%2e%2e%2F%2e%2e/etc/passwd", "/etc/passwd", "a/../../../etc/passwd"],
-)
-def test_artifacts_cannot_be_read_from_elsewhere(server, path):
-    status, body = answer(server, f"/api/2.0/mlflow-artifacts/artifacts/{path}", "localhost")
-    assert 400 <= status < 500 and b"root:" not in body
 
 
 @pytest.fixture
@@ -108,23 +82,17 @@ def test_a_model_arrives_over_a_network_that_needs_longer_than_a_small_request_m
     assert run.info.artifact_uri.startswith("mlflow-artifacts:/")
 
 
-def test_a_broken_connection_is_followed_by_another_try(server, network, tmp_path):
-    network.faults = ["cut", 503]
-    arrived, client, run = close_run(tmp_path, server, wait=PATIENCE)
-    assert arrived and not network.faults and count_versions(client, run) == 1
-
-
 @pytest.mark.parametrize("status", [413, 500])
 def test_a_file_that_is_refused_holds_up_nothing_and_is_named(
     server, network, tmp_path, capfd, status
 ):
     """413: too large for a proxy; 500: a broken store of artifacts, for this file alone."""
-    network.always = status
+    network.status = status
     arrived, client, run = close_run(tmp_path, server, wait=PATIENCE)
     assert not arrived and count_versions(client, run) == 0
     assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["after.txt"]
     said = capfd.readouterr().err
     assert "does not have the model model.safetensors (" in said and "after.txt" not in said
-    network.always = None
+    network.status = None
     assert command.main(["resend", "--reports", str(tmp_path)]) == 0
     assert count_versions(client, run) == 1

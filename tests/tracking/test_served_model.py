@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -97,29 +95,6 @@ def test_mlflow_loads_it_and_it_says_what_the_matcher_says(model, images):
         np.testing.assert_allclose(found["scores"], expected.scores, atol=1e-5)
     fewer = loaded.predict(rows[:1], params={"threshold": 0.9, "max_keypoints": 100})[0]
     assert len(fewer["keypoints0"]) <= 100 and min(fewer["scores"]) > 0.9
-
-
-def test_mlflow_has_no_advice_when_it_is_saved_and_loaded(tmp_path, root):
-    """It coloured the log of a training with `UserWarning: Add type hints`, whatever filters were
-    set.
-    """
-    script = (
-        "import pathlib, sys; from pipeline.tracking.mlflow_store import save_model; from mlflow"
-        " import pyfunc;from superglue_sift.weights import shipped_weights as"
-        " file;save_model(pathlib.Path(sys.argv[1]), '', '', [str(file()), str(file().parent /"
-        " 'README.md')]);pyfunc.load_model(sys.argv[1])"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "model")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "type hint" not in done.stderr + done.stdout
-
-
-def test_it_is_made_of_files_and_nothing_is_pickled(model):
-    names = {path.relative_to(model).as_posix() for path in model.rglob("*") if path.is_file()}
-    assert {"matcher_model.py", "code/superglue_sift/matcher.py", "input_example.json"} <= names
-    assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pt", ".pth"))]
-    assert "python_model: " not in (model / "MLmodel").read_text()
 
 
 def test_a_server_answers_with_two_images(server, model, images):

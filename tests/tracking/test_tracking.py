@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -125,18 +124,14 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
     assert {"mlflow.superglue.git.commit", "mlflow.superglue.git.dirty"} < set(stored.data.tags)
-    # MLflow compares runs by their first metric
-    assert next(iter(stored.data.metrics)).startswith("train/")
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
-    files = client.list_artifacts(stored.info.run_id, "pictures")
-    assert [file.path for file in files] == ["pictures/matches.png"]
+    (file,) = client.list_artifacts(stored.info.run_id, "pictures")
+    assert file.path == "pictures/matches.png"
     version = client.get_model_version_by_alias("superglue-sift", "champion")
     assert version.run_id == stored.info.run_id
     names = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
-    assert {"MLmodel", "best.safetensors", "matcher_model.py", "input_example.json"} <= names
+    assert {"MLmodel", "best.safetensors"} <= names
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pyc"))]
-    shown = [tag for tag in stored.data.tags if not tag.startswith("mlflow.")]
-    assert shown == ["world_size"]  # more push down the rest of the page
 
 
 def pairs_csv(path, errors, keypoints=9):
@@ -179,17 +174,6 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     said = [version.tags.get("champion", "") for version in versions]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
     assert versions[4].description == f"Verdict on better, {versions[4].run_id}."
-
-
-def test_the_columns_of_the_table_of_runs_show_whole_names(store, tmp_path):
-    """MLflow shows some 14 letters of them."""
-    client = client_of(store)
-    with open_run(tmp_path / "reports") as run:
-        run.log({"val/f1": 0.5, **dict.fromkeys(tracking.LEADING, 0.5)}, 1)
-    experiment = client.get_experiment_by_name("superglue-sift")
-    columns = json.loads(experiment.tags["mlflow.sharedViewState.results"])["selectedColumns"]
-    names = [name[len("metrics.`") : -1] for name in columns if name.startswith("metrics.")]
-    assert set(names) <= set(stored_run(store).data.metrics) and max(map(len, names)) <= 14
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, store, tmp_path):

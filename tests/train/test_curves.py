@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -49,11 +48,6 @@ def test_half_a_line_of_a_killed_writer_is_no_point(tmp_path, torn) -> None:
     assert points_until(path, 0) == "" == points_until(tmp_path / "none.csv", 5)
 
 
-def test_a_training_from_scratch_leaves_nothing_of_an_earlier_one(tmp_path, whole) -> None:
-    write(tmp_path / "parts.csv", 3, 9)
-    assert write(tmp_path / "parts.csv", 1, 30) == whole
-
-
 def test_a_file_begins_with_its_first_point(tmp_path, whole) -> None:
     write(tmp_path / "reports" / "curve.csv", 3, 9)
     curve = Curve(tmp_path / "reports" / "curve.csv")
@@ -61,24 +55,3 @@ def test_a_file_begins_with_its_first_point(tmp_path, whole) -> None:
     curve.append(1, {"loss": 0.5})
     curve.close()
     assert curve._path.read_text() == "step,loss\n1,0.5\n"
-
-
-def test_another_process_writes_the_file(tmp_path) -> None:
-    curve = Curve(None)
-    curve.append(1, {"loss": 0.5})
-    curve.close()
-    assert curve.text == "step,loss\n1,0.5\n" and list(tmp_path.iterdir()) == []
-
-
-def test_a_point_costs_as_many_bytes_written_at_the_end_as_at_the_start(tmp_path) -> None:
-    """Counts the bytes written: one appended line, whatever the length of the file."""
-    curve = Curve(tmp_path / "curve.csv")
-    curve.append(0, {"loss": 0.5})
-    sizes = []
-    for step in range(10_000, 30_000):
-        before = os.fstat(curve._stream.fileno())
-        curve.append(step, {"loss": 0.5})
-        after = os.fstat(curve._stream.fileno())
-        assert after.st_ino == before.st_ino  # the same file, not a new one in its place
-        sizes.append(after.st_size - before.st_size)
-    assert set(sizes) == {len("10000,0.5\n")}

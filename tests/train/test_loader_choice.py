@@ -10,9 +10,8 @@ import torch
 from made_views import made_store
 
 from pipeline.features.store import Store
-from pipeline.train.pairs import loader, synthetic
+from pipeline.train.pairs import loader
 from pipeline.train.pairs import workers as worker_processes
-from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import PairOrder
 from superglue_sift.batch import PairBatch
 
@@ -22,22 +21,6 @@ FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name !=
 
 def equal(one, other) -> bool:
     return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in FIELDS)
-
-
-def test_synthetic_pairs_look_like_stored_ones(tmp_path):
-    store = Store(made_store(tmp_path / "store"))
-    samples = PairOrder(0, len(store), store.views_per_image).step(0, 6)
-    batch = synthetic.load_batch(store, samples, 50, Augmentation(drop=0.3))
-    stored = loader.load_batch(store, samples, 50)
-    for name in FIELDS:
-        assert getattr(batch, name).dtype == getattr(stored, name).dtype
-    assert batch.counts0.tolist() == batch.counts1.tolist() == [50] * 6
-    assert equal(batch, synthetic.load_batch(store, samples, 50))
-
-
-def test_the_parameter_chooses():
-    assert loader.choose("plain", None) == (loader.load_batch, loader.prefetched)
-    assert loader.choose("synthetic", None) == (synthetic.load_batch, loader.prefetched)
 
 
 @pytest.mark.parametrize("name", ["synthetic", "plain"])

@@ -57,15 +57,6 @@ def test_processes_make_what_a_thread_makes(tmp_path, start_method):
     assert len(by_processes) == 5 and not multiprocessing.active_children()
 
 
-def test_the_start_method_is_named_whatever_the_default_of_python(monkeypatch):
-    """Python 3.14's default is forkserver."""
-    monkeypatch.setattr(multiprocessing, "get_start_method", lambda *_: "forkserver")
-    source = workers.prefetched(reported, range(4), Plan(2, 2))
-    pid, ignores = next(source)
-    assert psutil.Process(pid).ppid() == os.getpid() and ignores
-    source.close()
-
-
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
 def test_they_leave_signals_to_the_training(number):
     source = workers.prefetched(reported, range(20), Plan(2, 1))
@@ -106,18 +97,6 @@ def raising(step: int) -> None:
     raise RuntimeError("not the loader")
 
 
-@pytest.mark.slow
-def test_one_that_hangs_does_not_hold_up_the_end():
-    """Deaf to SIGTERM, by which Python would end it, and then wait."""
-    source = workers.prefetched(sleeping, range(9), Plan(1, 2))
-    pid = next(source)
-    began = time.monotonic()
-    source.close()
-    for process in multiprocessing.active_children():
-        process.join(5)
-    assert not psutil.pid_exists(pid) and time.monotonic() - began < 20
-
-
 def test_they_end_with_a_training_that_is_killed(tmp_path):
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_loader_processes import"
@@ -151,11 +130,6 @@ class TestRoom:
         assert fitting(64 << 20) == BY_THREAD  # Docker's
         assert workers.fitting(0, self.STEP, 4 << 30, 1024) == BY_THREAD
 
-    def test_fewer_where_open_files_are_short(self):
-        step = self.STEP._replace(parts=16)  # 8 tensors of each of 16 micro-batches
-        assert workers.fitting(4, step, 1 << 40, files=1024) == Plan(4, 1)
-        assert workers.fitting(4, step, 1 << 40, files=256) == BY_THREAD
-
     @settings(max_examples=100, deadline=None)
     @given(
         st.integers(1, 8),
@@ -170,14 +144,6 @@ class TestRoom:
         assert (
             found.processes <= most and found.shared(step) <= memory and found.files(step) <= files
         )
-
-    def test_the_bytes_are_those_of_a_real_batch(self, tmp_path):
-        store = Store(made_store(tmp_path / "store"))
-        batch = made_by(store, 0)
-        real = sum(value.numel() * value.element_size() for value in vars(batch).values())
-        widest = max(batch.records0.shape[1], batch.records1.shape[1])
-        step = StepSize(4, widest, store.dtype.itemsize)
-        assert real <= step.bytes <= real + 4 * 2 * widest * 280 + 8 * 4096
 
     def test_the_environment_asks(self, monkeypatch, capsys):
         cpu = torch.device("cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from faults.cells import TRAIN, Workbench
+from faults.cells import Workbench
 from made_views import made_store
 
 from pipeline import tracking
@@ -119,18 +119,6 @@ def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
     assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
 
 
-def test_accumulation_makes_smaller_batches(bench, monkeypatch):
-    seen = []
-    inner = MatchingObjective.forward
-    monkeypatch.setattr(
-        MatchingObjective,
-        "forward",
-        lambda self, batch, *rest: seen.append(len(batch)) or inner(self, batch, *rest),
-    )
-    run(bench, accumulate=4)
-    assert set(seen) == {TRAIN["batch"] // 4}
-
-
 def test_data_parallel_is_torchs(bench, tmp_path):
     section = load(bench, parallel="dp")
     parts, _ = setup.build(section, distributed.start())
@@ -142,13 +130,6 @@ def test_data_parallel_is_torchs(bench, tmp_path):
     )
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
-        setup.global_batch(section, 2)
-
-
-def test_single_is_one_process(bench):
-    section = load(bench, parallel="single")
-    assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
-    with pytest.raises(RequestError, match=r"--parallel single runs in one process"):
         setup.global_batch(section, 2)
 
 
@@ -171,17 +152,6 @@ def test_micro_batches_exchange_once(bench, tmp_path):
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
     assert train_step(objective, optimizer, grad_scaler(False), batches, 6, 1, 1.0).applied
     assert objective.held == 2
-
-
-@pytest.mark.gpu
-def test_data_parallel_over_two_devices(bench, tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA devices")
-    parts, _ = setup.build(load(bench, parallel="dp"), distributed.start())
-    batch = one_batch(tmp_path / "store").to("cuda")
-    assert parts.ddp_model(batch)[0].item() == pytest.approx(
-        parts.objective(batch)[0].item(), rel=1e-4
-    )
 
 
 @pytest.mark.gpu
@@ -246,21 +216,11 @@ def test_frozen_weights_stay(bench):
     before, _ = setup.build(load(bench), distributed.start())
     tensors = run(bench, freeze=["keypoint_encoder.*", "dustbin"])
     for name, value in before.state.model.state_dict().items():
-        frozen = name.startswith("keypoint_encoder.") or name == "dustbin"
-        if frozen:
-            assert torch.equal(tensors[f"model.{name}"], value), name
-    assert not torch.equal(
-        tensors["model.final_projection.weight"], before.state.model.final_projection.weight
-    )
-
-
-def test_initial_weights_are_taken(bench):
-    run(bench, "first")
-    best = bench.folder / "first" / "best.safetensors"
-    parts, messages = setup.build(load(bench, init_from=str(best)), distributed.start())
-    given = load_model_file(best)[0]
-    assert all(torch.equal(v, given[k]) for k, v in parts.state.model.state_dict().items())
-    assert messages == [f"initial weights from {best}: {len(given)} tensors taken"]
+        if name.startswith(("keypoint_encoder.", "dustbin", "final_projection.weight")):
+            same = torch.equal(tensors[f"model.{name}"], value)
+            assert same == (not name.startswith("final_projection")), name
+    with pytest.raises(RequestError, match="fits no parameter"):
+        run(bench, freeze=["encoder*nothing"])
 
 
 def test_a_profile_is_written(bench, capsys):
@@ -272,6 +232,7 @@ def test_a_profile_is_written(bench, capsys):
 
 
 def test_deterministic_kernels(bench):
+    assert not torch.are_deterministic_algorithms_enabled()
     run(bench, deterministic=True)
     try:
         assert torch.are_deterministic_algorithms_enabled()
@@ -303,9 +264,8 @@ def test_validation_alone(bench, capsys):
     ]
     capsys.readouterr()
     assert train.main([*arguments, "--validate-only"]) == 0
-    said = capsys.readouterr().out
     metrics = json.loads((bench.folder / "run" / "best.json").read_text())["validation"]
-    assert f"f1 {metrics['f1']:.4f}" in said and f"loss {metrics['loss']:.4f}" in said
+    assert f"f1 {metrics['f1']:.4f}" in capsys.readouterr().out
     assert not (bench.folder / "none").exists()
     shutil.rmtree(bench.folder / "run")
     with pytest.raises(RequestError, match="validate-only"):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline import compat, launch
+from pipeline import compat
 from superglue_sift import torch_compat
 
 pytestmark = pytest.mark.cu111
@@ -23,25 +23,6 @@ def test_bytes_are_read_as_floats_on_both_stacks():
     assert first.shape == second.shape == (3, 5, 5)
     assert np.array_equal(first.numpy().view(np.int32), values[..., :5].copy().view(np.int32))
     assert np.array_equal(second.numpy().view(np.int32), first.numpy().view(np.int32))
-
-
-def test_an_agent_without_the_option_gets_its_address():
-    """torch 1.10's torchrun has no --local_addr."""
-
-    class Old:
-        pass
-
-    class New:
-        local_addr = None
-
-    agent = Old()
-    assert launch.own_address("", Old, agent) == [] and not vars(agent)
-    assert launch.own_address("10.0.0.2", New, agent) == ["--local_addr=10.0.0.2"] and not vars(
-        agent
-    )
-    assert (
-        launch.own_address("10.0.0.2", Old, agent) == [] and agent._get_fq_hostname() == "10.0.0.2"
-    )
 
 
 def test_layer_norm_bears_mixed_precision():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,7 @@ from made_views import made_keypoints
 from pipeline import errors, export
 from pipeline.errors import RequestError
 from pipeline.features import store
-from pipeline.fetch import __main__ as fetch
-from pipeline.image_sets import manifest, sources
+from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import Entry
 from pipeline.provenance import trained_on
 from pipeline.train import __main__ as train
@@ -50,40 +47,6 @@ def test_a_photograph_of_coco_is_known_by_its_number(name):
 def test_any_other_is_known_by_its_bytes(name):
     assert entry(name).photograph == "0badcafe-100"
     assert entry(name, crc32="").photograph == ""
-
-
-def test_zip_and_folder_give_a_photograph_one_name(tmp_path, photo, make_params):
-    """The real stage `fetch`, of a folder and of a zip like COCO's, and a renamed copy."""
-    import cv2
-
-    folder = tmp_path / "val2017"
-    folder.mkdir()
-    for name in (*COCO, "mine.png"):
-        cv2.imwrite(str(folder / name), photo)
-    shutil.copy(folder / "mine.png", folder / "renamed.png")
-    with zipfile.ZipFile(tmp_path / "val2017.zip", "w") as archive:
-        for path in folder.iterdir():
-            archive.write(path, f"val2017/{path.name}")
-    found = {}
-    for place in (folder, tmp_path / "val2017.zip"):
-        section = make_params(
-            "fetch", source="folder", path=str(place), val_fraction=0.5
-        ).model_dump()
-        (tmp_path / "params.yaml").write_text(json.dumps({"fetch": section}))
-        out = tmp_path / f"images-{place.suffix}"
-        words = [
-            "--params",
-            tmp_path / "params.yaml",
-            "--out",
-            out,
-            "--reports",
-            tmp_path / "reports",
-        ]
-        assert fetch.main([*map(str, words), "--archives", str(tmp_path / "archives")]) == 0
-        entries = manifest.read(out / "manifest.csv")
-        found[place] = {one.name.rpartition("/")[2]: one.photograph for one in entries}
-    first, second = found.values()
-    assert first == second and first["mine.png"] == first["renamed.png"] and first[COCO[0]] == "139"
 
 
 @pytest.fixture
@@ -224,17 +187,6 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
     words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
     assert export.main([*map(str, words)]) == 0
     assert trained_on.read(tmp_path / "models" / "superglue.safetensors") == {*own, "7777", "101"}
-
-
-def test_a_training_from_weights_of_unknown_origin_does_not_claim_to_know(
-    training, tmp_path, capsys
-):
-    assert train.main(training(write_model(tmp_path / "begun.safetensors", dim=16, heads=2))) == 0
-    assert "begun.safetensors was trained on is not known" in capsys.readouterr().out
-    assert trained_on.read(tmp_path / "run" / "best.safetensors") is None
-    assert trained_on.list_of(
-        tmp_path / "run" / "best.safetensors"
-    ).is_file()  # an output of the stage
 
 
 def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):

@@ -76,15 +76,6 @@ def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, d
     check_view(mild_view(rng, image_size, view_size), image_size, view_size)
 
 
-def test_smallest_image_just_fits():
-    for view_size in ((320, 240), (512, 384), (64, 72)):
-        w, h = homography.smallest_image(view_size)
-        assert homography.fits((w, h), view_size)
-        assert not homography.fits((w - 1, h), view_size) and not homography.fits(
-            (w, h - 1), view_size
-        )
-
-
 def test_a_view_depends_on_seed_name_and_index_alone():
     def view(*key):
         return sample_view(generator(*key), (640, 480), (512, 384), USUAL)
@@ -94,41 +85,7 @@ def test_a_view_depends_on_seed_name_and_index_alone():
     assert len({H.tobytes() for H in different}) == 4
 
 
-def test_the_stream_of_random_numbers_is_pinned():
-    """Stores and reference pairs are reproducible across versions of numpy only while this
-    holds.
-    """
-    H = sample_view(generator(7, "pinned.jpg", 3), (640, 480), (512, 384), USUAL)
-    np.testing.assert_allclose(H, PINNED, rtol=1e-9)
-
-
-PINNED = np.array(
-    [
-        [0.920662417164695, -0.3755471622428, -6.76660470661154],
-        [0.288011048403922, 0.995752857759159, -128.901209514973],
-        [-0.00057293037925455, 0.000301210921620497, 1],
-    ]
-)
-
-
-def test_views_overlap_enough_to_learn_from():
-    H = [sample_view(generator(0, str(i), 1), (640, 480), (512, 384), USUAL) for i in range(400)]
-    grid = np.stack(np.meshgrid(np.linspace(0, 511, 12), np.linspace(0, 383, 12)), -1).reshape(
-        -1, 2
-    )
-    overlaps = []
-    for first, second in zip(H[:-1], H[1:]):
-        mapped = transform(grid, second @ np.linalg.inv(first))
-        overlaps.append(((mapped >= 0) & (mapped < (512, 384))).all(1).mean())
-    assert np.median(overlaps) > 0.5 and np.mean(np.array(overlaps) < 0.2) < 0.05
-
-
-def test_difficulty_zero_is_the_largest_upright_crop_and_more_is_further_away():
-    H = sample_view(generator(0, "a", 1), (640, 480), (512, 384), USUAL, difficulty=0.0)
-    scale = 511 / 639  # the width is what limits the crop
-    centred = [[scale, 0, 0], [0, scale, (383 - 479 * scale) / 2], [0, 0, 1]]
-    np.testing.assert_allclose(H, centred, atol=1e-9)
-
+def test_views_of_more_difficulty_spread_further():
     def spread(difficulty):
         views = [
             sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty)
@@ -233,9 +190,3 @@ def test_noise_has_the_promised_strength_and_views_larger_than_the_tile_work():
     gray = np.full((1500, 1300), 128, np.uint8)
     out = render._add_noise(gray, 10.0, 0.9, 0.9).astype(float)
     assert abs(out.std() - 10) < 0.3 and abs(out.mean() - 128) < 0.1
-
-
-@given(st.floats(-1, 1), st.floats(-1, 1), st.floats(-1, 1))
-def test_gray_levels_stay_in_order(brightness, contrast, gamma):
-    table = render._levels(brightness, contrast, gamma).astype(int)
-    assert table.shape == (256,) and (np.diff(table) >= 0).all()

@@ -5,7 +5,6 @@ installed.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
 from typing import List, NamedTuple, Tuple
 
@@ -111,7 +110,7 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
 # hloc
 
 
-def test_files_of_hloc_come_back_and_match_the_same(matched, matcher, tmp_path):
+def test_files_of_hloc_come_back_and_match_the_same(matched, tmp_path, monkeypatch):
     h5py = pytest.importorskip("h5py")
     names = "db/one.jpg", "query/two.jpg"
     for name, features in zip(names, matched[:2]):
@@ -130,6 +129,9 @@ def test_files_of_hloc_come_back_and_match_the_same(matched, matcher, tmp_path):
     same(hloc.read_matches(tmp_path / "matches.h5", *names, *back), matched.found)
     with pytest.raises(RequestError, match="nobody"):
         hloc.read_features(tmp_path / "features.h5", "nobody.jpg")
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(RequestError, match="pip install"):
+        hloc.read_features(tmp_path / "features.h5", names[0])
 
 
 class BaseModel(torch.nn.Module):
@@ -186,76 +188,6 @@ def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
 # COLMAP
 
 
-def rendered_scene(photo: np.ndarray, views: int) -> Tuple[List[np.ndarray], np.ndarray]:
-    """Images (480, 640) of two textured planes at a right angle, and the (views, 3) centres of
-    their cameras.
-    """
-    images = []
-    centres = []
-    wall = cv2.resize(photo[:, 100:500], (512, 512))
-    floor = cv2.flip(photo, 1)
-    K = np.array([[FOCAL, 0, 319.5], [0, FOCAL, 239.5], [0, 0, 1]])
-    planes = [  # origin, and what a pixel is along the rows and the columns
-        (wall, [-2.56, -4.12, 1.5], [0.01, 0, 0], [0, 0.01, 0]),
-        (floor, [-2.56, 1.0, 1.5], [0.0085, 0, 0], [0, 0, -0.0085]),
-    ]
-    for number in range(views):
-        centre = np.array([-1.5 + 0.6 * number, -0.4 + 0.1 * (number % 2), -4.0 + 0.1 * number])
-        z = np.array([0, 0.3, 0.8]) - centre
-        x = np.cross([0, 1, 0], z)
-        R = np.stack([each / np.linalg.norm(each) for each in (x, np.cross(z, x), z)])
-        image = np.zeros((480, 640), np.uint8)
-        for texture, origin, across, down in planes:
-            H = K @ R @ (np.stack([across, down, origin], axis=1) - np.outer(centre, [0, 0, 1]))
-            seen = cv2.warpPerspective(np.full_like(texture, 255), H, SIZE) > 128
-            image = np.where(seen, cv2.warpPerspective(texture, H, SIZE), image)
-        images.append(image)
-        centres.append(centre)
-    return images, np.array(centres)
-
-
-def misplaced(found: np.ndarray, known: np.ndarray) -> float:
-    """Largest distance between two sets of (N, 3) points once turned, shifted and scaled onto each
-    other.
-    """
-    a = found - found.mean(axis=0)
-    b = known - known.mean(axis=0)
-    U, S, Vt = np.linalg.svd(b.T @ a)
-    signs = np.array([1.0, 1.0, np.sign(np.linalg.det(U @ Vt))])
-    scale = (S * signs).sum() / np.square(a).sum()
-    return float(np.linalg.norm(b - scale * a @ (U * signs @ Vt).T, axis=1).max())
-
-
-@pytest.mark.slow
-def test_a_folder_goes_to_colmap_by_one_command_and_again_from_what_is_done(
-    photo, tmp_path, monkeypatch
-):
-    pycolmap = pytest.importorskip("pycolmap")
-    images, centres = rendered_scene(photo, 4)
-    (tmp_path / "photos" / "left").mkdir(parents=True)
-    names = ["left/0.png", "left/1.png", "2.png", "3.png"]
-    for name, image in zip(names, images):
-        cv2.imwrite(str(tmp_path / "photos" / name), image)
-    monkeypatch.chdir(tmp_path)
-    words = "photos --out-dir found --max-keypoints 400 --device cpu --colmap"
-    assert cli.main(f"{words} first.db".split()) == 0
-    monkeypatch.setattr(
-        "superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice")
-    )
-    assert cli.main(f"{words} again.db".split()) == 0
-    with pytest.raises(RequestError, match=r"again\.db"):
-        cli.main(f"{words} again.db".split())
-    with pycolmap.Database.open("first.db") as first, pycolmap.Database.open("again.db") as again:
-        assert {image.name for image in again.read_all_images()} == set(names)
-        assert again.num_matches() == first.num_matches() > 400
-    Path("model").mkdir()
-    model = pycolmap.incremental_mapping("again.db", "photos", "model")[0]
-    placed = sorted(model.images.values(), key=lambda image: names.index(image.name))
-    assert len(placed) == len(images)
-    # Focal length guessed
-    assert misplaced(np.array([each.projection_center() for each in placed]), centres) < 0.1
-
-
 def test_a_database_holds_what_was_written(matched, tmp_path):
     pycolmap = pytest.importorskip("pycolmap")
     path = tmp_path / "database.db"
@@ -293,14 +225,3 @@ def test_photographs_that_colmap_cannot_read_are_named_before_matching_and_get_a
     with pycolmap.Database.open("x.db") as database:
         assert [camera.params[0] for camera in database.read_all_cameras()] == [1.2 * 420] * 2
         assert database.num_matches() > 50
-
-
-@pytest.mark.parametrize("module", ["pycolmap", "h5py"])
-def test_a_missing_package_is_named_in_one_line(module, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RequestError, match="pip install"):
-        if module == "pycolmap":
-            ColmapDatabase(tmp_path / "x.db")
-        else:
-            hloc.read_features(tmp_path / "x.h5", "a")
-    assert list(Path(tmp_path).iterdir()) == []
