@@ -22,17 +22,12 @@ from pipeline.image_sets.sources import open_manifest
 
 @pytest.fixture
 def run(tmp_path, make_params, monkeypatch):
-    """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote.
+    """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
 
-    views: the section `keypoints`, whose views the images must be large enough for.
-    """
-
-    def run_stage(out="out", views=None, mirror="", **changes) -> Path:
+    def run_stage(out="out", mirror="", **changes) -> Path:
         monkeypatch.setenv(download.MIRROR, mirror)
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
-        monkeypatch.setattr(
-            fetch.params, "load_all", lambda *_: {"keypoints": views} if views else {}
-        )
+        monkeypatch.setattr(fetch.params, "load_all", lambda *_: {})
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]
         assert fetch.main([*arguments, "--reports", str(tmp_path / "reports")]) == 0
         return tmp_path / out
