@@ -1,15 +1,52 @@
-"""Views and SIFT have one hash on every x86-64 processor with AVX2, of any vendor."""
+"""Every stage has one hash on every x86-64 processor with AVX2, of any vendor: `processor.json`.
 
+The tests compute the hashes on the processor they run on, and on two that `processor.c` imitates:
+libraries then choose their code as there, while the instructions stay this processor's.
+
+`PYTHONPATH=.:tests python tests/golden/test_processor.py` writes the file anew, for a change that
+is meant to move them. "agreed" names the processors that have computed these hashes so far.
+"""
+
+from __future__ import annotations
+
+import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any, Dict, List
 
 import pytest
+from ruamel.yaml import YAML
 
+from pipeline.files import file_sha256
+from pipeline.provenance import repro
+from superglue_sift import portable
+from superglue_sift.weights import load_model_file
+
+ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("processor.json")
+NO_FAULTING = 77  # exit code of processor.c
+THIS = "this processor"
+IMITATED = ("without AVX-512", "AMD Zen 2")  # names in processor.c
+OURS = ("OPENCV_", "OPENBLAS_", "OMP_", "MKL_", "ONEDNN_", "ATEN_", "NPY_", "NPROC_", "TRAIN_")
+# By stage: files, or patterns of files. Left out is what names versions and parameters.
+OUTPUTS = {
+    "fetch": ["data/images/manifest.csv"],
+    "keypoints": ["data/keypoints/*/*.safetensors"],
+    "train": [
+        "checkpoints/best.safetensors",
+        "reports/train/curves/*",
+        "reports/train/metrics.json",
+    ],
+    "evaluate": [
+        f"reports/evaluate/{name}" for name in ("*.csv", "curves/*", "metrics.json", "pictures/*")
+    ],
+}
 SCRIPT = """
 import hashlib
 import superglue_sift.sift
@@ -40,25 +77,138 @@ print(homographies.hexdigest(), keypoints.hexdigest())
 """
 
 
-def compute(**variables):
+def environment(processor: str, folder: Path) -> Dict[str, str]:
+    """Variables of a program on `processor`, without those by which libraries choose their code."""
+    values = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
+    values.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MLFLOW_TRACKING_URI="")
+    values["PATH"] = f"{Path(sys.executable).parent}:{values['PATH']}"
+    if processor == THIS:
+        return values
+    library = folder / "processor.so"
+    source = FILE.with_suffix(".c")
+    if not shutil.which("cc"):
+        pytest.skip("needs a C compiler, cc")
+    if not library.exists():
+        subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", library, source], check=True)
+    values.update(PROCESSOR=processor, LD_PRELOAD=str(library))
+    values["OPENCV_CPU_DISABLE"] = ""  # /proc/cpuinfo still has AVX-512
+    off = ("AVX512F", "AVX512CD", "AVX512DQ", "AVX512BW", "AVX512VL")
+    values["GLIBC_TUNABLES"] = "glibc.cpu.hwcaps=" + ",".join(f"-{name}" for name in off)
+    tried = subprocess.run(["true"], env=values, stderr=subprocess.PIPE, text=True, check=False)
+    if tried.returncode == NO_FAULTING:
+        pytest.skip(tried.stderr.strip())
+    return values
+
+
+def compute_keypoints(values: Dict[str, str]) -> Dict[str, str]:
     """Hashes of homographies and keypoints in a new process with these variables."""
-    environment = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OPENCV_", "OPENBLAS_"))
-    }
-    environment.update(variables)
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
-    )
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, env=values, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    return done.stdout.split()
+    return dict(zip(("homographies", "keypoints"), done.stdout.split()))
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the hashes are those of x86-64")
-def test_the_hashes_are_those_of_other_processors():
-    stored = json.loads(FILE.read_text())
-    assert compute() == [stored["homographies"], stored["keypoints"]]
+def compute_stages(values: Dict[str, str], folder: Path) -> Dict[str, str]:
+    """Hashes of the outputs of preset `ci`, by the commands of dvc.yaml, in a new folder."""
+    folder.mkdir()
+    shutil.copy(ROOT / "presets" / "ci.yaml", folder / "params.yaml")
+    (folder / "pretrained").symlink_to(ROOT / "pretrained")
+    stages = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text())["stages"]
+    hashes = {}
+    for stage, patterns in OUTPUTS.items():
+        command = stages[stage]["cmd"].replace("--robustness 20", "")
+        done = subprocess.run(
+            command, shell=True, cwd=folder, env=values, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{stage}: {done.stdout}{done.stderr}"
+        for pattern in patterns:
+            hashes[pattern] = hash_files(folder, pattern)
+    return hashes
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="kernels of x86-64")
-def test_the_kernels_of_openblas_do_not_matter():
-    assert compute(OPENBLAS_CORETYPE="Haswell") == compute(OPENBLAS_CORETYPE="Nehalem")
+def hash_files(folder: Path, pattern: str) -> str:
+    """SHA-256 of the names and contents of files; of weights only the tensors."""
+    total = hashlib.sha256()
+    paths = sorted(folder.glob(pattern))
+    assert paths, pattern
+    for path in paths:
+        total.update(str(path.relative_to(folder)).encode())
+        if path.name != "best.safetensors":
+            total.update(file_sha256(path).encode())
+            continue
+        for name, tensor in sorted(load_model_file(path)[0].items()):
+            total.update(name.encode() + tensor.numpy().tobytes())
+    return total.hexdigest()
+
+
+def describe_processor() -> str:
+    """`GenuineIntel, Intel(R) Xeon(R) Processor, family 6, model 207, with AVX-512`."""
+    lines = [line.partition(":") for line in portable.CPU_INFO.read_text().splitlines()]
+    about = {name.strip(): value.strip() for name, _, value in lines}
+    wide = "with" if "avx512vl" in about["flags"].split() else "without"
+    kind = f"family {about['cpu family']}, model {about['model']}, {wide} AVX-512"
+    return f"{repro.processor()}, {kind}"
+
+
+def versions() -> Dict[str, str]:
+    return repro.pinned((*repro.COMPUTING, "pillow", "scikit-image"))
+
+
+@pytest.fixture(scope="module")
+def stored() -> Dict[str, Any]:
+    """`processor.json`; skips where its hashes do not hold."""
+    if platform.machine() != "x86_64":
+        pytest.skip("the hashes are those of x86-64")
+    values = json.loads(FILE.read_text())
+    if values["versions"] != versions():
+        pytest.skip(f"the hashes are those of {values['versions']}")
+    return values
+
+
+@pytest.mark.parametrize("processor", [THIS, *IMITATED])
+def test_keypoints_have_the_hashes_of_other_processors(stored, processor, tmp_path):
+    assert compute_keypoints(environment(processor, tmp_path)) == stored["views"]
+
+
+def test_the_kernels_of_openblas_do_not_matter(stored, tmp_path):
+    values = environment(THIS, tmp_path)
+    for kernels in ("Haswell", "Nehalem"):
+        assert compute_keypoints({**values, "OPENBLAS_CORETYPE": kernels}) == stored["views"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processor", [THIS, *IMITATED])
+def test_all_stages_have_the_hashes_of_other_processors(stored, processor, tmp_path, capsys):
+    found = compute_stages(environment(processor, tmp_path), tmp_path / "run")
+    other = [name for name in found if found[name] != stored["stages"][name]]
+    with capsys.disabled():
+        print(f"\n{describe_processor()}; {processor}: {f'other {other}' if other else 'agrees'}")
+    assert not other and found.keys() == stored["stages"].keys()
+
+
+def write() -> None:
+    """Write the hashes of this processor, and which processors have the same."""
+    before = json.loads(FILE.read_text()) if FILE.exists() else {}
+    agreed: List[str] = []
+    now: Dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, processor in enumerate((THIS, *IMITATED)):
+            values = environment(processor, folder)
+            found = {
+                "versions": versions(),
+                "views": compute_keypoints(values),
+                "stages": compute_stages(values, folder / str(number)),
+            }
+            now = now or found
+            same = found == now
+            text = describe_processor() + ("" if processor == THIS else f"; imitating {processor}")
+            print(f"{text}: {'agrees' if same else 'DIFFERS'}")
+            agreed += [text] if same else []
+    known = before.pop("agreed", []) if {**before, "agreed": 0} == {**now, "agreed": 0} else []
+    now["agreed"] = list(dict.fromkeys([*known, *agreed]))
+    FILE.write_text(json.dumps(now, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    write()
