@@ -60,7 +60,8 @@ class Trainer:
     ) -> None:
         config = setting.config.to_dict()
         own = {name: config[name] for name in config if name in TrainParams.model_fields}
-        own.update(parallel="single", optimizer="adam", max_keypoints=KEYPOINTS, keypoint_drop=0.0)
+        own.update(parallel="single", optimizer="adam", precision="float32")
+        own.update(max_keypoints=KEYPOINTS, keypoint_drop=0.0)
         sample = params.load("train", CLONE / "presets" / "sample.yaml")
         self.train = sample.model_copy(update={**own, **changes})
         self.context = context or distributed.Context(0, 1, 0, setting.device)

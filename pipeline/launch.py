@@ -5,7 +5,8 @@ rank. It chooses the number of processes (NPROC_PER_NODE, never part of a stage'
 torchrun, which restarts a run that lost a process, forwards signals, and returns the stage's own
 exit code, which torchrun does not.
 
-NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, or 1 on a single core.
+NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, on any number of cores,
+because it decides the last bits of the weights.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of
 them), the same on each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and
 MASTER_PORT choose another address.
@@ -46,7 +47,7 @@ def processes_per_node() -> int:
     if text == "auto":
         import torch
 
-        return torch.cuda.device_count() or min(DEFAULT_CPU_PROCESSES, os.cpu_count() or 1)
+        return torch.cuda.device_count() or DEFAULT_CPU_PROCESSES
     if not text.isdigit() or int(text) < 1:
         raise RequestError(f"NPROC_PER_NODE={text!r}: must be a whole number from 1 on, or auto")
     return int(text)

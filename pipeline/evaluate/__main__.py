@@ -9,20 +9,24 @@ pair and matcher) and more into --out. docs/evaluation.md explains every file an
 
 from __future__ import annotations
 
-import cv2
+import sys
 
-from superglue_sift import threads
+from pipeline.parameters import params
+from superglue_sift import portable, threads
 
-if __name__ == "__main__":
-    threads.wait_passively()  # before torch is loaded
+if __name__ == "__main__":  # before torch is loaded
+    threads.wait_passively()
+    if params.asks_for_portable(sys.argv[1:]):
+        portable.prepare_network()
 
 import argparse
 import json
 import re
-import sys
 import time
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import cv2
 
 from pipeline import errors, tracking
 from pipeline.errors import RequestError
@@ -33,9 +37,9 @@ from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.protocol import Evaluation, Named
 from pipeline.evaluate.scoring import Settings
 from pipeline.image_sets import sources
-from pipeline.parameters import params
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
+from pipeline.provenance import repro
 from pipeline.report import summary
 from pipeline.report.document import Content
 from superglue_sift import extractors
@@ -43,7 +47,6 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
-OWN_PARAMS = Path(__file__).resolve().parents[2] / "params.yaml"
 LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0, "resize": 0}  # of whole numbers
 
 
@@ -109,8 +112,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         if value is not None and value < least:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
     args.models = models_of(args)
-    here = Path("params.yaml")
-    args.params = args.params or (here if here.is_file() else OWN_PARAMS)
+    args.params = args.params or params.usual_file()
     return args
 
 
@@ -260,6 +262,7 @@ def track(
             }
             run.log(metrics, int(info.get("step") or 0))
         run.artifact(args.out, prefix)
+        run.tags({f"{tracking.HIDDEN}{prefix}.processor": repro.processor()})
         if is_main:
             content = contents[""]
             run.describe(summary.result(content), summary.note(content, prefix, tracking.RUN_ID))

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NoReturn, Type, Union, get_args
+from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Type, Union, get_args
 
 from pydantic import ValidationError
 
@@ -35,6 +35,25 @@ def load_all(
 ) -> Dict[str, Any]:
     """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
     return parse(_read(Path(path)), str(path), options)
+
+
+def usual_file() -> Path:
+    """params.yaml here, else the project's."""
+    here = Path("params.yaml")
+    return here if here.is_file() else Path(__file__).resolve().parents[2] / "params.yaml"
+
+
+def asks_for_portable(words: Sequence[str]) -> bool:
+    """Whether `train.precision` is `portable` in the file that a command line names with --params.
+
+    Called before torch is loaded. Errors of the file are left to `load`.
+    """
+    parser = Parser(add_help=False)
+    parser.add_argument("--params", type=Path, default=usual_file())
+    try:
+        return _read(parser.parse_known_args(words)[0].params)["train"]["precision"] == "portable"
+    except (RequestError, LookupError, TypeError):
+        return False
 
 
 def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:

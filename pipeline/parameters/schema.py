@@ -171,7 +171,7 @@ class TrainParams(TrainOptions):
     decay_start: CountOrZero
     ema: Annotated[float, Field(ge=0.0, lt=1.0)]
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
-    precision: Literal["auto", "float32", "bfloat16", "float16"]
+    precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
     init_from: str
     freeze: List[str]
     val_pairs: Count

@@ -13,6 +13,7 @@ from typing import Dict, Optional, Sequence
 
 from pipeline.files import file_sha256
 from superglue_sift import __version__
+from superglue_sift.portable import CPU_INFO
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (
@@ -91,6 +92,14 @@ def pinned(packages: Sequence[str]) -> Dict[str, str]:
     return {name: version.partition("+")[0] for name, version in versions(packages).items()}
 
 
+def processor() -> str:
+    """Vendor and model of the processor, `AuthenticAMD, AMD EPYC 7742`; "" if unknown."""
+    text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
+    lines = [line.partition(":") for line in text.splitlines()]
+    values = {name.strip(): value.strip() for name, _, value in lines}
+    return ", ".join(values[name] for name in ("vendor_id", "model name") if name in values)
+
+
 def provenance() -> Dict[str, str]:
     """Tags for a run in MLflow; without those that have no value here (no DVC, GPU or image)."""
     import torch
@@ -105,6 +114,7 @@ def provenance() -> Dict[str, str]:
         **{name.lower().replace("_", ".", 1): os.environ.get(name, "") for name in VARIABLES},
         "host": socket.gethostname(),
         "platform": platform.platform(),
+        "processor": processor(),
         "gpus": ", ".join(cards),
         "world_size": os.environ.get("WORLD_SIZE", "1"),
         "version.python": platform.python_version(),

@@ -19,7 +19,8 @@ from pipeline.tracking.sender import Sender
 
 EXPERIMENT = "superglue-sift"
 SEPARATOR = " · "  # between a run's name and its result
-MACHINE = ("version.", "image.", "host", "platform", "gpus")  # of provenance: parameters of the run
+# Of provenance: parameters of the run
+MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
 
 
 class NullRun:

@@ -15,24 +15,26 @@ same weights.
 from __future__ import annotations
 
 import os
+import sys
 
-from superglue_sift import threads
+from pipeline.parameters import params
+from superglue_sift import portable, threads
 
 if __name__ == "__main__":  # before torch is loaded
     threads.wait_passively()
+    if params.asks_for_portable(sys.argv[1:]):
+        portable.prepare_network()
     # Of every rank: the flag of `distributed.wrap` is meant
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.parameters import params
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
 from pipeline.train import setup

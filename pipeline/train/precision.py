@@ -22,6 +22,7 @@ AVX512 = "avx512_bf16"
 # comes out differently each time, and then so do the bytes of the weights.
 AVX512_DIM = 128
 AUTO = "auto: "  # how the reason of `auto` begins
+PORTABLE = "portable"
 
 
 class Choice(NamedTuple):
@@ -37,7 +38,7 @@ class Choice(NamedTuple):
 def resolve(
     asked: str, dim: int, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]
 ) -> Choice:
-    """The precision for `asked` (auto, float32, bfloat16, float16).
+    """The precision for `asked` (auto, portable, float32, bfloat16, float16).
 
     Args:
         dim: width of the network.
@@ -47,6 +48,9 @@ def resolve(
     Raises:
         RequestError: bfloat16 on a GPU before Ampere.
     """
+    if asked == PORTABLE:
+        same = "x86-64 processor with AVX2" if capability is None else "GPU of this kind"
+        return Choice("float32", f"portable: the same bytes on every {same}")
     if capability is None:
         if asked == "float16":
             return Choice("float32", "train.precision: float16 does nothing on a CPU; set auto")

@@ -21,7 +21,7 @@ from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState, part
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
-from superglue_sift import normalization, torch_compat
+from superglue_sift import normalization, portable, torch_compat
 from superglue_sift.descriptors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
@@ -94,13 +94,26 @@ def check_features(train: TrainParams, store: Store) -> None:
         )
 
 
+def is_portable(train: TrainParams) -> bool:
+    """Whether the training promises the same bytes on other processors."""
+    return train.precision == precision.PORTABLE
+
+
 def choose_precision(
     train: TrainParams, context: distributed.Context, before: str = ""
 ) -> precision.Choice:
     """One precision for all ranks, whose devices may differ.
 
     before: that of the checkpoint from which the training resumes (`precision.resumed`).
+
+    Raises:
+        RequestError: `portable` in a process on a CPU that was not prepared for it.
     """
+    if context.device.type == "cpu" and is_portable(train) and not portable.is_prepared():
+        raise RequestError(
+            "train.precision: portable needs variables that are set before torch is loaded: start"
+            " the training by `python -m pipeline.train`, or set float32"
+        )
     choice = precision.on(train.precision, train.dim, context.device)
     if before:
         gpu = context.device.type == "cuda"
@@ -131,7 +144,8 @@ def build(
 
     chosen: the precision, the same on every rank; None: `choose_precision`.
     """
-    seed_everything(train.seed, train.deterministic)
+    on_gpu = context.device.type == "cuda"
+    seed_everything(train.seed, train.deterministic or (on_gpu and is_portable(train)))
     model = network(train, store)
     chosen = chosen or choose_precision(train, context)
     messages: List[str] = []

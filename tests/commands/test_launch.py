@@ -35,10 +35,9 @@ class TestRequest:
         assert launch.processes_per_node() == 3
         monkeypatch.setenv("NPROC_PER_NODE", "auto")
         monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-        monkeypatch.setattr(launch.os, "cpu_count", lambda: 16)
-        assert launch.processes_per_node() == 2
-        monkeypatch.setattr(launch.os, "cpu_count", lambda: 1)
-        assert launch.processes_per_node() == 1
+        for cores in (16, 1):  # the number of processes decides the last bits of weights
+            monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+            assert launch.processes_per_node() == 2
         monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
         assert launch.processes_per_node() == 4
         for wrong in ("0", "two", "-1", "1.5"):

@@ -117,7 +117,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     client = client_of(store)
     stored = stored_run(store)
     assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
-    assert {"train.lr", "train.layers", "version.torch", "host", "platform"} <= set(
+    assert {"train.lr", "train.layers", "version.torch", "host", "platform", "processor"} <= set(
         stored.data.params
     )
     assert stored.data.params["train.lr"] == "0.0001"

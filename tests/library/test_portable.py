@@ -1,0 +1,113 @@
+"""The variables by which libraries choose their code are set before the libraries are loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List
+
+import pytest
+import torch
+
+from pipeline.errors import RequestError
+from pipeline.processes import distributed
+from pipeline.train import setup
+from superglue_sift import portable
+
+ROOT = Path(__file__).resolve().parents[2]
+# Runs a stage as `python -m` does; prints the variables at the moment of each library's import
+WATCH = """
+import json, os, runpy, sys
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "numpy", "cv2"):
+            seen.setdefault(name, dict(os.environ))
+
+seen = {}
+sys.meta_path.insert(0, Watch())
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+except SystemExit:
+    print(json.dumps(seen))
+"""
+
+
+def run_python(*words: str, **variables: str) -> str:
+    """What a new process prints to stdout, without the variables of this one that count."""
+    names = (*portable.NETWORK, "OPENCV_IPP", "OPENCV_LOG_LEVEL", "OPENCV_CPU_DISABLE")
+    values = {name: value for name, value in os.environ.items() if name not in names}
+    values.update(PYTHONPATH=str(ROOT), **variables)
+    command = [sys.executable, "-c", *words]
+    done = subprocess.run(command, env=values, capture_output=True, text=True, check=True)
+    assert "WARN" not in done.stderr
+    return done.stdout
+
+
+def params_file(folder: Path, precision: str) -> Path:
+    text = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8")
+    changed, count = re.subn("^  precision: .*", f"  precision: {precision}", text, flags=re.M)
+    assert count == 1
+    (folder / "params.yaml").write_text(changed, encoding="utf-8")
+    return folder / "params.yaml"
+
+
+@pytest.mark.parametrize("precision", ["portable", "float32"])
+@pytest.mark.parametrize(
+    ("stage", "missing"), [("pipeline.train", "--keypoints"), ("pipeline.evaluate", "--images")]
+)
+def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
+    tmp_path, stage, missing, precision
+):
+    """Also what a launcher gave its ranks is replaced."""
+    file = params_file(tmp_path, precision)
+    words = [stage, "--params", str(file), missing, str(tmp_path / "missing")]
+    printed = run_python(WATCH, *words, OMP_NUM_THREADS="7")
+    seen: Dict[str, Dict[str, str]] = json.loads(printed.splitlines()[-1])
+    assert set(seen) == {"torch", "numpy", "cv2"}
+    for values in seen.values():
+        found = {name: values.get(name) for name in portable.NETWORK}
+        if precision == "portable":
+            assert found == portable.NETWORK
+        else:
+            assert found["OMP_NUM_THREADS"] == "7" and found["MKL_CBWR"] is None
+    assert seen["cv2"]["OPENCV_IPP"] == "disabled"
+
+
+def test_libraries_choose_their_code_by_them():
+    """Torch on a processor with AVX-512, and both of OpenBLAS: numpy's and OpenCV's."""
+    script = (
+        "import cv2, numpy, scipy.linalg, torch, threadpoolctl;"
+        "print(torch.backends.cpu.get_cpu_capability(), torch.get_num_threads());"
+        "print(*{one.get('architecture') for one in threadpoolctl.threadpool_info()"
+        " if one['internal_api'] == 'openblas'})"
+    )
+    assert run_python(script, **portable.NETWORK).split() == ["AVX2", "1", "Haswell"]
+
+
+def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params, monkeypatch):
+    train = make_params("train", precision="portable", dim=16, heads=2, layers=1)
+    alone = distributed.Context(0, 1, 0, torch.device("cpu"))
+    portable.prepare_network()
+    assert setup.choose_precision(train, alone).precision == "float32"
+    for name in portable.NETWORK:
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "")
+            with pytest.raises(RequestError, match=r"portable needs .*python -m pipeline\.train"):
+                setup.choose_precision(train, alone)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.delenv("MKL_CBWR")
+    on_gpu = setup.choose_precision(train, alone.__class__(0, 1, 0, torch.device("cuda")))
+    assert on_gpu.precision == "float32" and "GPU of this kind" in on_gpu.reason
+
+
+def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
+    script = "import cv2, superglue_sift; print(cv2.ipp.useIPP(), cv2.setLogLevel(3))"
+    assert run_python(script).split() == ["False", "3"]
+    known: List[Any] = run_python("import cv2; print(cv2.ipp.useIPP())").split()
+    assert known == ["True"]  # so the line above means something
