@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import cv2
@@ -11,22 +12,26 @@ from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import BASELINES
 from superglue_sift import geometry
 
-DEFAULT = ("ransac", "dlt")
+DEFAULT = ("ransac", "dlt", "surest")
 PX = 3.0  # inlier limit of the robust ones
 ITERATIONS = 3000  # of them, at most
 MIN_DOUBT = 1e-4  # probability of a wrong match, so that odds stay finite
 DECIDING = 16  # number of matches with the largest odds, at most half of all
 BASELINE_POWER = 6
+SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}  # fractions of the matches
+SUREST_OF_NETWORK = 0.5
 
 
 class Matches(NamedTuple):
     """At least `geometry.MIN_POINTS` matches. points0, points1: (K, 2) px; weights: (K,) from
-    `weights_of`; deviations: (K,) px of aligned matches, else None.
+    `weights_of`; surest: (K,) bool from `surest_of`; deviations: (K,) px of aligned matches, else
+    None.
     """
 
     points0: np.ndarray
     points1: np.ndarray
     weights: np.ndarray
+    surest: np.ndarray
     seed: int
     deviations: Optional[np.ndarray] = None
 
@@ -40,6 +45,11 @@ def ransac(found: Matches) -> Optional[np.ndarray]:
 def least_squares(found: Matches) -> Optional[np.ndarray]:
     """Weighted least squares over all matches, without rejection: the paper's DLT."""
     return geometry.fit_dlt(found.points0, found.points1, found.weights)
+
+
+def surest(found: Matches) -> Optional[np.ndarray]:
+    """Least squares with equal weights over the matches of which the matcher is surest."""
+    return geometry.fit_dlt(found.points0[found.surest], found.points1[found.surest])
 
 
 def opencv(found: Matches) -> Optional[np.ndarray]:
@@ -79,6 +89,11 @@ ESTIMATORS: Dict[str, Tuple[Callable[[Matches], Optional[np.ndarray]], str]] = {
         "least squares over all matches, weighted by the odds of a network's confidence, "
         f"by the power {BASELINE_POWER} of 1 - ratio of a baseline's",
     ),
+    "surest": (
+        surest,
+        f"least squares with equal weights over the surest {SUREST_OF_NETWORK:.0%} of a network's"
+        " matches, " + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items()),
+    ),
     "opencv": (opencv, "cv2.findHomography, RANSAC"),
     "magsac": (magsac, "cv2.findHomography, USAC_MAGSAC"),
     "poselib": (poselib, "PoseLib LO-RANSAC"),
@@ -99,6 +114,13 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     odds = scores / (1.0 - scores + MIN_DOUBT)
     rank = min(DECIDING, max(geometry.MIN_POINTS, len(odds) // 2), len(odds))
     return np.minimum(odds, np.sort(odds)[-rank])
+
+
+def surest_of(matcher: str, scores: np.ndarray) -> np.ndarray:
+    """(K,) bool: the fraction of the matches that `surest` takes, chosen as the weights were."""
+    fraction = SUREST.get(matcher, SUREST_OF_NETWORK)
+    count = min(max(geometry.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
+    return scores >= np.sort(scores)[-count]
 
 
 def choose(names: Sequence[str]) -> Tuple[str, ...]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import conditions_of
-from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Matches, weights_of
+from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Matches, surest_of, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
@@ -187,15 +187,17 @@ def estimate_errors(
     points0, points1, scores = matched_points(known.pair, matches)
     enough = len(scores) >= geometry.MIN_POINTS
     weights = weights_of(matcher, scores) if enough else scores
+    sure = surest_of(matcher, scores) if enough else scores > 0
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
-    positions = [Matches(points0, points1, weights, seed)]
+    positions = [Matches(points0, points1, weights, sure, seed)]
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
         aligned0 = moved.aligned0.astype(np.float64)
         aligned1 = moved.aligned1.astype(np.float64)
-        positions.append(Matches(aligned0, aligned1, weights, seed, moved.deviations))
+        deviations = moved.deviations
+        positions.append(Matches(aligned0, aligned1, weights, sure, seed, deviations))
     errors = {}
     for aligned, found in zip((False, True), positions):
         if isinstance(known.truth, Pose):

@@ -40,7 +40,8 @@ def scene(count=80, noise=0.0, seed=0):
 
 
 def matches_of(points, seed=0, deviations=None):
-    return Matches(*points, np.ones(len(points[0])), seed, deviations)
+    ones = np.ones(len(points[0]))
+    return Matches(*points, ones, ones > 0, seed, deviations)
 
 
 def error_of(points):

@@ -246,7 +246,7 @@ def test_conditions_of_a_homography(H, hard):
     assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("name", ["ransac", "dlt", "opencv", "magsac", "poselib"])
+@pytest.mark.parametrize("name", ["ransac", "dlt", "surest", "opencv", "magsac", "poselib"])
 def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
     known, partner = exact
     settings = scoring.Settings(make_params("evaluate"), estimators.choose([name]))
@@ -258,7 +258,8 @@ def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
 
 
 @pytest.mark.parametrize("matcher", [OURS, *matchers.BASELINES])
-def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, matcher):
+@pytest.mark.parametrize("estimator", ["dlt", "surest"])
+def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, estimator, matcher):
     """One wrong match, of which its matcher is unsure: with equal weights it would decide."""
     known, partner = exact
     scores = np.full(20, 0.95, np.float32)
@@ -267,5 +268,13 @@ def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, ma
     equal = PairMatches(wrong, scores.copy())
     scores[:2] = 0.1
     answer = PairMatches(wrong, scores)
-    assert scoring.estimate_errors(known, matcher, answer, settings)[DLT] < 0.1
-    assert scoring.estimate_errors(known, matcher, equal, settings)[DLT] > 5
+    error = Measure("error", estimator)
+    assert scoring.estimate_errors(known, matcher, answer, settings)[error] < 0.1
+    assert scoring.estimate_errors(known, matcher, equal, settings)[error] > 5
+
+
+def test_the_surest_of_few_matches_are_at_least_four():
+    for count in range(4, 12):
+        scores = np.linspace(0.3, 0.9, count)
+        surest = estimators.surest_of("ratio_test", scores)
+        assert surest.sum() == max(4, math.ceil(0.4 * count)) and surest[-4:].all()
