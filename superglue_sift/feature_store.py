@@ -82,16 +82,17 @@ class FeatureStore:
         path = self.folder / f"{name}.npz"
         try:
             with np.load(path, allow_pickle=False) as file:
-                size = tuple(file["size"].tolist())
-                turned = int(file["turned"])
-                return Features(file["records"], size, frame=self.matcher.frame, turned=turned)
+                size, found_at = (tuple(file[name].tolist()) for name in ("size", "found_at"))
+                how = {"frame": self.matcher.frame, "turned": int(file["turned"])}
+                return Features(file["records"], size, found_at=found_at, **how)
         except DAMAGED:  # or missing
             if isinstance(item.image, Path):
                 features = self.matcher.extract_file(content, str(item.image))
             else:
                 features = self.matcher.extract(item.image)
         data = io.BytesIO()
-        np.savez(data, records=features.records, size=features.size, turned=features.turned)
+        kept = ("records", "size", "turned", "found_at")
+        np.savez(data, **{name: getattr(features, name) for name in kept})
         write_atomic(path, data.getvalue())
         return features._replace(gray=None, image=None)
 

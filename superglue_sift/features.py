@@ -23,6 +23,9 @@ from superglue_sift.superglue import TYPICAL_SCORE
 # 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
 # 0.06 with 3 and deviations too small.
 ALIGNED_AT = 2
+# Smaller images are enlarged to this longer side for SIFT, at most ENLARGED_MOST times
+ENLARGED_TO = 768
+ENLARGED_MOST = 2
 # (gray, max_keypoints) -> records, as `sift.extract`
 Extract = Callable[[np.ndarray, int], np.ndarray]
 
@@ -35,6 +38,7 @@ class Features(NamedTuple):
     gray: (H, W) uint8, the pixels for alignment, which may be reduced; None if not available.
     image: the image, for pictures; None if not known.
     frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`images`).
+    found_at: (width, height) of the resized image in which they were found; None if not known.
     """
 
     records: np.ndarray
@@ -43,6 +47,7 @@ class Features(NamedTuple):
     image: Any = None  # Optional[Image]
     frame: str = UPRIGHT
     turned: int = 1
+    found_at: Optional[Tuple[int, int]] = None
 
     def __repr__(self) -> str:
         return f"Features({len(self.records)} keypoints; {self.size[0]}x{self.size[1]} px)"
@@ -56,9 +61,12 @@ class Features(NamedTuple):
         """The keypoints in pixels of the image in which they were found, which is what the network
         gets.
 
-        resize: longer side to which images are reduced; 0: they are not. SIFT finds no keypoint
-        below `sift.MIN_SCALE`: where this would make one smaller, your own SIFT saw a larger image.
+        resize: for keypoints of your own, longer side to which images are reduced; 0: they are not.
+        SIFT finds no keypoint below `sift.MIN_SCALE`: where this would make one smaller, your own
+        SIFT saw a larger image.
         """
+        if self.found_at is not None:
+            return self.resize(self.found_at)
         unit = geometry.unit_of(self.size, resize) if resize else 1.0
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
@@ -167,10 +175,15 @@ Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
 def extract(
     gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
 ) -> Features:
-    """Extract keypoints of (H, W) uint8, reduced to a longer side of `resize` px (0: not)."""
+    """Extract keypoints of (H, W) uint8, in its pixels.
+
+    resize: longer side to which a larger image is reduced for the extractor. An image below
+    ENLARGED_TO is enlarged for it, but not above `resize`. 0: as it is.
+    """
     size = (gray.shape[1], gray.shape[0])
-    small = reduce(gray, resize)
-    found = Features(extractor(small, max_keypoints), small.shape[::-1])
+    seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
+    found_at = (seen.shape[1], seen.shape[0])
+    found = Features(extractor(seen, max_keypoints), found_at, found_at=found_at)
     return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
 
 
@@ -180,6 +193,15 @@ def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
         return gray
     size = _divide((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
     return cv2.resize(gray, size, interpolation=cv2.INTER_AREA)
+
+
+def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
+    """Enlarge gray pixels (H, W) to a longer side of `longer`, at most ENLARGED_MOST times."""
+    times = min(longer / max(gray.shape), ENLARGED_MOST)
+    if times <= 1:
+        return gray
+    size = _divide((gray.shape[1], gray.shape[0]), 1 / times)
+    return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 
 def _divide(size: Tuple[int, int], unit: float) -> Tuple[int, int]:

@@ -99,8 +99,9 @@ class Matcher:
 
     model: on `device`, for inference, as `fuse_for_inference` returns it.
     max_keypoints: maximum number of keypoints per image.
-    resize: longer side in pixels to which images are reduced for SIFT; 0: never. Keypoints are
-        always in pixels of the original image.
+    resize: longer side in pixels to which images are reduced for SIFT; those below
+        `features.ENLARGED_TO` are enlarged to it. 0: neither. Keypoints are always in pixels of the
+        original image.
     threshold: minimum probability of a match.
     extractor: None if it may not be run.
     refine: align matches by the pixels, if available (`MatchResult.aligned1`).

@@ -10,6 +10,7 @@ from typing import Any, Dict, Optional, Sequence
 from superglue_sift import __version__, scenes
 from superglue_sift.apps import many
 from superglue_sift.errors import RequestError, check_range
+from superglue_sift.features import ENLARGED_TO
 from superglue_sift.files import check_writable
 from superglue_sift.images import EXTENSIONS, STORED, UPRIGHT
 
@@ -90,7 +91,8 @@ how to match
 --model FILE  model file (default: the shipped weights)
 --max-keypoints N  maximum number of keypoints per image (default 1024, with --scene 8192)
 --threshold P  minimum probability of a match (default: the model's own, else 0.2)
---resize N  reduce images to this longer side (default 1024, with --scene 1600; 0: never)
+--resize N  reduce images to this longer side (default 1024, with --scene 1600), and enlarge those
+  below {ENLARGED_TO} px; 0: neither
 --[no-]scene  photographs of one place: accept or reject pairs, then fill them (default with
   --colmap, else --no-scene)
 --accept N  with --scene: minimum number of strict matches of one geometry (default {scenes.ACCEPT})
