@@ -19,7 +19,7 @@ from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import EvaluateParams, Photometric
 from pipeline.views import homography, render
 from superglue_sift.geometry import compose, inverse
-from superglue_sift.images import BadImage, decode_color, decode_gray
+from superglue_sift.images import decode_color, decode_gray
 
 MAX_NEGATIVE_PAIRS = 100
 SEED = 0  # of the pairs: models are compared on the same ones
@@ -82,10 +82,7 @@ class HeldOutPairs(Source):
         """Photograph `index`, (H, W) uint8. Raises BadImage."""
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
-        if not homography.fits(image_size(image), self.view_size):
-            smallest = "x".join(map(str, homography.smallest_image(self.view_size)))
-            size = "x".join(map(str, image_size(image)))
-            raise BadImage(entry.name, f"{size} pixels, smaller than {smallest}")
+        homography.require_size(entry.name, image_size(image), self.view_size)
         return image
 
     def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,6 @@ import numpy as np
 from pipeline.features.store import ImageViews
 from pipeline.views import homography, render
 from superglue_sift import extractors
-from superglue_sift.images import BadImage
 
 # Of the shards. Raise it when the same photograph and parameters give other views or keypoints:
 # shards of another version are made again. tests/keypoints fails when a golden shard
@@ -32,9 +31,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     """
     size = (gray.shape[1], gray.shape[0])
     view_size = (settings.width, settings.height)
-    if not homography.fits(size, view_size):
-        needed = "x".join(str(side) for side in homography.smallest_image(view_size))
-        raise BadImage(name, f"too small: {size[0]}x{size[1]}, a view needs {needed} pixels")
+    homography.require_size(name, size, view_size)
     extract = extractors.load(settings.extractor)
     homographies = []
     records = []

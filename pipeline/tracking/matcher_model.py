@@ -22,7 +22,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature, set_model
 from mlflow.pyfunc.model import PythonModel
 from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
-from mlflow.types.schema import AnyType, Array
+from mlflow.types.schema import AnyType
 
 from superglue_sift import Matcher, RequestError
 from superglue_sift.apps.results import aligned_lists
@@ -35,25 +35,11 @@ PARAMS = {"threshold": 0.0, "max_keypoints": 1024, "refine": True}  # threshold 
 
 
 def signature() -> ModelSignature:
-    """Columns image0 and image1 in; keypoints, matches (indices into them), scores and aligned
-    positions out.
-    """
-    points = Array(Array(DataType.double))
-    numbers = Array(DataType.double)
-    inputs: List[Any] = [ColSpec(AnyType(), name) for name in ("image0", "image1")]
-    outputs: List[Any] = [ColSpec(points, name) for name in ("keypoints0", "keypoints1")]
-    outputs += [ColSpec(Array(Array(DataType.long)), "matches"), ColSpec(numbers, "scores")]
-    outputs += [ColSpec(points, name, required=False) for name in ("aligned0", "aligned1")]
-    outputs += [ColSpec(numbers, name, required=False) for name in ("deviations", "correlations")]
-    kinds = {
-        "threshold": DataType.double,
-        "max_keypoints": DataType.long,
-        "refine": DataType.boolean,
-    }
-    params = ParamSchema(
-        [ParamSpec(name, kinds[name], default) for name, default in PARAMS.items()]
-    )
-    return ModelSignature(inputs=Schema(inputs), outputs=Schema(outputs), params=params)
+    """Columns image0 and image1, and the parameters."""
+    kinds = {float: DataType.double, int: DataType.long, bool: DataType.boolean}
+    inputs = Schema([ColSpec(AnyType(), name) for name in ("image0", "image1")])
+    specs = [ParamSpec(name, kinds[type(value)], value) for name, value in PARAMS.items()]
+    return ModelSignature(inputs=inputs, params=ParamSchema(specs))
 
 
 def input_example() -> List[Dict[str, str]]:

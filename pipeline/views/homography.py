@@ -18,6 +18,7 @@ import numpy as np
 
 from pipeline.parameters.schema import Homography
 from superglue_sift.geometry import corners, inverse, jacobians, through_four_points, transform
+from superglue_sift.images import BadImage
 
 Size = Tuple[int, int]  # (width, height)
 
@@ -37,6 +38,14 @@ def generator(seed: int, name: str, index: int) -> np.random.Generator:
 def fits(image_size: Size, view_size: Size) -> bool:
     """Whether a view can be cut from an image of this size within `MAX_UPSCALE`."""
     return _largest(image_size, view_size) * MAX_UPSCALE >= 1.0
+
+
+def require_size(name: str, image_size: Size, view_size: Size) -> None:
+    """Raises BadImage for an image that does not fit."""
+    if not fits(image_size, view_size):
+        needed = "x".join(map(str, smallest_image(view_size)))
+        size = "x".join(map(str, image_size))
+        raise BadImage(name, f"too small: {size}, a view needs {needed} pixels")
 
 
 def smallest_image(view_size: Size) -> Size:
