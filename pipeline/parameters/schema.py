@@ -185,6 +185,11 @@ class TrainParams(TrainOptions):
                 "norm = 'batch': --checkpoint-layers needs layer (running statistics would move"
                 " twice)"
             )
+        if self.compile and self.precision == "portable":
+            raise ValueError(
+                "precision = 'portable': --compile compiles for this processor; leave it out, or"
+                " set float32"
+            )
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:

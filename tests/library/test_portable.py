@@ -102,8 +102,14 @@ def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params
                 setup.choose_precision(train, alone)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.delenv("MKL_CBWR")
-    on_gpu = setup.choose_precision(train, alone.__class__(0, 1, 0, torch.device("cuda")))
+    on_gpu = setup.choose_precision(train, distributed.Context(0, 1, 0, torch.device("cuda")))
     assert on_gpu.precision == "float32" and "GPU of this kind" in on_gpu.reason
+
+
+def test_compiled_code_is_of_one_processor(make_params):
+    make_params("train", compile=True)
+    with pytest.raises(RequestError, match=r"portable'?: --compile compiles for this processor"):
+        make_params("train", precision="portable", compile=True)
 
 
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
