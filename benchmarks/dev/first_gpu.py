@@ -92,6 +92,7 @@ def write_params(out: Path, images: str, small: bool) -> None:
         layers=2 if small else 9,
         init_from="",
         neighbours=False,
+        precision="auto" if images else "float32",  # the sample's is portable, which is slower
         optimizer="adam",
         min_keypoints=0,
         val_pairs=8,

@@ -176,10 +176,10 @@ def test_no_key_has_a_default() -> None:
 
 
 def test_options_of_the_command_line_reach_the_training(tree: Dict[str, Any]) -> None:
-    given = vars(params.option_parser().parse_args(["--save-every", "3", "--compile"]))
+    given = vars(params.option_parser().parse_args(["--save-every", "3", "--deterministic"]))
     train = params.parse(tree, "params.yaml", given)["train"]
     assert isinstance(train, TrainParams)
-    assert (train.save_every, train.compile, train.parallel) == (3, True, "ddp")
+    assert (train.save_every, train.deterministic, train.parallel) == (3, True, "ddp")
 
 
 def test_evaluate_takes_what_it_does_not_say_from_views(tree: Dict[str, Any]) -> None:
