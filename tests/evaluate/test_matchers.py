@@ -6,8 +6,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.evaluate import matchers
 from superglue_sift import classical, scenes, sift
@@ -47,21 +45,6 @@ def test_ratio_and_mutual_agree_with_opencv(pair):
         if a.distance > 0.1:
             expected = pytest.approx(1 - a.distance / b.distance, abs=1e-3)
             assert answers["nn"].scores0[a.queryIdx] == expected
-
-
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.integers(0, 8))
-def test_properties_of_neighbours(seed, count0, count1):
-    rng = np.random.default_rng(seed)
-    rows, others = (rng.integers(1, 9, (count, 4)).astype(np.float32) for count in (count0, count1))
-    unit = [side / np.linalg.norm(side, axis=1, keepdims=True) for side in (rows, others)]
-    found = classical.neighbours(*unit)
-    assert len(found.nearest) == len(found.ratio) == len(found.mutual) == count0
-    assert (found.ratio <= 1).all() and (found.ratio >= 0).all()
-    kept = found.nearest[found.mutual]
-    assert len(set(kept.tolist())) == len(kept)  # no keypoint of image 1 twice
-    for row in range(count0 if count1 else 0):
-        distance = np.linalg.norm(unit[0][row] - unit[1], axis=1)
-        assert distance[found.nearest[row]] == pytest.approx(distance.min(), abs=1e-3)
 
 
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():

@@ -7,13 +7,11 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from benchmarks import dali_views
 from pipeline.errors import RequestError
 from pipeline.image_sets import dali_decoder, decode
 from pipeline.image_sets.sources import ImageSet, folder_entries
@@ -170,43 +168,3 @@ def test_a_missing_package_is_one_line_with_the_fix(monkeypatch, name, modules, 
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RequestError, match=fix):
         decoder(name)
-
-
-VIEW = (160, 120)
-
-
-def jpegs(photo: np.ndarray, count: int) -> list:
-    """Files of different sizes, smoothed so that half a gray level of rounding is what the resizers
-    may differ by.
-    """
-    smooth = cv2.GaussianBlur(photo, (0, 0), 2)
-    return [
-        encode(np.ascontiguousarray(smooth[3 * i :, 5 * i :]), "L", quality=95)
-        for i in range(count)
-    ]
-
-
-def views_of(source) -> tuple:
-    batches = list(source)
-    return tuple(np.concatenate([np.asarray(batch[i]) for batch in batches]) for i in range(3))
-
-
-@needs_dali
-class TestViews:
-    """The guides' loader: resize, crop, mirror and brightness by DALI, and the homographies they
-    make.
-    """
-
-    @pytest.mark.parametrize("batch", [1, 3, 7, 16])  # with a partial last one, and one batch only
-    def test_views_and_homographies_are_those_of_opencv(self, photo, batch):
-        files = jpegs(photo, 7)
-        batches = list(dali_views.dali_views(files, VIEW, batch))
-        assert [len(H) for _, _, H in batches] == [batch] * (7 // batch) + [7 % batch] * bool(
-            7 % batch
-        )
-        ours = views_of(batches)
-        plain = views_of(dali_views.opencv_views(files, VIEW))
-        np.testing.assert_allclose(ours[2], plain[2])
-        for side in range(2):
-            assert ours[side].shape == plain[side].shape == (7, 1, VIEW[1], VIEW[0])
-            assert np.abs(ours[side].astype(int) - plain[side]).mean((1, 2, 3)).max() < 0.5

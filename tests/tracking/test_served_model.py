@@ -107,23 +107,3 @@ def test_a_server_answers_with_two_images(server, model, images):
         status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
         (found,) = answer["predictions"]
         assert status == 200 and len(found["matches"]) == len(found["scores"]) > 50
-
-
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ({"image0": "no base64 !", "image1": ""}, "image0: neither base64 nor pixels"),
-        ({"image0": base64.b64encode(b"no image").decode(), "image1": ""}, "image0: not an image"),
-        (
-            {"image0": [[1, 2], [3]], "image1": [[0]]},
-            "image0: must be base64 of an image file, or pixels",
-        ),
-    ],
-)
-def test_a_server_says_in_one_line_what_is_no_image(server, row, words):
-    status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
-    assert (
-        status == 400
-        and words in answer["message"].splitlines()[-1]
-        and "Traceback" not in str(answer)
-    )

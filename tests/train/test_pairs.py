@@ -82,26 +82,6 @@ class TestOrder:
             PairOrder(0, 3, 1)
 
 
-class TestBatch:
-    def test_fields_come_back_as_they_went_in(self):
-        rng = np.random.default_rng(0)
-        sides = [
-            made_records(rng, rng.uniform(0, 200, (n, 2)), rng.integers(0, 160, (n, 128)))
-            for n in (4, 9, 0, 2)
-        ]
-        batch = from_pairs(
-            [Pair(sides[0], sides[1], SIZE, (64, 48)), Pair(sides[2], sides[3], SIZE, SIZE)]
-        )
-        assert batch.counts0.tolist() == [4, 0] and batch.counts1.tolist() == [9, 2]
-        assert batch.image_size1.tolist() == [[64, 48], [320, 240]] and batch.H_0to1 is None
-        one = sides[1]
-        assert np.array_equal(batch.keypoints1[0].numpy(), np.stack([one["x"], one["y"]], 1))
-        for field in ("scale", "angle", "score"):
-            assert np.array_equal(getattr(batch, f"{field}s1")[0].numpy(), one[field])
-        assert np.array_equal(batch.descriptors1[0, :, :128].numpy(), one["descriptor"])
-        assert not batch.records1[1, 2:].any()
-
-
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
         # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products
