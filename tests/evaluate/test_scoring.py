@@ -128,7 +128,7 @@ def made_scored(scores, correct, found, truth):
 
 def test_threshold_curve_and_calibration():
     scored = [made_scored([0.9, 0.3], [1, 0], [1, 0], 2), made_scored([0.35], [1], [0], 0)]
-    low, high, none = confidence.threshold_curve(confidence.sweep(scored), (0.0, 0.5, 0.95))
+    low, high, none = confidence.threshold_curve(confidence.sweep(scored), (0.0, 0.35, 0.95))
     assert low["precision"] == pytest.approx(0.75) and low["recall"] == pytest.approx(0.5)
     assert high["precision"] == high["matches"] == pytest.approx(0.5)
     assert (none["precision"], none["recall"], none["matches"]) == (0.0, 0.0, 0.0)

@@ -43,9 +43,9 @@ class TestTruth:
 
     def test_bands(self):
         zero = points((10, 10), (30, 10), (50, 10), (70, 10), (90, 10))
-        one = points((12, 10), (34, 10), (56, 10), (70, 10), (71, 10))
+        one = points((12.9, 10), (33.1, 10), (55.1, 10), (70, 10), (71, 10))
         truth = self.truth(zero, one)
-        # 2 px matches, 4 px is ignored, 6 px is unmatched; of two within 1 px the nearer matches
+        # up to 3 px match, up to 5 are ignored, more is unmatched; of two the nearer one matches
         assert truth.matches0.tolist() == [0, IGNORED, UNMATCHED, 3, UNMATCHED]
         assert truth.matches1.tolist() == [0, IGNORED, UNMATCHED, 3, IGNORED]
 
@@ -56,6 +56,8 @@ class TestTruth:
         # ignored
         assert truth.matches0.tolist() == [UNMATCHED, 1]
         assert truth.matches1.tolist() == [IGNORED, 1]
+        back = self.truth(points((97, 50), (58, 5)), points((41, 50), (2, 5)), np.linalg.inv(shift))
+        assert back.matches0.tolist() == [IGNORED, UNMATCHED]  # (58, 5) lands at -2
 
     def test_error_is_the_larger_of_both_directions(self):
         double = [[2, 0, 0], [0, 2, 0], [0, 0, 1]]

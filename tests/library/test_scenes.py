@@ -68,6 +68,8 @@ def test_the_second_orientation_matches_too():
     sides = classical.describe(records_of(one)), classical.describe(records_of(other, second))
     found, _ = classical.ratio_matches(*sides)
     assert found.tolist() == [[3, 7]]
+    alone = classical.describe(records_of(one[:1]))
+    assert len(classical.ratio_matches(alone, alone)[0]) == 0  # no ratio
 
 
 def made_pair(right: int, wrong: int, seed: int = 0):
