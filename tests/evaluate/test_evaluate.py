@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -315,44 +316,24 @@ def test_wrong_requests_are_one_line(work, capsys, extra, said):
 
 
 def test_results_reach_the_run_of_the_training(work, monkeypatch):
-    events = []
-
-    class Run:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            events.append("closed")
-
-        def log(self, metrics, step):
-            events.append((metrics, step))
-
-        def artifact(self, path, folder=""):
-            assert path.exists()
-            events.append((path.name, folder))
-
-        def describe(self, result, note):
-            events.append((result, note))
-
-        def compare_with_champion(self, pairs):
-            events.append(pairs.name)
-
-    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: Run())
+    sent = mock.MagicMock()
+    sent.__enter__.return_value = sent
+    monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: sent)
     assert run(work, "--mlflow-run", "log.jsonl") == 0
-    metrics, step = events[0]
+    metrics, step = sent.log.call_args[0]
     shown = {"auc_5", "recall_at_p", "auc_5_gain"}
     assert step == 7 and {name for name in metrics if "/" not in name} == shown
     full = read_metrics(work)
     assert metrics["auc_5"] == pytest.approx(full["superglue.auc_ransac_5"], abs=6e-5)
     short = json.loads((work / "out" / "summary.json").read_text())
-    sent = {name.rpartition("/")[2]: value for name, value in metrics.items()}
-    assert sent == pytest.approx(short, abs=6e-5, rel=1e-3)
-    assert len(short) <= 10
-    (note,) = (text for name, text in events[1:-2] if name == f"AUC@5 {100 * sent['auc_5']:.1f}")
+    values = {name.rpartition("/")[2]: value for name, value in metrics.items()}
+    assert values == pytest.approx(short, abs=6e-5, rel=1e-3) and len(short) <= 10
+    title, note = sent.describe.call_args[0]
+    assert title == f"AUC@5 {100 * values['auc_5']:.1f}"
     assert "get-artifact?path=test/pictures/gain-most.png&run_uuid={run_id}" in note
     assert (work / "out" / "pictures" / "gain-most.png").is_file()
-    assert ("out", "test") in events
-    assert events[-2:] == ["pairs.csv", "closed"]
+    sent.artifact.assert_any_call(work / "out", "test")
+    sent.compare_with_champion.assert_called_once_with(work / "out" / "pairs.csv")
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 10))

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from pipeline.evaluate import matchers
-from superglue_sift import classical, scenes, sift
+from superglue_sift import classical, sift
 from superglue_sift.batch import Pair
 from superglue_sift.descriptors import root_sift_of
-from superglue_sift.matcher import PairMatches
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 
@@ -70,29 +69,3 @@ def test_ours_alone_and_in_a_batch(pair, photo):
         np.testing.assert_array_equal(first.matches0, second.matches0)
         np.testing.assert_allclose(first.scores0, second.scores0, atol=1e-5)
     assert (together[0].above(0.2).matches0 >= 0).sum() > 50
-
-
-def test_the_row_of_scenes_holds_what_agrees_in_an_accepted_pair():
-    """40 points in depth before two cameras match rightly, 10 wrongly; 20 of the right matches are
-    strict.
-    """
-    rng = np.random.default_rng(0)
-    points = rng.uniform([-1, -1, 4], [1, 1, 9], (50, 3))
-    records = []
-    for centre in ((0.0, 0.0, 0.0), (0.8, 0.1, 0.0)):
-        own = np.zeros(50, sift.ORIENTED)
-        moved = points - centre
-        own["x"], own["y"] = (300 * moved[:, :2] / moved[:, 2:] + (160, 120)).T
-        records.append(own)
-    matches0 = np.arange(50)
-    matches0[40:] = np.roll(matches0[40:], 3)
-    scores = np.where(np.arange(50) < 20, 0.9, 0.6).astype(np.float32)
-    pair = Pair(*records, (320, 240), (320, 240))
-    answer = PairMatches(matches0, scores)
-    found, refused = (
-        matchers.match_scene(pair, answer, 0.5, scenes.Rules(0.8, accept, guided=False))
-        for accept in (20, 21)
-    )
-    assert (found.matches0[:40] == np.arange(40)).all() and (found.matches0[40:] >= 0).sum() <= 2
-    np.testing.assert_array_equal(found.scores0[:40], answer.scores0[:40])
-    assert (refused.matches0 == -1).all() and not refused.scores0.any()

@@ -163,18 +163,6 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
 
 
-@given(st.lists(st.one_of(st.floats(0, 99), st.just(math.inf)), max_size=30))
-def test_pictures_are_distinct_pairs(errors):
-    chosen = content.choose_pictures([row(error) for error in errors])
-    assert len(chosen) == len(dict(chosen)) == len({index for _, index in chosen})
-    assert min(len(errors), 7) <= len(chosen) <= 8
-    best, median, worst = (
-        [errors[index] for name, index in chosen if name.startswith(kind)]
-        for kind in ("best", "median", "worst")
-    )
-    assert sorted([*best, *median, *worst[::-1]]) == [*best, *median, *worst[::-1]]
-
-
 def test_two_pictures_show_what_ours_gains():
     """Errors from 10 px on are one failure: beyond them nothing is gained; the right matches decide
     between equals.

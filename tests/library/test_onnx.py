@@ -147,23 +147,6 @@ def test_the_padded_network_matches_as_the_ragged_one(small):
 
 
 @pytest.mark.slow
-def test_onnx_matches_pairs_of_any_shape(small, tmp_path):
-    needs_onnx()
-    import onnx as onnx_package
-
-    written = onnx.export(tmp_path / "m.onnx", small, threshold=0.1)
-    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
-    graph = onnx_package.load(str(written))
-    onnx_package.checker.check_model(graph)
-    assert {each.domain: each.version for each in graph.opset_import}[""] >= 17
-    assert [each.name for each in graph.graph.input] == list(onnx.INPUTS)
-    assert [each.name for each in graph.graph.output] == list(onnx.OUTPUTS)
-    stated = {each.key: float(each.value) for each in graph.metadata_props}
-    assert stated["match_threshold"] == 0.1
-    assert_same_on_all_shapes(load_model(small)[0], session(written), IN_ONNX_RUNTIME)
-
-
-@pytest.mark.slow
 def test_the_shipped_weights_as_onnx_match_as_torch_does(tmp_path, photo):
     needs_onnx()
     run = session(onnx.export(tmp_path / "m.onnx"))

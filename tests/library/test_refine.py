@@ -134,16 +134,6 @@ def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
     assert (found.deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
 
 
-def test_repeated_texture_does_not_jump_to_the_next_repeat():
-    x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
-    image = (128 + 60 * np.sin(x * 2 * np.pi / 9) * np.sin(y * 2 * np.pi / 9)).astype(np.uint8)
-    rng = np.random.default_rng(2)
-    points = rng.uniform(30, 200, (60, 2))
-    start = points + rng.uniform(-1.2, 1.2, points.shape)
-    found = refine.align_points(image, image, points, start, np.tile(np.eye(2), (60, 1, 1)))
-    assert np.linalg.norm(found.aligned1 - points, axis=1).max() < 0.1
-
-
 def test_what_cannot_be_aligned_stays_where_sift_put_it():
     image = texture(IDENTITY)
     points = np.tile([[100.0, 100.0]], (9, 1))
@@ -231,12 +221,3 @@ def test_positions_of_a_track_agree_after_refinement():
         found = aligned_result(*sides, H, 0.05 * unit)._replace(size0=size, size1=size)
         both.append([side / unit for side in refine_tracks(sides, [(0, 1, found)])])
     np.testing.assert_allclose(both[0], both[1], atol=2e-3)
-
-
-def test_tracks_without_alignment_stay_as_they_are():
-    rng = np.random.default_rng(0)
-    keypoints = [rng.uniform(0, 100, (n, 2)).astype(np.float32) for n in (5, 0, 7)]
-    failed = aligned_result(keypoints[0], keypoints[2][:5], IDENTITY, np.nan)
-    for pairs in ([], [(0, 2, failed._replace(deviations=None))], [(0, 2, failed)]):
-        for before, after in zip(keypoints, refine_tracks(keypoints, pairs)):
-            np.testing.assert_array_equal(before, after)

@@ -4,7 +4,6 @@ nothing.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +15,6 @@ from faults.cells import Workbench
 from made_views import made_store
 
 from pipeline import tracking
-from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters import params
@@ -25,9 +23,8 @@ from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
-from pipeline.train.pairs.loader import load_batch, split_evenly
+from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
-from pipeline.train.step import train_step
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import can_compile
 from superglue_sift.weights import load_model_file
@@ -131,27 +128,6 @@ def test_data_parallel_is_torchs(bench, tmp_path):
     assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
         setup.global_batch(section, 2)
-
-
-def test_micro_batches_exchange_once(bench, tmp_path):
-    """Gradients are exchanged only with the last micro-batch, by no_sync."""
-
-    class Counting(MatchingObjective):
-        held = 0
-
-        @contextlib.contextmanager
-        def no_sync(self):
-            self.held += 1
-            yield
-
-    store = Store(made_store(tmp_path / "store"))
-    batches = [
-        load_batch(store, part, 40) for part in split_evenly(PairOrder(0, 5, 3).step(0, 6), 3)
-    ]
-    objective = Counting(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    assert train_step(objective, optimizer, grad_scaler(False), batches, 6, 1, 1.0).applied
-    assert objective.held == 2
 
 
 @pytest.mark.gpu

@@ -73,22 +73,6 @@ def test_opencv_draws_our_matches_and_gives_them_back(matched, photo):
 # LightGlue, glue-factory
 
 
-def test_kornias_lightglue_takes_our_features(matched):
-    feature = pytest.importorskip("kornia.feature")
-    torch.manual_seed(0)
-    network = feature.LightGlue(features=None, input_dim=128, add_scale_ori=True).eval()
-    data = {
-        f"image{side}": arrays.to_lightglue(features) for side, features in enumerate(matched[:2])
-    }
-    with torch.no_grad():
-        answer = network(data)
-    ours = arrays.to_lightglue_matches(matched.found)
-    for name in ("matches0", "matches1", "matching_scores0", "matching_scores1"):
-        assert ours[name].shape == answer[name].shape, name
-        assert ours[name].is_floating_point() == answer[name].is_floating_point(), name
-    assert ours["matches"][0].shape[1] == answer["matches"][0].shape[1] == 2
-
-
 def test_dictionaries_of_lightglue_come_back(matched, matcher):
     there = [arrays.to_lightglue(features) for features in matched[:2]]
     back = [arrays.from_lightglue(each) for each in there]
