@@ -66,19 +66,6 @@ MAY_IMPORT: Dict[str, Set[str]] = {
         "bootstrap",
     },
 }
-# A thing and the one file it lives in.
-HOMES = {
-    "SIFT": "superglue_sift/sift.py",
-    "SIFT_create": "superglue_sift/sift.py",
-    "torch.distributed": "pipeline/processes/distributed.py",
-    "DistributedDataParallel": "pipeline/processes/distributed.py",
-    "DataParallel": "pipeline/train/objective.py",
-    "torchrun": "pipeline/launch.py",
-}
-# The store, and the model that is served.
-MLFLOW_HOMES = tuple(f"pipeline/tracking/{name}.py" for name in ("mlflow_store", "matcher_model"))
-# NVIDIA's DALI has two: it decodes images for the keypoint stage, and is compared.
-DALI_HOMES = ("pipeline/image_sets/dali_decoder.py", "benchmarks/dali_views.py")
 
 
 def module_of(name: str) -> str:
@@ -133,7 +120,7 @@ def test_the_library_stands_alone() -> None:
         f"{name}:{node.lineno} imports {word}"
         for name in FILES
         if name.startswith("superglue_sift/")
-        for word, node in called(TREES[name], lookups=False)
+        for word, node in called(TREES[name])
         if word.split(".")[0] not in LIBRARY | EXTRAS
     ]
     assert wrong == []
@@ -172,17 +159,6 @@ def test_the_network_stands_below_the_rest_of_the_library() -> None:
         if name.startswith("superglue_sift/interop/")
     ]
     assert [one for one in wrong if one[1]] == []
-
-
-def test_no_package_imports_the_bench() -> None:
-    wrong = [
-        f"{name}:{node.lineno}"
-        for name in FILES
-        if not name.startswith("benchmarks/")
-        for word, node in called(TREES[name], lookups=False)
-        if word.split(".")[0] == "benchmarks"
-    ]
-    assert wrong == []
 
 
 def test_imports_run_in_no_circle() -> None:
@@ -287,52 +263,13 @@ def test_nothing_happens_at_import() -> None:
             assert runs_nothing, f"{name}:{node.lineno} does work at import"
 
 
-def called(tree: ast.AST, lookups: bool = True) -> Iterator[Tuple[str, ast.AST]]:
-    """Dotted names that are imported or, with `lookups`, looked up, as written."""
+def called(tree: ast.AST) -> Iterator[Tuple[str, ast.AST]]:
+    """Dotted names that are imported, as written."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
-        elif lookups and isinstance(node, ast.Attribute):
-            yield ast.unparse(node), node
-
-
-def test_nothing_is_unpickled() -> None:
-    modules = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
-    functions = ("torch.load", "torch.save", "numpy.load", "torch.hub.load")
-    for name in FILES:
-        for word, node in called(TREES[name]):
-            fine = word.split(".")[0] not in modules and word not in functions
-            assert fine, f"{name}:{node.lineno} uses {word}"
-        for node in ast.walk(TREES[name]):
-            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
-                assert ast.unparse(node.value) == "False", (
-                    f"{name}:{node.value.lineno} allows pickle"
-                )
-
-
-def homes_of(word: str) -> Tuple[str, ...]:
-    """The files that may use a thing; () where all may."""
-    first = word.split(".")[0]
-    last = word.split(".")[-1]
-    if last in HOMES:
-        return (HOMES[last],)
-    if word.startswith(("torch.distributed", "torch.nn.parallel")):
-        return (HOMES["torch.distributed"], HOMES["torchrun"])
-    return {"mlflow": MLFLOW_HOMES, "nvidia": DALI_HOMES}.get(first, ())
-
-
-def test_each_thing_has_one_home() -> None:
-    """The bench, which measures them, may use all."""
-    wrong = [
-        f"{name}:{node.lineno} uses {word}"
-        for name in FILES
-        if not name.startswith("benchmarks/")
-        for word, node in called(TREES[name])
-        if homes_of(word) and name not in homes_of(word)
-    ]
-    assert wrong == []
 
 
 def test_the_code_runs_on_python_39_too() -> None:
