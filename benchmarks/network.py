@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from benchmarks import plain
 from benchmarks.row import Row, Setting, compare
-from benchmarks.synthetic import made_batch
 from pipeline import compat
 from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.synthetic import make_batch
 from superglue_sift import sinkhorn
 from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.torch_compat import autocast
@@ -65,7 +65,7 @@ def step(setting: Setting) -> Iterator[Row]:
     the faster one.
     """
     for keypoints, pairs in ((512, 2), (1024, 1)):
-        batch = made_batch(keypoints, pairs).to(setting.device)
+        batch = make_batch(keypoints, pairs).to(setting.device)
         ways: Dict[str, Call] = {}
         for norm in ("layer", "batch"):
             twin = plain.plain_from(setting.model(norm=norm)).to(setting.device)
@@ -83,7 +83,7 @@ def step(setting: Setting) -> Iterator[Row]:
 def latency(setting: Setting) -> Iterator[Row]:
     """One pair through the network, compared with the plain network of the same weights."""
     for keypoints in (512, 1024):
-        batch = made_batch(keypoints, 1).to(setting.device)
+        batch = make_batch(keypoints, 1).to(setting.device)
         model = setting.model().eval()
         ways = {"plain": forward_call(plain.plain_from(model).to(setting.device), batch)}
         for precision in PRECISIONS:
@@ -135,8 +135,8 @@ def step_call(device: str, way: str, model: SuperGlue, keypoints: int, pairs: in
     """A call of a training step, after a small one."""
     twin = plain.plain_from(model).to(device) if way == "plain" else model.to(device)
     precision = "float32" if way == "plain" else way
-    training_call(twin, made_batch(64, 1).to(device), precision)()
-    return training_call(twin, made_batch(keypoints, pairs).to(device), precision)
+    training_call(twin, make_batch(64, 1).to(device), precision)()
+    return training_call(twin, make_batch(keypoints, pairs).to(device), precision)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
@@ -207,7 +207,7 @@ class Answer(NamedTuple):
 
 def parity(setting: Setting) -> Iterator[Row]:
     """Half precision under autocast compared with float32: matches, log P, loss and gradient."""
-    batch = made_batch(512, 2).to(setting.device)
+    batch = make_batch(512, 2).to(setting.device)
     model = perturb(setting.model())
     exact = answer(model, batch, "float32")
     for precision in ("bfloat16", "float16"):

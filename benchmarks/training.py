@@ -31,10 +31,9 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import setup
-from pipeline.train.pairs.loader import load_batch
+from pipeline.train.pairs.loader import StepBatches, load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import CLIP_NORM, train_step
-from pipeline.train.trainer import StepBatches
 from superglue_sift import sift, torch_compat
 from superglue_sift.superglue import SuperGlueConfig
 

@@ -125,10 +125,9 @@ def launches_of_a_step(counts: Sequence[int]) -> Counter[str]:
         for _ in range(2):  # the first step creates the optimiser's state
             counting.counted.clear()
             with counting:
-                values: step.Values = {}
                 optimizer.zero_grad()
-                step._backward(objective, batch, False, scaler, 1.0, values)
-                step._enqueued(values, optimizer, scaler, 1.0)
+                _, values = step.backward(objective, scaler, [batch], 1.0, False)
+                step.clip_and_sum(values, optimizer, scaler, 1.0)
                 optimizer.step()
                 average.update(model, 5)
     return counting.counted

@@ -26,7 +26,7 @@ from pipeline.evaluate.scoring import Settings, score_pair
 from pipeline.files import file_sha256, write_atomic
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes import distributed
-from pipeline.processes.prefetch import prefetched
+from pipeline.processes.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
 from superglue_sift import drawing, extractors
@@ -240,7 +240,7 @@ def map_over_ranks(
 
     def answer() -> Iterator[Any]:
         try:
-            yield from map(match, prefetched(prepare, mine, workers, workers))
+            yield from map(match, prefetch(prepare, mine, workers, workers))
         except RequestError as error:
             yield error  # in place of a result, so that all processes raise it
 
@@ -248,7 +248,7 @@ def map_over_ranks(
         return item if isinstance(item, RequestError) else score(item)
 
     failure = None
-    for result in prefetched(finish, answer(), workers, workers):
+    for result in prefetch(finish, answer(), workers, workers):
         parts = distributed.all_gather(result)
         failure = next((part for part in parts if isinstance(part, RequestError)), None)
         if failure:

@@ -36,7 +36,7 @@ def in_order(
             future.cancel()
 
 
-def prefetched(
+def prefetch(
     make: Callable[[Any], Result], items: Iterable[Any], ahead: int = 2, threads: int = 1
 ) -> Generator[Result, None, None]:
     """`make(item)` for each item, computed by threads up to `ahead` items in advance.

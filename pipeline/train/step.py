@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,6 @@ from pipeline import compat
 from superglue_sift.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
-
-Values = Dict[str, List[Tensor]]  # by name: for each micro-batch the values of its pairs
 
 
 class StepResult(NamedTuple):
@@ -42,7 +40,7 @@ def train_step(
     world_size: int,
     clip_norm: float,
 ) -> StepResult:
-    """One step over this rank's micro-batches.
+    """One step over this rank's micro-batches; a gradient that is not finite is not applied.
 
     Each rank computes the gradient of (sum of its losses) * world size / (pairs of all ranks), and
     DistributedDataParallel averages these. The result is the gradient of one process with the whole
@@ -56,40 +54,28 @@ def train_step(
         pairs: pairs in this step over all ranks and micro-batches.
         clip_norm: largest norm of the gradient; 0: no clipping.
     """
-    last = len(micro_batches) - 1
-
-    def gradient(wait: bool) -> Values:
-        values: Values = {}
+    # running statistics of `norm: batch`, which a gradient that is not finite leaves as they were
+    statistics = [b for b in objective.buffers() if b.is_floating_point()]
+    before = [b.clone() for b in statistics]
+    for wait in _attempts(micro_batches[0].device):
         optimizer.zero_grad()
-        no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
-        for i, batch in enumerate(micro_batches):
-            with no_sync() if i < last else contextlib.nullcontext():
-                _backward(objective, batch, wait, scaler, world_size / pairs, values)
-        return values
-
-    return _stepped(gradient, objective, optimizer, scaler, clip_norm, micro_batches[0].device)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> List[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _statistics(objective: nn.Module) -> List[Tensor]:
-    return [b for b in objective.buffers() if b.is_floating_point()]
-
-
-def _copy(sources: List[Tensor], targets: List[Tensor]) -> None:
-    for source, target in zip(sources, targets):
-        target.copy_(source)
-
-
-def _backward(
-    objective: nn.Module, batch: PairBatch, wait: bool, scaler, weight: float, values: Values
-) -> None:
-    total, parts = objective(batch, wait)
-    scaler.scale(total.sum() * weight).backward()
-    for name, value in parts.items():
-        values.setdefault(name, []).append(value)
+        names, values = backward(objective, scaler, micro_batches, world_size / pairs, wait)
+        totals = clip_and_sum(values, optimizer, scaler, clip_norm)
+        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
+        # taken after the exchange, so that all ranks decide alike
+        applied = math.isfinite(grad_norm)
+        if applied:
+            scaler.step(optimizer)
+        else:
+            for statistic, old in zip(statistics, before):
+                statistic.copy_(old)
+        scaler.update()
+        if applied:
+            break
+    losses = values[names.index("loss")]
+    bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
+    all_sums = {**dict(zip(names, sums)), "pairs": float(losses.numel())}
+    return StepResult(all_sums, grad_norm, applied, bad)
 
 
 def _attempts(device: torch.device) -> Tuple[bool, ...]:
@@ -97,46 +83,34 @@ def _attempts(device: torch.device) -> Tuple[bool, ...]:
     return (True,) if device.type == "cpu" else (False, True)
 
 
-def _stepped(
-    gradient: Callable[[bool], Values],
-    objective: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scaler,
-    clip_norm: float,
-    device: torch.device,
-) -> StepResult:
-    """Clip and step, unless the gradient is not finite, which leaves running statistics as they
-    were.
+def backward(
+    objective: nn.Module, scaler, micro_batches: Sequence[PairBatch], weight: float, wait: bool
+) -> Tuple[List[str], Tensor]:
+    """Add the gradient of the sum of losses, times `weight`, of all micro-batches.
 
-    The norm is computed after the exchange: it is the same on every rank, and so is the decision.
+    Returns the names of the V values of a pair (see MatchingObjective), and the values, (V, B).
     """
-    statistics = _statistics(objective)
-    before = [b.clone() for b in statistics]
-    for wait in _attempts(device):
-        joined, totals = _enqueued(gradient(wait), optimizer, scaler, clip_norm)
-        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
-        applied = math.isfinite(grad_norm)
-        if applied:
-            break
-        _copy(before, statistics)
-        scaler.update()
-    if applied:
-        scaler.step(optimizer)
-        scaler.update()
-    losses = joined["loss"]
-    bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
-    return StepResult(
-        {**dict(zip(joined, sums)), "pairs": float(losses.numel())}, grad_norm, applied, bad
-    )
+    values: Dict[str, List[Tensor]] = {}
+    no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
+    for number, batch in enumerate(micro_batches, 1):
+        last = number == len(micro_batches)
+        with contextlib.nullcontext() if last else no_sync():
+            total, parts = objective(batch, wait)
+            scaler.scale(total.sum() * weight).backward()
+        for name, value in parts.items():
+            values.setdefault(name, []).append(value)
+    joined = torch.cat([value for each in values.values() for value in each])
+    return list(values), joined.view(len(values), -1)
 
 
-def _enqueued(
-    values: Values, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
-) -> Tuple[Dict[str, Tensor], Tensor]:
-    """Clip the gradient. Returns the values by name, and (1 + names,) float64: norm before
-    clipping, sums.
+def clip_and_sum(
+    values: Tensor, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
+) -> Tensor:
+    """Clip the gradient and add up the logged values (V, B), so that the host reads the GPU once.
+
+    Returns (1 + V,) float64: the norm of the gradient before clipping, and the sum of each value.
     """
     scaler.unscale_(optimizer)
-    norm = compat.clip_grad_norm_(_parameters(optimizer), clip_norm if clip_norm > 0 else math.inf)
-    joined = torch.cat([part for parts in values.values() for part in parts]).view(len(values), -1)
-    return dict(zip(values, joined)), torch.cat([norm.reshape(1), joined.sum(1)]).double()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = compat.clip_grad_norm_(parameters, clip_norm if clip_norm > 0 else math.inf)
+    return torch.cat([norm.reshape(1), values.sum(1)]).double()

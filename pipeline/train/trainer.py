@@ -193,7 +193,7 @@ class Training:
         profiled_steps = train.profile_steps if self.context.is_main else 0
         steps = range(state.step, train.steps)
         with (
-            contextlib.closing(self.batches.prefetched(steps)) as loader,
+            contextlib.closing(self.batches.prefetch(steps)) as loader,
             profile(profiled_steps, self.paths.reports / "profile") as end_profiled_step,
         ):
             # The curve begins at the initial weights; a training may end where it was stopped
@@ -236,10 +236,9 @@ class Training:
         lr = learning_rate(train, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        batches = [batch.to(self.context.device) for batch in micro_batches]
-        how = (self.ddp_model, state.optimizer, state.scaler)
+        how = (self.ddp_model, state.optimizer, state.scaler, micro_batches)
         with self._explain_lack_of_memory():
-            result = train_step(*how, batches, self.pairs, world_size, CLIP_NORM)
+            result = train_step(*how, self.pairs, world_size, CLIP_NORM)
         if result.applied:
             state.ema.update(state.model, state.step)
         else:

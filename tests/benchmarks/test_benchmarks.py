@@ -15,9 +15,9 @@ from made_pairs import scrambled
 from benchmarks import __main__ as benchmark
 from benchmarks import images, plain, timing
 from benchmarks.row import Row, Setting
-from benchmarks.synthetic import made_batch
 from pipeline.errors import RequestError
 from pipeline.train.objective import assignment_loss
+from pipeline.train.pairs.synthetic import make_batch
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import ground_truth
 
@@ -48,7 +48,7 @@ class TestPlain:
             SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
         ).double()
         twin = plain.plain_from(model).double()
-        batch = made_batch(40, 3)
+        batch = make_batch(40, 3)
         truths = ground_truth(batch)
         ours = model(batch)
         theirs = twin(batch)

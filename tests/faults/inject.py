@@ -86,9 +86,10 @@ def install() -> None:
     if not os.environ.get("SG_FAULT"):
         return
     from pipeline.train import checkpoint, objective, trainer
+    from pipeline.train.pairs import loader
 
     _wrap(
-        trainer.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1]
+        loader.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1]
     )
     _wrap(trainer.Training, "_step", _step)
     _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])

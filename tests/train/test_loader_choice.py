@@ -1,4 +1,4 @@
-"""The choice of a loader: synthetic pairs, and batches in locked pages for a GPU."""
+"""Where batches come from: the store or synthetic pairs, and locked pages for a GPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from made_views import made_store
 
 from pipeline.features.store import Store
-from pipeline.train.pairs import loader
-from pipeline.train.pairs import workers as worker_processes
-from pipeline.train.pairs.order import PairOrder
+from pipeline.processes.distributed import Context
+from pipeline.train.pairs import loader, workers
 from superglue_sift.batch import PairBatch
 
 # Of zoomed pairs only
@@ -25,11 +24,10 @@ def equal(one, other) -> bool:
 
 @pytest.mark.parametrize("name", ["synthetic", "plain"])
 @pytest.mark.parametrize("device, locked", [("cpu", 0), ("cuda", 4)])
-def test_a_thread_locks_the_pages_of_batches_for_a_gpu(tmp_path, monkeypatch, name, device, locked):
-    """Without a GPU: `pin_memory` is replaced by one that copies, and notes the copy and its
-    thread.
-    """
-    store = Store(made_store(tmp_path / "store"))
+def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
+    tmp_path, make_params, monkeypatch, name, device, locked
+):
+    """Without a GPU: copies to its memory are replaced by ones that are noted with their thread."""
     copies = []
     threads = set()
 
@@ -38,22 +36,18 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(tmp_path, monkeypatch, na
         copies.append(dataclasses.replace(batch))
         return copies[-1]
 
-    monkeypatch.setattr(loader.PairBatch, "pin_memory", pin_memory)
-    # No memory: no processes
-    monkeypatch.setattr(worker_processes, "memory_of_rank", lambda *_: 0)
-    load, ahead = loader.choose(
-        name, torch.device(device), worker_processes.StepSize(4, 30, 280, 2)
-    )
-    order = PairOrder(0, len(store), store.views_per_image)
-
-    def make(step):
-        return [load(store, part, 30) for part in loader.split_evenly(order.step(step, 4), 2)]
-
-    steps = list(ahead(make, range(2)))
+    monkeypatch.setattr(PairBatch, "pin_memory", pin_memory)
+    monkeypatch.setattr(PairBatch, "to", lambda batch, where: batch)
+    monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 0)  # so no processes
+    train = make_params("train", loader=name, accumulate=2, max_keypoints=30)
+    context = Context(0, 1, 0, torch.device(device))
+    source = loader.StepBatches(train, Store(made_store(tmp_path / "store")), 4, context)
+    steps = list(source.prefetch(range(2)))
     batches = [batch for step in steps for batch in step]
     assert len(batches) == 4 and len(copies) == locked
     assert all(any(batch is copy for copy in copies) for batch in batches) == bool(locked)
     assert threads == ({"prefetch"} if locked else set())
-    assert all(
-        equal(one, other) for step, made in enumerate(steps) for one, other in zip(made, make(step))
-    )
+    for step, made in enumerate(steps):
+        assert all(equal(one, other) for one, other in zip(made, source.load(step)))
+    full = [batch.counts0.tolist() == [30, 30] for batch in batches]
+    assert all(full) == (name == "synthetic")

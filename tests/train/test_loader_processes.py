@@ -23,9 +23,10 @@ from made_views import made_store
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.processes import signals
+from pipeline.processes.prefetch import prefetch
 from pipeline.train.pairs import loader, workers
 from pipeline.train.pairs.order import PairOrder
-from pipeline.train.pairs.workers import BY_THREAD, Plan, StepSize
+from pipeline.train.pairs.workers import StepSize
 
 pytestmark = pytest.mark.cu111
 
@@ -50,8 +51,8 @@ def sleeping(step: int) -> int:
 @pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_processes_make_what_a_thread_makes(tmp_path, start_method):
     make = partial(made_by, Store(made_store(tmp_path / "store")))
-    by_thread = list(loader.prefetched(make, range(5)))
-    by_processes = list(workers.prefetched(make, range(5), Plan(2, 1), start_method))
+    by_thread = list(prefetch(make, range(5)))
+    by_processes = list(workers.prefetch(make, range(5), 2, start_method))
     for one, other in zip(by_thread, by_processes):
         assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
     assert len(by_processes) == 5 and not multiprocessing.active_children()
@@ -59,7 +60,7 @@ def test_processes_make_what_a_thread_makes(tmp_path, start_method):
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
 def test_they_leave_signals_to_the_training(number):
-    source = workers.prefetched(reported, range(20), Plan(2, 1))
+    source = workers.prefetch(reported, range(20), 2)
     first, _ = next(source)
     for process in multiprocessing.active_children():
         os.kill(process.pid, number)
@@ -67,14 +68,14 @@ def test_they_leave_signals_to_the_training(number):
 
 
 def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
-    source = workers.prefetched(reported, range(1000), Plan(2, 1))
+    source = workers.prefetch(reported, range(1000), 2)
     pid, _ = next(source)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
         list(source)
     assert workers.a_process_died(error.value)
     with pytest.raises(RuntimeError) as error:
-        list(workers.prefetched(raising, range(3), Plan(1, 1)))
+        list(workers.prefetch(raising, range(3), 1))
     assert not workers.a_process_died(error.value) and "not the loader" in str(error.value)
     assert not multiprocessing.active_children()
 
@@ -89,7 +90,7 @@ def left_while_it_hands_over(step: int) -> None:
 
 
 def test_one_whose_main_process_left_prints_no_traceback(capfd):
-    assert list(workers.prefetched(left_while_it_hands_over, [0], Plan(1, 1))) == [None]
+    assert list(workers.prefetch(left_while_it_hands_over, [0], 1)) == [None]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -100,7 +101,7 @@ def raising(step: int) -> None:
 def test_they_end_with_a_training_that_is_killed(tmp_path):
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_loader_processes import"
-        " *\nsource = workers.prefetched(sleeping, range(9), Plan(2, 1)); print(next(source),"
+        " *\nsource = workers.prefetch(sleeping, range(9), 2); print(next(source),"
         " flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     tests = os.path.dirname(__file__)
@@ -122,13 +123,12 @@ class TestRoom:
     STEP = StepSize(pairs=512, keypoints=1024, record=280)
 
     def test_fewer_processes_where_shared_memory_is_short(self):
-        fitting = partial(workers.fitting, 4, self.STEP, files=1024)
+        fit = partial(workers.fit, 4, self.STEP, files=1024)
         assert self.STEP.bytes == pytest.approx(512 * 2 * 1024 * 280, rel=1e-3)  # 294 MB
-        assert fitting(4 << 30) == Plan(4, 2)  # 10 steps: 2.9 GB
-        assert fitting(2 << 30) == Plan(4, 1)  # 6 steps: 1.76 GB
-        assert fitting(1 << 30) == Plan(1, 1)  # 3 steps: 0.88 GB
-        assert fitting(64 << 20) == BY_THREAD  # Docker's
-        assert workers.fitting(0, self.STEP, 4 << 30, 1024) == BY_THREAD
+        assert fit(4 << 30) == 4  # 10 steps: 2.9 GB
+        assert fit(2 << 30) == 2  # 6 steps: 1.76 GB
+        assert fit(64 << 20) == 0  # Docker's: a thread
+        assert workers.fit(0, self.STEP, 4 << 30, 1024) == 0
 
     @settings(max_examples=100, deadline=None)
     @given(
@@ -138,23 +138,23 @@ class TestRoom:
         st.integers(0, 1 << 33),
         st.integers(128, 4096),
     )
-    def test_a_plan_never_takes_more_than_there_is(self, most, pairs, keypoints, memory, files):
+    def test_they_never_take_more_than_there_is(self, most, pairs, keypoints, memory, files):
         step = StepSize(pairs, keypoints, 280)
-        found = workers.fitting(most, step, memory, files)
-        assert (
-            found.processes <= most and found.shared(step) <= memory and found.files(step) <= files
-        )
+        found = workers.fit(most, step, memory, files)
+        assert 0 <= found <= most
+        steps = workers.steps_in_memory(found)
+        if found:
+            assert steps * step.bytes <= memory and steps * step.files + 128 <= files
 
     def test_the_environment_asks(self, monkeypatch, capsys):
-        cpu = torch.device("cpu")
-        step = StepSize(4, 30, 280)
-        assert workers.plan(cpu, step) == BY_THREAD
+        choose = partial(workers.choose_processes, torch.device("cpu"), StepSize(4, 30, 280))
+        assert choose() == 0
         monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
         monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 1 << 30)
-        assert workers.plan(cpu, step) == Plan(3, 2) and not capsys.readouterr().out
-        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 4 * step.bytes)
-        assert workers.plan(cpu, step) == Plan(2, 1)
+        assert choose() == 3 and not capsys.readouterr().out
+        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 6 * choose.args[1].bytes)
+        assert choose() == 2
         assert "2 process(es) instead of 3" in capsys.readouterr().out
         monkeypatch.setenv("SG_LOADER_PROCESSES", "many")
         with pytest.raises(RequestError, match="SG_LOADER_PROCESSES='many'"):
-            workers.plan(cpu, step)
+            choose()

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import EVERYWHERE, Store, View
+from pipeline.processes.prefetch import prefetch
 from pipeline.train.pairs.augmentation import Augmentation, mosaic
-from pipeline.train.pairs.loader import load_batch, prefetched
+from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import (
     NO_AUGMENTATION,
     PairOrder,
@@ -97,11 +98,11 @@ class TestLoader:
 
         seen = []
         with pytest.raises(OSError, match="went away"):
-            for item in prefetched(make, range(5)):
+            for item in prefetch(make, range(5)):
                 seen.append(item)  # noqa: PERF402, what came before the error counts
         assert seen == [0, 1]
         before = threading.active_count()
-        endless = prefetched(lambda step: step, range(10**6))
+        endless = prefetch(lambda step: step, range(10**6))
         assert next(endless) == 0
         endless.close()
         assert threading.active_count() == before
@@ -109,7 +110,7 @@ class TestLoader:
     def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
         monkeypatch.setattr("pipeline.processes.prefetch.CLOSE_S", 0.01)
         released = threading.Event()
-        source = prefetched(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
+        source = prefetch(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
         assert next(source)
         source.close()
         (thread,) = (each for each in threading.enumerate() if each.name == "prefetch")

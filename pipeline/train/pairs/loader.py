@@ -1,23 +1,22 @@
-"""Loading of batches: reads views from the store, augments and packs them, ahead of the
-training.
+"""Batches of pairs: `load_batch` reads views from the store, augments and packs them; `StepBatches`
+does so for each step of a rank, ahead of the training.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Callable, Generator, List, Optional, Sequence, Tuple
+from typing import Generator, List, Optional, Sequence, Tuple
 
 import numpy as np
-import torch
 
 from pipeline.features.store import Store, View
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
-from pipeline.processes.prefetch import prefetched
-from pipeline.train.pairs import workers
+from pipeline.processes.prefetch import prefetch
+from pipeline.train.pairs import synthetic, workers
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice
-from pipeline.train.pairs.workers import StepSize
 from superglue_sift.batch import Pair, PairBatch, from_pairs
 from superglue_sift.geometry import compose, inverse
 
@@ -81,39 +80,10 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
 
 
-def prefetched_page_locked(
-    make: Callable[[int], List[PairBatch]], steps: Sequence[int]
-) -> Generator[List[PairBatch], None, None]:
-    """`prefetched` into page-locked memory, so that the step does not wait for the copy to the
-    GPU.
-    """
-    return prefetched(lambda step: [batch.pin_memory() for batch in make(step)], steps)
-
-
-def choose(
-    name: str, device: Optional[torch.device], step: Optional[StepSize] = None
-) -> Tuple[Callable[..., PairBatch], Callable[..., Generator]]:
-    """(load_batch, prefetched) of `--loader`: plain or synthetic; both have the same signatures.
-
-    step: size of this rank's step; None: a thread loads the batches, never processes. On a CPU one
-    thread does: the step needs the cores, and handing a batch between processes takes longer than
-    loading it.
-    """
-    by_thread: Callable[..., Generator] = prefetched
-    if device is not None and device.type == "cuda":
-        by_thread = prefetched_page_locked
-    if name == "synthetic":
-        from pipeline.train.pairs import synthetic
-
-        return synthetic.load_batch, by_thread
-    plan = workers.plan(device, step) if step else workers.BY_THREAD
-    if plan.processes:
-        return load_batch, functools.partial(workers.prefetched, plan=plan)
-    return load_batch, by_thread
-
-
 class StepBatches:
-    """The micro-batches of every step, a function of the step alone.
+    """The micro-batches of every step on this rank: which pairs, who loads them, on which device.
+
+    All are functions of the step alone, without state.
 
     pairs: of a step over all ranks (`setup.global_batch`).
     """
@@ -129,8 +99,8 @@ class StepBatches:
         self._augmentation = Augmentation.of(train)
         most = min(train.max_keypoints, int(store.counts.max(initial=1)))
         share = -(-pairs // context.world_size)
-        size = StepSize(share, most, store.dtype.itemsize, train.accumulate)
-        self._load, self._prefetched = choose(train.loader, context.device, size)
+        size = workers.StepSize(share, most, store.dtype.itemsize, train.accumulate)
+        self._processes = workers.choose_processes(context.device, size)
 
     def samples(self, step: int) -> List[List[Sample]]:
         """This rank's pairs of global step `step`, in micro-batches."""
@@ -140,10 +110,29 @@ class StepBatches:
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
         limit = self.train.max_keypoints
+        if self.train.loader == "synthetic":
+            return [synthetic.load_batch(self.store, part, limit) for part in self.samples(step)]
         return [
-            self._load(self.store, part, limit, self._augmentation) for part in self.samples(step)
+            load_batch(self.store, part, limit, self._augmentation) for part in self.samples(step)
         ]
 
-    def prefetched(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, in advance; closing it ends the thread or processes."""
-        return self._prefetched(self.load, steps)
+    def prefetch(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
+        """`load` of each of `steps`, in advance, on the device of this rank.
+
+        Processes load for a GPU, else a thread. Closing it ends them.
+        """
+        ahead = self._load_ahead(steps)
+        with contextlib.closing(ahead):
+            for batches in ahead:
+                yield [batch.to(self.context.device) for batch in batches]
+
+    def _load_ahead(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
+        if self._processes:
+            return workers.prefetch(self.load, steps, self._processes)
+        if self.context.device.type == "cuda":
+            return prefetch(self._load_page_locked, steps)
+        return prefetch(self.load, steps)
+
+    def _load_page_locked(self, step: int) -> List[PairBatch]:
+        """`load` into page-locked memory, so that the step does not wait for the copy."""
+        return [batch.pin_memory() for batch in self.load(step)]

@@ -70,29 +70,24 @@ class StepSize(NamedTuple):
         return self.parts * TENSORS
 
 
-class Plan(NamedTuple):
-    """Number of processes (0: a thread loads the batches), and steps that each loads in advance."""
-
-    processes: int
-    ahead: int
-
-    def shared(self, step: StepSize) -> int:
-        """Most bytes of shared memory that one rank takes."""
-        return (self.processes * self.ahead + HELD) * step.bytes if self.processes else 0
-
-    def files(self, step: StepSize) -> int:
-        return (
-            (self.processes * self.ahead + HELD) * step.files + OTHER_FILES if self.processes else 0
-        )
+def steps_in_memory(processes: int) -> int:
+    """Most steps whose batches are in shared memory at a time."""
+    return processes * AHEAD + HELD
 
 
-BY_THREAD = Plan(0, 0)
+def fit(wanted: int, step: StepSize, memory: int, files: int) -> int:
+    """The number of processes, up to `wanted`, whose batches fit into `memory` bytes of shared
+    memory and `files` open files; 0: a thread loads the batches.
+    """
+    steps = min(memory // step.bytes, (files - OTHER_FILES) // step.files)
+    return max(min(wanted, (steps - HELD) // AHEAD), 0)
 
 
-def wanted(on_gpu: bool, ranks: int) -> int:
+def read_wanted(on_gpu: bool, ranks: int) -> int:
     """Processes of each of `ranks` ranks on this machine, before memory limits.
 
-    Raises RequestError if SG_LOADER_PROCESSES is not a number.
+    On a CPU none: the step needs the cores, and handing a batch between processes takes longer than
+    loading it. Raises RequestError if SG_LOADER_PROCESSES is not a number.
     """
     text = os.environ.get(NUMBER, "auto").strip()
     if text != "auto":
@@ -102,40 +97,30 @@ def wanted(on_gpu: bool, ranks: int) -> int:
     return max(min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // ranks - 1), 0) if on_gpu else 0
 
 
-def fitting(limit: int, step: StepSize, memory: int, files: int) -> Plan:
-    """The plan of up to `limit` processes that fits into `memory` bytes of shared memory and
-    `files` open files.
-    """
-    plans = [Plan(limit, AHEAD)] + [Plan(fewer, 1) for fewer in range(limit, 0, -1)]
-    fits = (plan for plan in plans if plan.shared(step) <= memory and plan.files(step) <= files)
-    return next(fits, BY_THREAD) if limit else BY_THREAD
-
-
 def memory_of_rank(on_gpu: bool, ranks: int) -> int:
     """Bytes of shared memory for the batches of each of `ranks` ranks on this machine."""
     with contextlib.suppress(OSError):
-        return (
-            max(shutil.disk_usage(SHARED).free - machine.shared_memory_needed(ranks * on_gpu), 0)
-            // ranks
-        )
+        needed = machine.shared_memory_needed(ranks * on_gpu)
+        return max(shutil.disk_usage(SHARED).free - needed, 0) // ranks
     return 0
 
 
-def plan(device: Optional[torch.device], step: StepSize) -> Plan:
-    """How this rank loads its batches; prints a line if shared memory or open files limit it."""
-    on_gpu = device is not None and device.type == "cuda"
+def choose_processes(device: torch.device, step: StepSize) -> int:
+    """How many processes load this rank's batches, 0: a thread; prints a line if shared memory or
+    open files limit them.
+    """
+    on_gpu = device.type == "cuda"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    limit = wanted(on_gpu, ranks)
-    chosen = fitting(
-        limit, step, memory_of_rank(on_gpu, ranks), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    )
-    if chosen.processes < limit and os.environ.get("RANK", "0") == "0":
-        instead = f"{chosen.processes} process(es)" if chosen.processes else "a thread"
-        needed = (
-            f"{machine.size(Plan(limit, 1).shared(step) * ranks)} of {SHARED}, or more open files"
+    wanted = read_wanted(on_gpu, ranks)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    chosen = fit(wanted, step, memory_of_rank(on_gpu, ranks), files)
+    if chosen < wanted and os.environ.get("RANK", "0") == "0":
+        instead = f"{chosen} process(es)" if chosen else "a thread"
+        needed = machine.size(steps_in_memory(wanted) * step.bytes * ranks)
+        print(
+            f"batches are loaded by {instead} instead of {wanted}, which need {needed} of {SHARED},"
+            " or more open files (`python -m pipeline.doctor` names the fix)"
         )
-        fix = "`python -m pipeline.doctor` names the fix"
-        print(f"batches are loaded by {instead} instead of {limit}, which need {needed} ({fix})")
     return chosen
 
 
@@ -168,8 +153,11 @@ def _silent_about_the_end(
         sys.__excepthook__(kind, error, trace)
 
 
-def prefetched(
-    make: Callable[[int], Made], steps: Sequence[int], plan: Plan, start_method: str = START_METHOD
+def prefetch(
+    make: Callable[[int], Made],
+    steps: Sequence[int],
+    processes: int,
+    start_method: str = START_METHOD,
 ) -> Generator[Made, None, None]:
     """`make(step)` for each of `steps`, computed in advance by processes, in page-locked memory if
     there is a GPU.
@@ -183,8 +171,8 @@ def prefetched(
     loader = DataLoader(
         _Steps(make, steps),
         batch_size=None,
-        num_workers=plan.processes,
-        prefetch_factor=plan.ahead,
+        num_workers=processes,
+        prefetch_factor=AHEAD,
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=start_method,
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
