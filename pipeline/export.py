@@ -70,20 +70,28 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
 OURS = "superglue"  # name of the model, in its file and in the evaluation
 
+# What a training stores with its best model.
+KEYS = ("data", "step", "train", trained_on.KEY, "training", "validation")
 # Paths on the machine of the training; digests identify their content.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
-    """The description of the weights, the same in every clone. info: stored with them by training.
+    """The description of the weights, the same in every clone.
 
     Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in
     the MLflow run.
+
+    info: what the training stored with them. Raises RequestError if another program stored it.
     """
+    missing = [name for name in KEYS if name not in info]
+    if missing:
+        raise RequestError(
+            f"{source}: has no '{missing[0]}', so it is no best.safetensors of a training"
+        )
     model = info["model"]
-    flat = flatten(sections)
     interface = dict(INTERFACE)
-    kind = model.get("descriptor", "sift")
+    kind = model["descriptor"]
     if kind != "sift":
         descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
         interface["descriptors0, descriptors1"] = descriptors
@@ -91,23 +99,25 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         "model": model,
         "match_threshold": match_threshold(info),
         "interface": interface,
-        "step": info.get("step"),
-        "validation": info.get("validation", {}),
+        "step": info["step"],
+        "validation": info["validation"],
         "metrics": metrics,
-        "training": info.get("training"),
-        **({trained_on.KEY: info[trained_on.KEY]} if trained_on.KEY in info else {}),
+        "training": info["training"],
+        trained_on.KEY: info[trained_on.KEY],
         "provenance": {
-            "data.digest": info.get("data", ""),
+            "data.digest": info["data"],
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
             **{f"version.{name}": version for name, version in repro.pinned(WEIGHTY).items()},
         },
-        "params": {key: value for key, value in flat.items() if key not in PLACES},
-        "trained_with": {
-            k: v for k, v in info.get("train", {}).items() if f"train.{k}" not in PLACES
-        },
+        "params": _without_places(flatten(sections)),
+        "trained_with": _without_places(info["train"], "train."),
     }
+
+
+def _without_places(values: dict, prefix: str = "") -> dict:
+    return {key: value for key, value in values.items() if f"{prefix}{key}" not in PLACES}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -129,13 +139,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     trained_on.write(path, trained_on.read(args.model))
     save_model_file(path, weights, description)
     if args.mlflow_run is not None:
-        with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
+        with tracking.attach(args.mlflow_run, training=info["training"]) as run:
             run.tags({f"{tracking.HIDDEN}export.sha256": file_sha256(path)})
             run.artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(
         f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step"
-        f" {info.get('step')}"
+        f" {info['step']}"
     )
     print(f"{path.with_suffix('.json')}: configuration, provenance and metrics")
     return 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Dict, List, Literal, Mapping, Type
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
@@ -75,11 +75,7 @@ class Views(Section):
 class KeypointsParams(Section):
     """views: the section `views`."""
 
-    # opencv: what Pillow's place was called before
-    decoder: Annotated[
-        Literal["pillow", "torchvision", "dali"],
-        BeforeValidator(lambda name: "pillow" if name == "opencv" else name),
-    ]
+    decoder: Literal["pillow", "torchvision", "dali"]
     extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
     views_per_image: Annotated[int, Field(ge=2, le=1000)]
     width: Side

@@ -12,12 +12,19 @@ from made_scenes import write_model
 
 from pipeline import errors, export
 from pipeline.parameters import params
+from pipeline.provenance import trained_on
 from superglue_sift.weights import load_model, load_model_file, save_model_file, weights_of
+
+
+def write_best(folder: Path, **about) -> None:
+    """What a training leaves behind."""
+    info = {"train": {"lr": 0.1}, "validation": {"f1": 0.5}, "trained_on": trained_on.digest(())}
+    write_model(folder / "best.safetensors", about={**info, **about})
 
 
 @pytest.fixture
 def work(tmp_path, root):
-    write_model(tmp_path / "best.safetensors")
+    write_best(tmp_path)
     (tmp_path / "metrics.json").write_text('{"superglue.pairs": 3, "superglue.precision": 0.5}')
     (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
     return tmp_path
@@ -54,7 +61,7 @@ def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
 
     assert run(work) == 0 and stated() == 0.2
     assert run(work, "--match-threshold", "0.35") == 0 and stated() == 0.35
-    write_model(work / "best.safetensors", about={"match_threshold": 0.3})
+    write_best(work, match_threshold=0.3)
     assert run(work) == 0 and stated() == 0.3
     assert run(work, "--match-threshold", "1.5") == 2
     assert "--match-threshold 1.5: must be at least 0 and below 1" in capsys.readouterr().err
@@ -84,14 +91,13 @@ def test_the_file_names_no_place_of_the_machine_that_trained(work):
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
     (work / "params.yaml").write_text(json.dumps(file_of(sections)))  # JSON is YAML
-    write_model(
-        work / "best.safetensors", about={"train": sections["train"], "initial_weights": "4567"}
-    )
+    write_best(work, train=sections["train"], initial_weights="4567")
     assert run(work) == 0
     assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())
     stated = json.loads((work / "models" / "superglue.json").read_text())
     assert stated["params"]["fetch.content"] == "0123"
     assert stated["provenance"]["initial_weights.digest"] == "4567"
+    assert "lr" in stated["trained_with"] and "init_from" not in stated["trained_with"]
 
 
 def test_weights_of_a_training_checkpoint():
@@ -117,6 +123,9 @@ def test_wrong_requests_are_one_line(work, capsys, extra, words):
 
 
 def test_files_that_are_not_ours(work, capsys):
+    write_model(work / "best.safetensors")
+    assert run(work) == 2
+    assert "best.safetensors: has no 'train', so it is no best" in capsys.readouterr().err
     (work / "metrics.json").write_text("{")
     assert run(work) == 2
     save_model_file(
