@@ -10,6 +10,7 @@ run's last validation, and when it passed the ratio test on those pairs for good
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
@@ -19,6 +20,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.files import read_json
 
+SPEED = "train/pairs_per_s"
 METRICS = ("loss", "precision", "recall", "f1")
 MISSING = "no such file; name the folder of a training with checkpoints/ and reports/"
 
@@ -38,10 +40,10 @@ def read_curve(folders: List[Path]) -> List[Point]:
     minutes = 0.0
     for folder in folders:
         batch = read_json(folder / "checkpoints" / "best.json", MISSING)["train"]["batch"]
-        timing = read_rows(folder / "reports" / "timing.csv")
-        steps = np.append(0, timing["step"])
+        timed, speeds = read_speeds(folder / "reports" / "log.jsonl")
+        steps = np.append(0, timed)
         # of all processes together, without validation
-        spent = np.append(0, np.cumsum(np.diff(steps) * batch / timing["pairs_per_s"] / 60))
+        spent = np.append(0, np.cumsum(np.diff(steps) * batch / speeds / 60))
         for row in read_rows(folder / "reports" / "curves" / "validation.csv"):
             metrics = {name: float(row[name]) for name in METRICS}
             at = minutes + float(np.interp(row["step"], steps, spent))
@@ -56,6 +58,16 @@ def read_rows(path: Path) -> np.ndarray:
     if not path.is_file():
         raise RequestError(f"{path}: {MISSING}")
     return np.atleast_1d(np.genfromtxt(path, delimiter=",", names=True))
+
+
+def read_speeds(path: Path) -> Tuple[np.ndarray, np.ndarray]:
+    """Steps, and pairs per second until there, of the points in the log of a training."""
+    if not path.is_file():
+        raise RequestError(f"{path}: {MISSING}")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    points = [event for event in events if SPEED in event.get("metrics", ())]
+    speeds = [float(event["metrics"][SPEED]) for event in points]
+    return np.array([event["step"] for event in points]), np.array(speeds)
 
 
 def find_crossing(points: List[Point], f1: float) -> Optional[Point]:

@@ -8,6 +8,7 @@ It may be killed at any time: finished shards stay. Under torchrun the ranks sha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -23,7 +24,8 @@ from pipeline.features.store import Store
 from pipeline.files import write_atomic, write_csv
 from pipeline.image_sets.manifest import writable
 from pipeline.image_sets.sources import ImageSet, open_manifest
-from pipeline.keypoints.pool import Pool, cores, decoder
+from pipeline.keypoints.image import decoder
+from pipeline.keypoints.pool import count_cores, extract_all
 from pipeline.keypoints.shards import Folder, Shard, plan
 from pipeline.parameters import params
 from superglue_sift.progress import Progress
@@ -54,7 +56,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
-    count = _extract(folders, images, settings, options.workers or cores(), rank, ranks)
+    count = _extract(folders, images, settings, options.workers or count_cores(), rank, ranks)
     if rank:
         return 0
     rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
@@ -115,8 +117,9 @@ def _extract(
         len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks]
     )
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
-    with Pool(images, settings, max(min(workers, len(entries)), 1)) as pool:
-        results = iter(Progress(pool.map(entries), disable=rank > 0, **shown))
+    found = extract_all(images, settings, entries, max(min(workers, len(entries)), 1))
+    with contextlib.closing(found):
+        results = iter(Progress(found, disable=rank > 0, **shown))
         for folder, shard in todo:
             try:
                 folder.write(shard, islice(results, len(shard.entries)))

@@ -13,25 +13,16 @@ import os
 import signal
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Callable, Iterable, Iterator, Optional, Union
+from typing import Any, Generator, Iterable
 
 import cv2
 
-from pipeline import compat
 from pipeline.errors import WorkError
-from pipeline.features.store import ImageViews
-from pipeline.image_sets import dali_decoder, decode
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from pipeline.keypoints.image import gray_views
+from pipeline.keypoints.image import ImageExtractor, Result
 from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
-from superglue_sift.images import BadImage
-
-Result = Union[ImageViews, BadImage]
-# an entry that a worker reads and decodes, or one already decoded
-Work = Union[Entry, decode.Outcome]
-Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
 
 _IN_FLIGHT = 4  # images per worker
 # glibc's numbers of these settings of malloc
@@ -39,100 +30,43 @@ _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 
 
-def decoder(name: str) -> Decoder:
-    """The decoder of `keypoints.decoder`: pillow, torchvision or dali; all have the signature of
-    `decode.decode_all`.
-
-    Raises RequestError if its package is missing or cannot decode here.
-    """
-    if name == "torchvision":
-        compat.torchvision_io()
-        return decode.decode_by_torchvision
-    if name == "dali":
-        dali_decoder.require()
-        return dali_decoder.decode_all
-    return decode.decode_all
-
-
-class ImageExtractor:
-    """The function of a worker: from an image to its views."""
-
-    def __init__(self, images: ImageSet, settings: Any) -> None:
-        self.images = ImageSet((), images.containers)
-        self.settings = settings
-        self.decode = decoder(settings.decoder)
-
-    def __call__(self, work: Work) -> Result:
-        """The views of an image, or the reason why it cannot be used; does not raise for bad
-        images.
-        """
-        entry, gray = next(self.decode(self.images, [work])) if isinstance(work, Entry) else work
-        try:
-            return (
-                gray if isinstance(gray, BadImage) else gray_views(gray, entry.name, self.settings)
-            )
-        except BadImage as bad:
-            return bad
-
-    def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
-        """Input of the workers: entries, or decoded images if a GPU or DALI's threads decode for
-        all workers.
-        """
-        if self.settings.decoder == "dali" or (
-            self.settings.decoder == "torchvision" and decode.gpu() is not None
-        ):
-            return self.decode(self.images, entries)
-        return entries
-
-
-def cores() -> int:
+def count_cores() -> int:
     """Cores for this process; the ranks of this machine share its cores."""
     return max(
         len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1
     )
 
 
-class Pool:
-    """A context with `map(entries)`; with one worker it works in this process."""
+def extract_all(
+    images: ImageSet, settings: Any, entries: Iterable[Entry], workers: int
+) -> Generator[Result, None, None]:
+    """One result per entry, in order; one worker is this process. Closing it ends the processes.
 
-    def __init__(self, images: ImageSet, settings: Any, workers: int) -> None:
-        self._extract = ImageExtractor(images, settings)
-        self._workers = workers
-        self._executor: Optional[ProcessPoolExecutor] = None
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> Pool:
-        if self._workers == 1:
-            tune_process()
-            return self
-        # Fork would copy locks of running threads
-        self._executor = ProcessPoolExecutor(
-            self._workers,
-            mp_context=multiprocessing.get_context("spawn"),
-            initializer=_start,
-            initargs=(os.getpid(),),
-        )
-        self._stack.callback(self._executor.shutdown, cancel_futures=True)
-        return self
-
-    def __exit__(self, *_error: Any) -> None:
-        self._stack.close()
-
-    def map(self, entries: Iterable[Entry]) -> Iterator[Result]:
-        """One result per entry, in order. Raises WorkError if a worker process dies."""
-        if self._executor is None:
-            yield from map(self._extract, self._extract.source(entries))
-            return
-        submit = functools.partial(self._executor.submit, self._extract)
-        try:
-            yield from in_order(
-                submit, self._extract.source(entries), _IN_FLIGHT * self._workers - 1
-            )
-        except BrokenProcessPool:
-            raise WorkError(
-                "a worker process died (out of memory, or killed); finished shards are kept: "
-                "run again, with fewer --workers if memory is short"
-            ) from None
+    Raises WorkError if a worker process dies.
+    """
+    extract = ImageExtractor(images, settings)
+    work = extract.source(entries)
+    if workers == 1:
+        tune_process()
+        yield from map(extract, work)
+        return
+    # Fork would copy locks of running threads
+    executor = ProcessPoolExecutor(
+        workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_start,
+        initargs=(os.getpid(),),
+    )
+    submit = functools.partial(executor.submit, extract)
+    try:
+        yield from in_order(submit, work, _IN_FLIGHT * workers - 1)
+    except BrokenProcessPool:
+        raise WorkError(
+            "a worker process died (out of memory, or killed); finished shards are kept: "
+            "run again, with fewer --workers if memory is short"
+        ) from None
+    finally:
+        executor.shutdown(cancel_futures=True)
 
 
 def _start(parent: int) -> None:

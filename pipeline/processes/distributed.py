@@ -218,26 +218,13 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
     return {name: total / whole if whole else 0.0 for name, total in zip(names, totals)}
 
 
-def any_rank(flag: Callable[[], bool]) -> Callable[[], bool]:
-    """A function that returns True on every rank if the flag is True on one.
-
-    On GPUs the flag is read and sent now, so that the exchange overlaps with other work. On CPUs,
-    and in a single process, it is read when the function is called.
-    """
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is True on one of the ranks; one collective."""
     if not several():
         return flag
-
-    def exchanged() -> Callable[[], bool]:
-        packed = torch.tensor([float(flag())], device=_collective_device())
-        work: Any = dist.all_reduce(packed, op=dist.ReduceOp.MAX, async_op=True)
-
-        def answer() -> bool:
-            work.wait()
-            return bool(packed.item())
-
-        return answer
-
-    return exchanged() if torch.cuda.is_available() else lambda: exchanged()()
+    packed = torch.tensor([float(flag)], device=_collective_device())
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return bool(packed.item())
 
 
 def all_gather(item: Any) -> List[Any]:

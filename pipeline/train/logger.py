@@ -1,9 +1,7 @@
-"""Reports of a training: MLflow and the local log, curves for DVC, metrics.json, a profile, printed
-lines.
+"""Reports of a training: the local log and MLflow, curves for DVC, a profile, printed lines.
 
 Rank 0 reports, and one rank writes the curves in each folder of reports; sums over ranks are
-exchanged every `--log-every` steps. Curves and metrics.json are outputs of the stage, the same in
-every run; timing.csv and MLflow also have what depends on the machine.
+exchanged every `--log-every` steps. The log and MLflow also have what depends on the machine.
 """
 
 from __future__ import annotations
@@ -11,29 +9,24 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import re
 import resource
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, TextIO
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
-from torch import Tensor
 
 from pipeline import tracking
 from pipeline.features.store import Store
-from pipeline.files import write_atomic
 from pipeline.parameters import params
 from pipeline.processes import distributed
-from pipeline.train.checkpoint import Saved, TrainState, part
+from pipeline.train import curves
+from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.precision import Choice
 from pipeline.train.resume import CURVES, TrainPaths
 from pipeline.train.step import StepResult
 from superglue_sift.progress import Progress
 
-METRICS = "metrics.json"
-TIMING = "timing.csv"  # of this machine, so in no checkpoint
-PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 SMOOTHING = 0.9  # of the printed loss from step to step
 
 
@@ -86,13 +79,13 @@ class TrainingLogger:
             training=identity,
             name=" ".join(dict.fromkeys(name for name in names if name)),
         )
-        before = curves_of(tensors)
+        before = curves.from_tensors(tensors)
         self.curves = {
-            kind: Curve(paths.reports / "curves" / name if writes else None, before.get(kind, ""))
+            kind: curves.Curve(
+                paths.reports / "curves" / name if writes else None, before.get(kind, "")
+            )
             for kind, name in CURVES.items()
         }
-        timing = paths.reports / TIMING
-        self.timing = Curve(timing, points_until(timing, step)) if writes else Curve(None)
         self._loss = math.nan  # on the line of progress
         self._validation = ""
 
@@ -102,7 +95,7 @@ class TrainingLogger:
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
             self.status = tracking.ending(kind)
-        for curve in (*self.curves.values(), self.timing):
+        for curve in self.curves.values():
             curve.close()
         self.run.close(self.status)
 
@@ -143,14 +136,15 @@ class TrainingLogger:
         call it.
         """
         weight = self.sums.pop("pairs", 0.0)
-        self._point("train", step, {**distributed.weighted_means(self.sums, weight), **metrics})
+        self._log("train", step, {**distributed.weighted_means(self.sums, weight), **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
+        # on no curve: it differs on every machine
         timing = {
-            "pairs_per_s": self.pairs * self.timed_steps / seconds,
-            "data_wait": self.waited / seconds,
-            "memory_gib": _memory_gib(self.context.device),
+            "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
+            "train/data_wait": self.waited / seconds,
+            "train/memory_gib": _memory_gib(self.context.device),
         }
-        self._point("train", step, timing, self.timing)
+        self.run.log(timing, step)
         self._restart_clock()
         self.sums = {}
 
@@ -161,7 +155,7 @@ class TrainingLogger:
 
         best: F1 of the best weights before. untrained: these weights are not kept.
         """
-        self._point("val", step, metrics)
+        self._log("val", step, metrics)
         gain = 0.0 if best is None else 100 * (metrics["f1"] - best)
         self._validation = f"F1 {100 * metrics['f1']:.1f}" + (f" ({gain:+.1f}), " if best else ", ")
         if self.context.is_main and not self.bar.terminal:
@@ -186,14 +180,6 @@ class TrainingLogger:
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
-    def tensors(self) -> Dict[str, Tensor]:
-        """The text of the curves, for the checkpoint."""
-        return {
-            f"{PREFIX}{kind}": torch.tensor(list(curve.text.encode()), dtype=torch.uint8)
-            for kind, curve in self.curves.items()
-            if curve.text
-        }
-
     def log_stop(self, step: int) -> None:
         """Report that the run stops on request; its checkpoint is saved."""
         self.status = "KILLED"
@@ -209,8 +195,8 @@ class TrainingLogger:
         if not self.context.is_main:
             return
         best = self.paths.out / "best.json"
-        write_metrics(self.paths.reports, json.loads(best.read_text()))
-        self.run.artifact(self.paths.reports / METRICS)
+        curves.write_metrics(self.paths.reports, json.loads(best.read_text()))
+        self.run.artifact(self.paths.reports / curves.METRICS)
         self.run.model(best.with_suffix(".safetensors"), best, step=state.best_step)
         figures = state.best_figures
         print(
@@ -228,11 +214,9 @@ class TrainingLogger:
         self.waited = 0.0
         self.timed_steps = 0
 
-    def _point(
-        self, kind: str, step: int, point: Dict[str, float], curve: Optional[Curve] = None
-    ) -> None:
-        """The only way of a point to MLflow, and to the curves of DVC or another `curve`."""
-        (curve or self.curves[kind]).append(step, point)
+    def _log(self, kind: str, step: int, point: Dict[str, float]) -> None:
+        """A point of a curve, to its file and to MLflow."""
+        self.curves[kind].append(step, point)
         self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
 
 
@@ -260,93 +244,11 @@ def _add(totals: Dict[str, float], values: Mapping[str, float]) -> None:
         totals[name] = totals.get(name, 0.0) + value
 
 
-def write_metrics(reports: Path, best: Dict[str, Any]) -> None:
-    """metrics.json of a finished training, from the JSON of its best model."""
-    write_atomic(reports / METRICS, _metrics_text(best))
-
-
-def has_metrics(reports: Path, best: Dict[str, Any]) -> bool:
-    """Whether metrics.json is that of this training."""
-    path = reports / METRICS
-    return path.is_file() and path.read_text() == _metrics_text(best)
-
-
-def _metrics_text(best: Dict[str, Any]) -> str:
-    metrics = {
-        "step": best["train"]["steps"],
-        "best_step": best["step"],
-        "skipped_steps": best["skipped_steps"],
-        **{f"val_{name}": value for name, value in best["validation"].items()},
-    }
-    return json.dumps(metrics, indent=2) + "\n"
-
-
 def _memory_gib(device: torch.device) -> float:
     """Peak memory of this process: on the GPU if there is one, else resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-class Curve:
-    """A CSV file with the column `step` and one column per metric, appended to.
-
-    path: None if another process writes the file. text: what it begins with, of the steps done
-    before; it replaces whatever else the file holds. Without text there is no file until the first
-    point.
-    """
-
-    def __init__(self, path: Optional[Path], text: str = "") -> None:
-        self._path = path
-        self._parts = [text] if text else []
-        self._stream: Optional[TextIO] = None
-        if path is not None and text:
-            write_atomic(path, text)
-        elif path is not None:
-            path.unlink(missing_ok=True)
-
-    @property
-    def text(self) -> str:
-        """All points so far, as a checkpoint holds them."""
-        return "".join(self._parts)
-
-    def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Append a point, always with the same metrics. Raises OSError (a full disk)."""
-        lines = "" if self._parts else ",".join(["step", *point]) + "\n"
-        lines += ",".join([str(step), *(f"{value:.6g}" for value in point.values())]) + "\n"
-        self._parts.append(lines)
-        if self._path is None:
-            return
-        if self._stream is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
-        self._stream.write(lines)
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._stream:
-            self._stream.close()
-
-
-def curves_of(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
-    """The text of each curve in a checkpoint."""
-    texts = part(tensors, PREFIX).items()
-    return {kind: bytes(tensor.tolist()).decode() for kind, tensor in texts}
-
-
-def write_curves(reports: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the curves in a checkpoint to the folder of reports."""
-    for kind, text in curves_of(tensors).items():
-        write_atomic(reports / "curves" / CURVES[kind], text)
-
-
-def points_until(path: Path, step: int) -> str:
-    """The whole lines of a curve's file up to `step`; "" without a file or at step 0."""
-    if step <= 0 or not path.is_file():
-        return ""
-    text = path.read_text(encoding="utf-8", errors="replace")
-    lines = re.finditer(r"^(step|\d+),.*\n", text, re.MULTILINE)
-    return "".join(line[0] for line in lines if line[1] == "step" or int(line[1]) <= step)
 
 
 NOT_PROFILED = 3  # first steps, which are slower

@@ -84,7 +84,7 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     last = max(distributed.all_gather(_last_number(paths.out, name)))
     # torchrun restarts all ranks after a lost one: `--fresh` has taken effect already
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    fresh = paths.fresh and not distributed.any_rank(lambda: restarted)()
+    fresh = paths.fresh and not distributed.any_rank(restarted)
     folder = _folder(paths.out, name, last + 1 if fresh else max(last, 1))
     best = distributed.broadcast(None if fresh else _find_finished(folder, paths, name))
     if best:
@@ -94,7 +94,7 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     if writes and not fresh:
         saved, damaged = _load_newest(folder)
     source = _find_furthest(saved)
-    if source is None and distributed.any_rank(lambda: damaged)():
+    if source is None and distributed.any_rank(damaged):
         folder = _folder(paths.out, name, last + 1)  # the damaged files stay as they are
     if source is None and not fresh:
         saved = _load_of_another(paths.out, name, ours) if writes else None

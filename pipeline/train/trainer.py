@@ -21,7 +21,8 @@ from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
 from pipeline.train import identity, resume, setup
 from pipeline.train.checkpoint import Checkpoints, Saved
-from pipeline.train.logger import TrainingLogger, has_metrics, profile, write_curves, write_metrics
+from pipeline.train.curves import has_metrics, to_tensors, write_curves, write_metrics
+from pipeline.train.logger import TrainingLogger, profile
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import StepBatches
@@ -202,13 +203,11 @@ class Training:
             waiting = time.perf_counter()
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
-                # Asked now, answered below: on GPUs the exchange overlaps with the step
-                stop_requested = distributed.any_rank(lambda: self.stop.requested)
                 self._step(micro_batches, waited)
                 end_profiled_step()
                 last = state.step == train.steps
 
-                stop = stop_requested()
+                stop = distributed.any_rank(self.stop.requested)
                 validating = last or state.step % train.val_every == 0
                 saving = last or stop or state.step % (train.save_every or train.val_every) == 0
                 if validating or saving:
@@ -310,7 +309,7 @@ class Training:
                 "training": self.identity,
                 "versions": self.versions,
             }
-            tensors = {**self.state.tensors(), **self.logger.tensors()}
+            tensors = {**self.state.tensors(), **to_tensors(self.logger.curves)}
             self.checkpoints.save(self.state.step, tensors, info)
         distributed.barrier()
 

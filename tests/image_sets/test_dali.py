@@ -16,7 +16,8 @@ from pipeline.errors import RequestError
 from pipeline.image_sets import dali_decoder, decode
 from pipeline.image_sets.sources import ImageSet, folder_entries
 from pipeline.keypoints import shards
-from pipeline.keypoints.pool import Pool, decoder
+from pipeline.keypoints.image import decoder
+from pipeline.keypoints.pool import extract_all
 from pipeline.keypoints.shards import Folder, plan
 from superglue_sift.images import BadImage
 
@@ -136,10 +137,10 @@ def test_the_stage_writes_the_same_shards(images, tmp_path, make_params, name, w
         with mock.patch.object(shards, "SHARD_IMAGES", 5):
             folder = Folder(tmp_path / each, plan(images.entries("train"), settings))
         todo = folder.open(folder.shards)
-        with Pool(images, settings, workers) as pool:
-            results = pool.map([entry for shard in todo for entry in shard.entries])
-            for shard in todo:
-                folder.write(shard, [next(results) for _ in shard.entries])
+        entries = [entry for shard in todo for entry in shard.entries]
+        results = extract_all(images, settings, entries, workers)
+        for shard in todo:
+            folder.write(shard, [next(results) for _ in shard.entries])
         written.append([(folder.path / shard.file).read_bytes() for shard in folder.shards])
     assert written[0] == written[1] and len(written[0]) == 5
 

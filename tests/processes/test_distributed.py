@@ -28,7 +28,7 @@ def collectives(context) -> dict:
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
         "weighted": distributed.weighted_means({"loss": 2.0 * rank * (rank + 1)}, rank + 1),
-        "any": [distributed.any_rank(lambda: rank == 0)(), distributed.any_rank(lambda: False)()],
+        "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
         "tensor": distributed.all_reduce_sum(torch.tensor([1.0, float(rank)])).tolist(),
         "rows": distributed.all_gather_tensor(torch.tensor([[rank, 1]])).tolist(),
         "main": context.is_main,

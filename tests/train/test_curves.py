@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.train.logger import Curve, points_until
+from pipeline.train.curves import Curve
 
 
 def write(path: Path, first: int, last: int, text: str = "") -> str:
@@ -37,15 +37,6 @@ def test_the_points_of_the_checkpoint_replace_the_file(
     saved = write(tmp_path / "saved.csv", 1, checkpoint)
     write(path, 1, killed_at)
     assert write(path, checkpoint + 1, 30, saved) == whole
-
-
-@pytest.mark.parametrize("torn", [b"13", b"13,0.0769", b"13,0.0769231,0.013", b"1", b"\xff\xfe"])
-def test_half_a_line_of_a_killed_writer_is_no_point(tmp_path, torn) -> None:
-    path = tmp_path / "parts.csv"
-    before = write(path, 1, 12)
-    path.write_bytes(before.encode() + torn)
-    assert points_until(path, 13) == before
-    assert points_until(path, 0) == "" == points_until(tmp_path / "none.csv", 5)
 
 
 def test_a_file_begins_with_its_first_point(tmp_path, whole) -> None:
