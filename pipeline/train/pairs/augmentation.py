@@ -2,7 +2,7 @@
 
 They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel
 grid, since SIFT's descriptor rotates along. A crop is exact except near its edges. A smaller view
-is an approximation, since SIFT samples other scales there: docs/training.md says how close it is.
+is an approximation, since SIFT samples other scales there.
 """
 
 from __future__ import annotations
