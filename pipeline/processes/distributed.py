@@ -288,17 +288,6 @@ def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, T
     return received
 
 
-def all_equal(number: int) -> bool:
-    """Whether the number is the same on every rank. One collective."""
-    if not several():
-        return True
-    # The maximum of -x is the minimum of x
-    both = torch.tensor([number, -number], device=_collective_device())
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    largest, negated_smallest = both.tolist()
-    return largest == -negated_smallest
-
-
 def writes(folder: Path, context: Context) -> bool:
     """Whether this rank writes to `folder`: the first rank of those that share it. All ranks call
     it.

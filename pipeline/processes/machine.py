@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import List, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 OK = "ok"
 NOTE = "note"
@@ -169,9 +169,3 @@ def size(count: float) -> str:
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{math.ceil(count / MIB)} MiB"
-
-
-def worst(findings: List[Finding]) -> str:
-    """The worst level among findings."""
-    order = (OK, NOTE, WARN, FAIL)
-    return max((finding.level for finding in findings), key=order.index, default=OK)

@@ -15,6 +15,7 @@ from pipeline.train.optimization import MovingAverage, optimizer_tensors, restor
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
 
+BEST = "best.safetensors"
 Saved = Tuple[Dict[str, Tensor], Dict[str, Any]]  # tensors and JSON of a checkpoint
 
 
@@ -83,22 +84,21 @@ class TrainState:
         return self.ema.values or self.model.state_dict()
 
     def compare_ranks(self, is_main: bool) -> None:
-        """Compare weights and optimiser of all ranks, to the bit: one collective of two numbers.
+        """Compare weights and optimiser of all ranks, to the bit; all ranks call it.
 
         Raises WorkError on rank 0, SystemExit on the others, if they differ.
         """
         own = self._checksum() if distributed.several() else 0
-        if distributed.all_equal(own):
-            return
         first, *others = distributed.all_gather(own)
-        if not is_main:
+        wrong = [f"rank {rank}" for rank, other in enumerate(others, 1) if other != first]
+        if wrong and not is_main:
             raise SystemExit(1)
-        wrong = ", ".join(f"rank {rank}" for rank, other in enumerate(others, 1) if other != first)
-        raise WorkError(
-            f"step {self.step}: weights or optimiser of {wrong} differ from those of rank 0: memory"
-            " or network may be at fault. No checkpoint of this step was saved; the same command"
-            " resumes from the previous one"
-        )
+        if wrong:
+            raise WorkError(
+                f"step {self.step}: weights or optimiser of {', '.join(wrong)} differ from those of"
+                " rank 0: memory or network may be at fault. No checkpoint of this step was saved;"
+                " the same command resumes from the previous one"
+            )
 
     def _checksum(self) -> int:
         """CRC-32 of parameters and optimiser, without buffers: unsynchronised statistics differ."""
@@ -135,7 +135,7 @@ class Checkpoints:
 
     def save_best(self, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Replace the best model."""
-        save_model_file(self.folder / "best.safetensors", tensors, info)
+        save_model_file(self.folder / BEST, tensors, info)
 
     def load_newest(self) -> Tuple[Optional[Saved], List[str]]:
         """The newest undamaged checkpoint, or None, and one line for each newer damaged one."""

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from pipeline.files import write_atomic
 from pipeline.train.checkpoint import part
-from pipeline.train.resume import CURVES
 
+# In reports/train/curves, and in every checkpoint
+CURVES = {"train": "train.csv", "val": "validation.csv"}
 PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 METRICS = "metrics.json"
 

@@ -23,7 +23,7 @@ from pipeline.processes import distributed
 from pipeline.train import curves
 from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.precision import Choice
-from pipeline.train.resume import CURVES, TrainPaths
+from pipeline.train.resume import TrainPaths
 from pipeline.train.step import StepResult
 from superglue_sift.progress import Progress
 
@@ -84,7 +84,7 @@ class TrainingLogger:
             kind: curves.Curve(
                 paths.reports / "curves" / name if writes else None, before.get(kind, "")
             )
-            for kind, name in CURVES.items()
+            for kind, name in curves.CURVES.items()
         }
         self._loss = math.nan  # on the line of progress
         self._validation = ""

@@ -21,16 +21,11 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
 from pipeline.errors import RequestError
-from pipeline.files import write_atomic
 from pipeline.processes import distributed
-from pipeline.provenance import trained_on
-from pipeline.train.checkpoint import Checkpoints, Saved
+from pipeline.train.checkpoint import BEST, Checkpoints, Saved
+from pipeline.train.curves import CURVES
 from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of
 from superglue_sift.weights import BadCheckpoint, load_model_file
-
-BEST = "best.safetensors"
-# In reports/train/curves, and in every checkpoint
-CURVES = {"train": "train.csv", "val": "validation.csv"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +106,6 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
         # Of another training, or a node with a folder of its own that lacks it
         Checkpoints(folder).save(info["step"], tensors, info)
     return Start(folder, saved=(tensors, info))
-
-
-def publish(folder: Path, out: Path) -> None:
-    """Copy the best model in `folder`, its description and list of photographs, to `out`."""
-    for partial in out.glob(".*.tmp"):  # of killed writers
-        partial.unlink(missing_ok=True)
-    best = folder / BEST
-    for source in (trained_on.list_of(best), best.with_suffix(".json"), best):
-        target = out / source.name
-        content = source.read_bytes()
-        if not target.is_file() or target.read_bytes() != content:
-            write_atomic(target, content)
 
 
 def _folder(out: Path, name: str, number: int) -> Path:

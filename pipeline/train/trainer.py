@@ -7,26 +7,24 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 from torch import Tensor
 
-from pipeline import tracking
-from pipeline.errors import STOPPED, LostPeer, RequestError, WorkError, end_as_lost
+from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.files import json_digest
 from pipeline.parameters import params
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed, signals
 from pipeline.provenance import trained_on
-from pipeline.train import identity, resume, setup
-from pipeline.train.checkpoint import Checkpoints, Saved
-from pipeline.train.curves import has_metrics, to_tensors, write_curves, write_metrics
+from pipeline.train import failures, identity, published, resume, setup
+from pipeline.train.checkpoint import BEST, Checkpoints, Saved
+from pipeline.train.curves import to_tensors
 from pipeline.train.logger import TrainingLogger, profile
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import StepBatches
-from pipeline.train.pairs.workers import a_process_died
 from pipeline.train.step import CLIP_NORM, StepResult, train_step
 from pipeline.train.validation import (
     MIN_IMAGES,
@@ -85,14 +83,18 @@ class Training:
         start = resume.prepare(self.paths, self.fingerprint, self.writes)
         self.checkpoints = Checkpoints(start.folder)
         if start.best:
-            return self._finish_again(start.best)
+            if context.is_main:
+                where = (start.folder, self.paths.out, self.paths.reports)
+                published.publish_finished(*where, start.best, self.trained_on)
+            return 0
         self._build(start.saved)
         self.state.compare_ranks(context.is_main)
         about = (self.identity, self.precision, self.pairs, self.state.step)
         with TrainingLogger(self.paths, context, writes_curves, *about, start.saved) as self.logger:
             baseline = ratio_test_f1(self.objective, self.held_out)
             self.logger.log_start(self.state, self.train.steps, self.store, self.messages, baseline)
-            with contextlib.closing(self.logger.bar), self._watch_processes():
+            watching = failures.watch_processes(context.rank, self.state)
+            with contextlib.closing(self.logger.bar), watching:
                 finished = self._loop()
             if not finished:
                 self.logger.log_stop(self.state.step)
@@ -103,7 +105,7 @@ class Training:
 
     def validate_only(self) -> int:
         """Print the metrics of the best model so far, or of `train.init_from`; 0."""
-        source = self.train.init_from or self.paths.out / resume.BEST
+        source = self.train.init_from or self.paths.out / BEST
         self._build(None)
         if not self.train.init_from:
             weights: Mapping[str, Tensor] = {}
@@ -159,34 +161,6 @@ class Training:
                 state.best = state.best_figures["f1"]
             self._save_best()  # the published file may be another training's
 
-    def _finish_again(self, best: Dict[str, Any]) -> int:
-        """Report a training that is finished, and publish it; `best` is the JSON of its model."""
-        if not self.context.is_main:
-            return 0
-        folder = self.checkpoints.folder
-        reports = self.paths.reports
-        done = f"{folder}: trained with these parameters and data, to the last step"
-        saved = self.checkpoints.load_newest()[0]
-        if saved:
-            write_curves(reports, saved[0])
-        elif folder.is_dir() and not has_metrics(reports, best):
-            raise RequestError(
-                f"{done}, but its checkpoints step-*, which held its curves, are deleted, and"
-                f" {reports} is of another training; --fresh trains it anew, in a new folder"
-            )
-        if folder.is_dir():
-            resume.publish(folder, self.paths.out)
-        published = self.paths.out / resume.BEST
-        if not trained_on.list_of(published).is_file():
-            trained_on.write(published, self.trained_on)
-        write_metrics(reports, best)
-        print(f"{done}: nothing to do")
-        other = identity.other_versions(saved[1] if saved else best)
-        if other:
-            print(f"it was trained under {other}; --fresh trains it anew, in a new folder")
-        tracking.attach(reports / "log.jsonl", best["training"]).close()
-        return 0
-
     def _loop(self) -> bool:
         """Train. True: the last step is done; False: stopped by a signal, after a checkpoint."""
         state = self.state
@@ -236,7 +210,8 @@ class Training:
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         how = (self.ddp_model, state.optimizer, state.scaler, micro_batches)
-        with self._explain_lack_of_memory():
+        size = (self.pairs, world_size, train.accumulate)
+        with failures.explain_lack_of_memory(state.step, *size):
             result = train_step(*how, self.pairs, world_size, CLIP_NORM)
         if result.applied:
             state.ema.update(state.model, state.step)
@@ -332,9 +307,9 @@ class Training:
             trained_on.KEY: trained_on.digest(self.trained_on or ()),
             **{k: v for k, v in self.fingerprint.items() if k in identity.OF_THE_RUN},
         }
-        trained_on.write(self.checkpoints.folder / resume.BEST, self.trained_on)
+        trained_on.write(self.checkpoints.folder / BEST, self.trained_on)
         self.checkpoints.save_best(state.best_weights, info)
-        resume.publish(self.checkpoints.folder, self.paths.out)
+        published.publish(self.checkpoints.folder, self.paths.out)
 
     def _threshold(self) -> float:
         """The match threshold from validation; with few photographs that of the initial weights."""
@@ -342,37 +317,3 @@ class Training:
         if len(photographs) < MIN_IMAGES and self._init_threshold is not None:
             return self._init_threshold
         return self.state.best_figures["threshold"]
-
-    @contextlib.contextmanager
-    def _explain_lack_of_memory(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise
-            train = self.train
-            world_size = self.context.world_size
-            pairs = -(-self.pairs // world_size // train.accumulate)
-            raise WorkError(
-                f"out of memory at step {self.state.step} with {pairs} pairs at a time: set"
-                f" TRAIN_OPTIONS='--accumulate {train.accumulate * 2}' (the same steps,"
-                f" {max(pairs // 2, 1)} pairs at a time), or train.batch:"
-                f" {max(self.pairs // 2, world_size)}"
-            ) from error
-
-    @contextlib.contextmanager
-    def _watch_processes(self) -> Iterator[None]:
-        """End as a lost rank when a process that loads batches died, with LostPeer when a rank did:
-        torchrun starts all again.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            where = f"rank {self.context.rank} at step {self.state.step}"
-            if a_process_died(error):
-                reason = "a process that loads batches died (killed, or out of memory)"
-                end_as_lost(f"{where}: {reason}: {error}")
-            if distributed.lost_peer(error):
-                reason = f"another rank died or hangs ({str(error).splitlines()[0]})"
-                raise LostPeer(f"{where}: {reason}") from error
-            raise
