@@ -70,7 +70,7 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
                 f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}'"
                 " sets it"
             )
-    for name, values in _completed(tree, options).items():
+    for name, values in _complete(tree, options).items():
         if name not in SECTIONS:
             raise RequestError(
                 f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}"
@@ -127,7 +127,7 @@ def flag(name: str, value: Any) -> str:
     return (option if value else f"no {option}") if isinstance(value, bool) else f"{option} {value}"
 
 
-def _completed(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
+def _complete(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
     """The tree with the views of `keypoints` and `evaluate`, and with the options of the
     training.
     """
@@ -140,15 +140,15 @@ def _completed(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, An
     if isinstance(tree.get("evaluate"), dict):
         full["evaluate"] = {
             **tree["evaluate"],
-            "views": _merged(views, tree["evaluate"].get("views", {})),
+            "views": _merge(views, tree["evaluate"].get("views", {})),
         }
     return full
 
 
-def _merged(tree: Any, changes: Any) -> Any:
+def _merge(tree: Any, changes: Any) -> Any:
     if not (isinstance(tree, dict) and isinstance(changes, dict)):
         return changes
-    return {**tree, **{key: _merged(tree.get(key), value) for key, value in changes.items()}}
+    return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
 
 
 def preset(path: Union[str, Path]) -> str:

@@ -29,7 +29,7 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
 
 
 @contextlib.contextmanager
-def blocked() -> Iterator[None]:
+def block() -> Iterator[None]:
     """Block the signals, also in processes started in this context, until they call `serve`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -61,7 +61,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[Stop]:
+def defer() -> Iterator[Stop]:
     """In this context the signals only set the flag; their handlers are restored afterwards."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():

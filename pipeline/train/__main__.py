@@ -120,7 +120,7 @@ def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
-    with signals.deferred() as stop, distributed.process_group() as context:
+    with signals.defer() as stop, distributed.process_group() as context:
         training = Training(paths_of(args), context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()
 

@@ -32,7 +32,7 @@ FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 Gradients = List[Tuple[nn.Parameter, Tensor]]
 
 
-def orthogonalized(matrices: Tensor) -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """Approximately the nearest (semi-)orthogonal matrices, (K, A, B): singular values near 1."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.transpose(1, 2) if tall else matrices
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
             nesterov = torch.stack([gradient for _, gradient in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.side))
         matrices = torch.cat(directions)
-        steps = distributed.map_rows_over_ranks(orthogonalized, matrices)
+        steps = distributed.map_rows_over_ranks(orthogonalize, matrices)
         for alike, squares in zip(
             by_shape.values(), steps.split([len(squares) for squares in directions])
         ):

@@ -169,10 +169,10 @@ def build(
         compat.grad_scaler(chosen.precision == "float16"),
         MovingAverage(model, train.ema),
     )
-    return Parts(objective, _wrapped(train, objective), state, init_threshold), messages
+    return Parts(objective, _wrap(train, objective), state, init_threshold), messages
 
 
-def _wrapped(train: TrainParams, objective: MatchingObjective) -> nn.Module:
+def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
     if train.parallel == "dp":
         return DataParallelObjective(objective)
     return distributed.wrap(objective)

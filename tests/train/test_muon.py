@@ -9,7 +9,7 @@ import pytest
 import torch
 from processes import in_group
 
-from pipeline.train.muon import Muon, blocks, from_blocks, orthogonalized
+from pipeline.train.muon import Muon, blocks, from_blocks, orthogonalize
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
@@ -32,7 +32,7 @@ def test_orthogonalized_keeps_the_directions_and_evens_their_lengths(shape):
     torch.manual_seed(1)
     matrices = torch.randn(shape, dtype=torch.float64)
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
-    found = u.transpose(1, 2) @ orthogonalized(matrices) @ vh.transpose(1, 2)
+    found = u.transpose(1, 2) @ orthogonalize(matrices) @ vh.transpose(1, 2)
     diagonal = found.diagonal(dim1=1, dim2=2)
     assert torch.allclose(found, torch.diag_embed(diagonal), atol=1e-8)
     assert (diagonal > 0).all() and (diagonal < 1.3).all() and diagonal.median() > 0.65

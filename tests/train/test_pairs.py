@@ -13,7 +13,7 @@ from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import EVERYWHERE, Store, View
 from pipeline.processes.prefetch import prefetch
-from pipeline.train.pairs.augmentation import Augmentation, mosaic
+from pipeline.train.pairs.augmentation import Augmentation, make_mosaic
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import (
     NO_AUGMENTATION,
@@ -211,7 +211,7 @@ class TestAugmentation:
         def others(random):
             return store.view(int(random.choice([0, 2, 4])), int(random.integers(3)))
 
-        small = mosaic(view, random.uniform(1.5, 8.0), 1.8, others, random)
+        small = make_mosaic(view, random.uniform(1.5, 8.0), 1.8, others, random)
         if turn:
             small = Augmentation(rotation_deg=turn).apply(small, seed, 0)
         H = compose(small.H_image_to_view, np.linalg.inv(view.H_image_to_view))
@@ -259,7 +259,7 @@ class TestAugmentation:
         records["angle"] = [10, 20, 30]
         records["score"] = [0.1, 0.3, 0.2]
         view = View(records, np.eye(3), SIZE)
-        small = mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
+        small = make_mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
         assert small.size == SIZE and list(small.records["angle"]) == [30, 10]
         assert np.allclose(small.records["scale"], [1.85, 4]) and np.allclose(
             small.records["score"], [0.2, 0.1]

@@ -117,24 +117,24 @@ class Augmentation:
         if self.window < 1.0 or self.drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, side))
         if self.window < 1.0:
-            view = _cropped(view, self.window, random)
+            view = _crop(view, self.window, random)
         if self.drop > 0:
             view = view._replace(
-                records=_kept(
+                records=_keep(
                     view.records, random.random(len(view.records)) >= self.drop * random.random()
                 )
             )
         factor = self.zoom(seed, side)
         if factor > 1.0:
             # from a separate stream: the rotation is the same with and without zoom
-            view = mosaic(
+            view = make_mosaic(
                 view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side))
             )
         copied = view.records is not given
         # Before the rotation, which keeps their order
         view = view._replace(records=view.records[:limit])
         if self.rotation_deg > 0:
-            view = _rotated(view, random.uniform(-self.rotation_deg, self.rotation_deg), copied)
+            view = _rotate(view, random.uniform(-self.rotation_deg, self.rotation_deg), copied)
         return view
 
 
@@ -147,12 +147,12 @@ def _zoom(fraction: float, seed: int) -> Tuple[int, float]:
     return int(random.integers(2)), math.exp(random.uniform(math.log(MIN_ZOOM), math.log(MAX_ZOOM)))
 
 
-def _kept(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """`records[chosen]`, copied as opaque bytes: eight times as fast as records of fields."""
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
 
 
-def _cropped(view: View, smallest: float, random: np.random.Generator) -> View:
+def _crop(view: View, smallest: float, random: np.random.Generator) -> View:
     """The keypoints inside a random window with sides of at least the fraction `smallest` of the
     view's.
     """
@@ -163,14 +163,14 @@ def _cropped(view: View, smallest: float, random: np.random.Generator) -> View:
     x = records["x"] - corner[0]
     y = records["y"] - corner[1]
     inside = (x >= -0.5) & (y >= -0.5) & (x <= sides[0] - 0.5) & (y <= sides[1] - 0.5)
-    kept = _kept(records, inside)
+    kept = _keep(records, inside)
     kept["x"] = x[inside]
     kept["y"] = y[inside]
     shift = np.array([[1.0, 0.0, -corner[0]], [0.0, 1.0, -corner[1]], [0.0, 0.0, 1.0]])
     return View(kept, shift @ view.H_image_to_view, (int(sides[0]), int(sides[1])))
 
 
-def _rotated(view: View, degrees: float, in_place: bool) -> View:
+def _rotate(view: View, degrees: float, in_place: bool) -> View:
     """The keypoints rotated clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
     records = view.records
     size = view.size
@@ -192,7 +192,7 @@ def _rotated(view: View, degrees: float, in_place: bool) -> View:
     return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
 
 
-def mosaic(
+def make_mosaic(
     view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator
 ) -> View:
     """The view shrunk by `factor` and placed at random among others shrunk alike, on a canvas of
@@ -207,7 +207,7 @@ def mosaic(
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
-    records = [_shrunk(view, factor, min_scale, corner, cell)]
+    records = [_shrink(view, factor, min_scale, corner, cell)]
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
@@ -216,7 +216,7 @@ def mosaic(
     for place in random.permutation(len(around))[:MAX_NEIGHBOURS]:
         other = others(random)
         if other is not None:
-            records.append(_shrunk(other, factor, min_scale, corner + around[place] * cell, cell))
+            records.append(_shrink(other, factor, min_scale, corner + around[place] * cell, cell))
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
@@ -227,21 +227,21 @@ def mosaic(
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    return View(_kept(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
+    return View(_keep(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
-def _shrunk(
+def _shrink(
     view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray
 ) -> np.ndarray:
     """The keypoints of the view shrunk by `factor`, its upper left corner at `corner`, inside its
     cell (px).
     """
     records = view.records
-    kept = _kept(records, records["scale"] >= min_scale * factor)
+    kept = _keep(records, records["scale"] >= min_scale * factor)
     inside = np.ones(len(kept), bool)
     for name, start, length in zip("xy", corner, cell):
         place = (kept[name].astype(np.float64) + 0.5) / factor
         inside &= place <= length
         kept[name] = place - 0.5 + start
     kept["scale"] /= factor
-    return _kept(kept, inside)
+    return _keep(kept, inside)

@@ -179,7 +179,7 @@ def prefetch(
         # A draw from the global one would change the checkpoint at each start
         generator=torch.Generator(),
     )
-    with signals.blocked():
+    with signals.block():
         batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
     started = set(multiprocessing.active_children()) - before
     try:
