@@ -38,6 +38,7 @@ from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainOptions
 from pipeline.processes import distributed, signals
 from pipeline.train import setup
+from pipeline.train.checkpoint import BEST
 from pipeline.train.resume import TrainPaths
 from pipeline.train.trainer import Training
 from pipeline.train.validation import choose_pairs
@@ -91,8 +92,11 @@ def paths_of(args: argparse.Namespace) -> TrainPaths:
 
 
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:
-    """The `TrainOptions` on the command line."""
-    return {name: value for name, value in vars(args).items() if name in TrainOptions.model_fields}
+    """The `TrainOptions` on the command line; the model to validate, if nothing is trained."""
+    options = {n: value for n, value in vars(args).items() if n in TrainOptions.model_fields}
+    if args.validate_only and not params.load("train", args.params).init_from:
+        options["init_from"] = str(args.out / BEST)
+    return options
 
 
 def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
@@ -107,7 +111,9 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
     setup.check_device(train)
     setup.check_features(train, stores[0])
     if train.init_from:
-        setup.read_model(train.init_from, "train.init_from")
+        setup.read_model(
+            train.init_from, "--validate-only" if args.validate_only else "train.init_from"
+        )
         choose_pairs(train, stores[1], Path(train.init_from), args.keep_seen)
     return stores
 

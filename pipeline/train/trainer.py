@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Optional
 
 from torch import Tensor
 
@@ -104,24 +104,12 @@ class Training:
         return 0
 
     def validate_only(self) -> int:
-        """Print the metrics of the best model so far, or of `train.init_from`; 0."""
-        source = self.train.init_from or self.paths.out / BEST
+        """Print the metrics of `train.init_from`; 0."""
         self._build(None)
-        if not self.train.init_from:
-            weights: Mapping[str, Tensor] = {}
-            chosen: Any = None
-            if self.context.is_main:
-                weights = setup.read_model(source, "--validate-only")[0]
-                chosen = choose_pairs(
-                    self.train, self.held_out.store, Path(source), self.paths.keep_seen
-                )
-            self.state.model.load_state_dict(distributed.broadcast_tensors(weights, 0))
-            samples, self.messages = distributed.broadcast(chosen)
-            self.held_out = self.held_out._replace(samples=samples)
         metrics = validate(self.objective, self.held_out)
         if self.context.is_main:
             figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            print(*self.messages, f"{source}: {figures}", sep="\n")
+            print(*self.messages, f"{self.train.init_from}: {figures}", sep="\n")
         return 0
 
     def _build(self, saved: Optional[Saved]) -> None:
