@@ -31,7 +31,8 @@ from pipeline.parameters import params
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
-SILENCE = 600.0  # seconds
+# Seconds without a new shard after which a rank counts as dead; a slow extractor takes minutes.
+SILENCE = 3600.0
 # More bad images than this mean a wrong folder or a broken download, not a few broken files.
 MAX_BAD_FRACTION = 0.1
 Work = List[Tuple[Folder, Shard]]
@@ -132,18 +133,20 @@ def _extract(
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
-    """Rows of all shards; waits for the other ranks, which write a shard every few seconds.
+    """Rows of all shards; waits for the other ranks, and says so.
 
-    Raises WorkError when none of them has written one for `SILENCE` seconds.
+    Raises WorkError when none of them has written a shard for `SILENCE` seconds.
     """
-    missing = len(folder.shards)
+    missing = 0
     since = time.monotonic()
     while True:
         rows = folder.rows()
         left = [shard.file for shard, row in zip(folder.shards, rows) if row is None]
         if not left:
             return rows  # type: ignore[return-value]
-        if len(left) < missing:
+        if not missing:
+            print(f"{folder.path}: other ranks still work on {len(left)} shards", flush=True)
+        if len(left) != missing:
             missing = len(left)
             since = time.monotonic()
         if time.monotonic() - since > SILENCE:
