@@ -38,8 +38,7 @@ class TrainingLogger:
         identity: of the training (`identity.name_of`).
         precision: of the network's layers, and why.
         pairs: of a step, over all ranks.
-        step: steps done before; 0: a training from scratch, which gets a new run.
-        saved: the checkpoint that the training resumes from.
+        saved: the checkpoint that the training resumes from; None: from scratch, in a new run.
     """
 
     bar: Progress  # set by `log_start`
@@ -52,7 +51,6 @@ class TrainingLogger:
         identity: str,
         precision: Choice,
         pairs: int,
-        step: int,
         saved: Optional[Saved],
     ) -> None:
         self.paths = paths
@@ -74,7 +72,7 @@ class TrainingLogger:
                 "precision_reason": precision.reason,
                 f"{tracking.HIDDEN}training": identity,
             },
-            resume=tracking.known_run(paths.reports, identity) if step else None,
+            resume=tracking.known_run(paths.reports, identity) if info.get("step") else None,
             enabled=context.is_main,
             training=identity,
             name=" ".join(dict.fromkeys(name for name in names if name)),

@@ -89,8 +89,8 @@ class Training:
             return 0
         self._build(start.saved)
         self.state.compare_ranks(context.is_main)
-        about = (self.identity, self.precision, self.pairs, self.state.step)
-        with TrainingLogger(self.paths, context, writes_curves, *about, start.saved) as self.logger:
+        about = (self.identity, self.precision, self.pairs, start.saved)
+        with TrainingLogger(self.paths, context, writes_curves, *about) as self.logger:
             baseline = ratio_test_f1(self.objective, self.held_out)
             self.logger.log_start(self.state, self.train.steps, self.store, self.messages, baseline)
             watching = failures.watch_processes(context.rank, self.state)
