@@ -4,9 +4,10 @@ benchmarks.dev.scenes`.
   python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
   python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
 
-Three ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match
---colmap`; `colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024
-features. Photographs are first reduced to --width.
+Ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match --colmap`;
+`colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024 features; `stored`,
+its SIFT matched by `superglue-match --colmap` into that database; `slot`, its SIFT matched by the
+file of --slot, as COLMAP would (`colmap_slot`). Photographs are first reduced to --width.
 Columns: photographs registered in the largest model; its points, their mean track length and
 reprojection error in pixels; mean error of camera centres (in the units of FILE, and in percent of
 the largest distance between two cameras) and of rotations (degrees) after a similarity; verified
@@ -32,7 +33,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 import cv2
 import numpy as np
 
-from benchmarks.dev import scene_errors
+from benchmarks.dev import colmap_slot, scene_errors
 from benchmarks.dev.scene_errors import Camera
 from pipeline import errors
 from pipeline.errors import RequestError
@@ -42,7 +43,8 @@ from superglue_sift.images import read_gray
 
 RIGHT_PX = 4.0  # from the true epipolar lines
 # COLMAP's features; in `held` as many as the network matches
-WAYS = {"ours": 0, "colmap": 8192, "held": 1024}
+WAYS = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192, "slot": 8192}
+USUAL = ["ours", "colmap", "held"]
 # key and format of the columns
 COLUMNS = {
     "scene": "18", "way": "6", "registered": "10", "points": "8.0f", "track": "7.2f", "px": "7.3f",
@@ -75,12 +77,15 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--only", action="append", metavar="SCENE", help="this scene alone; may be repeated")
     add("--every", type=int, nargs="+", default=[1], metavar="N", help="each N-th photograph")
     add("--width", type=int, default=1024, help="of the reduced photographs, pixels")
-    add("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="what is compared")
+    add("--ways", nargs="+", default=USUAL, choices=list(WAYS), help="what is compared")
+    add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
     add("--seeds", type=int, default=1, metavar="N", help="of the mapper, 0 to N - 1")
     add("--work", type=Path, default=Path("scenes"), help="folder of databases and models")
     options = parser.parse_args(argv)
     if options.width < 64 or min(options.every) < 1 or options.seeds < 1:
         raise RequestError("--width must be 64 or more, --every and --seeds 1 or more")
+    if "slot" in options.ways and not options.slot:
+        raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
     return options
 
 
@@ -110,24 +115,33 @@ def reduce(source: Path, target: Path, width: int) -> float:
     return scale
 
 
-def match(scene: Scene, way: str, folder: Path) -> Path:
+def match(scene: Scene, way: str, folder: Path, slot: Optional[Path]) -> Path:
     """Build a database: ours with the users' command, COLMAP's with its defaults."""
-    import pycolmap
-
     database = folder / "database.db"
     if way == "ours":
-        command = [sys.executable, "-m", "superglue_sift.apps.cli", str(scene.folder)]
-        command += ["--out-dir", str(folder / "found"), "--colmap", str(database)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
+        run_ours(str(scene.folder), "--out-dir", str(folder / "found"), "--colmap", str(database))
         return database
+    import pycolmap
+
     extraction = pycolmap.FeatureExtractionOptions()
     extraction.sift.max_num_features = WAYS[way]
     device = pycolmap.Device.cpu
     pycolmap.extract_features(database, scene.folder, extraction_options=extraction, device=device)
-    pycolmap.match_exhaustive(database, device=device)
+    if way == "stored":
+        run_ours("--colmap", str(database))
+    elif way == "slot" and slot:
+        colmap_slot.match_database(database, slot)
+    else:
+        pycolmap.match_exhaustive(database, device=device)
     return database
+
+
+def run_ours(*words: str) -> None:
+    """Run `superglue-match`. Raises RequestError with the last line of what it says."""
+    command = [sys.executable, "-m", "superglue_sift.apps.cli", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
 
 
 def map_scene(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, float]:
@@ -177,7 +191,7 @@ def measure(scene: Scene, way: str, options: argparse.Namespace) -> Dict[str, An
     folder.mkdir(parents=True)
     started = time.perf_counter()
     used = sum(os.times()[:4])  # of this process and of the children it waited for
-    database = match(scene, way, folder)
+    database = match(scene, way, folder, options.slot)
     row: Dict[str, Any] = {
         "scene": scene.name,
         "way": way,
