@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from superglue_sift.batch import Images, Keypoints
-from superglue_sift.descriptors import root_sift
-from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.network_inputs import choose_orientations, root_sift
 from superglue_sift.superglue import (
     ENCODER_WIDTHS,
     SIFT_DIM,

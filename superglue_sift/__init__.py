@@ -14,7 +14,7 @@ HEIC need more, imported on use. `pipeline` trains the models. In reading order:
     extractors, descriptors       other features and the kinds of their descriptors;
                                   opencv_features: two examples
     superglue                     the network, with attention, normalization, sinkhorn (optimal
-                                  transport), pair_inputs
+                                  transport), network_inputs
     geometry, truth               homographies; which keypoints correspond
     refine, patches, local_maps, tracks    positions of matches to a fraction of a pixel
     scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints

@@ -1,42 +1,27 @@
-"""Multi-head attention between the keypoints of two images (SuperGlue, section 3.1, equations 3 to
-5).
+"""A layer of the network: attention between keypoints, then a perceptron (SuperGlue, section 3.1,
+equations 3 to 5); its norms; rotary positions.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from superglue_sift.batch import Images
-from superglue_sift.normalization import TokenBatchNorm, token_norm
-from superglue_sift.torch_compat import can_compile, cast_as_autocast, scaled_dot_product_attention
+from superglue_sift.torch_compat import (
+    can_compile,
+    cast_as_autocast,
+    layer_norm,
+    scaled_dot_product_attention,
+)
 
 # Initial standard deviation of the frequencies of rotary positions, radians over half an image
 SPREAD = 2.0
-
-
-class MLP(nn.Sequential):
-    """A perceptron of keypoints, whose BatchNorm leaves out padding."""
-
-    def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
-        """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
-
-        The products of each input are added, so that the concatenation, a fifth of what a training
-        step keeps for the gradient, need not exist. valid: (T,) bool, False for padding; None:
-        there is none.
-        """
-        first: Any = self[0]
-        weights = cast_as_autocast(first.weight).split([each.shape[1] for each in inputs], 1)
-        x = nn.functional.linear(inputs[0], weights[0], first.bias)
-        for each, weight in zip(inputs[1:], weights[1:]):
-            x = torch.addmm(x, each, weight.t())
-        for module in list(self)[1:]:
-            x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
-        return x
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
 
 
 class AttentionalLayer(nn.Module):
@@ -160,3 +145,87 @@ def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
     a, b = vectors.chunk(2, -1)
     cos, sin = rotation.to(vectors.dtype).unbind(0)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class MLP(nn.Sequential):
+    """A perceptron of keypoints, whose BatchNorm leaves out padding."""
+
+    def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
+        """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
+
+        The products of each input are added, so that the concatenation, a fifth of what a training
+        step keeps for the gradient, need not exist. valid: (T,) bool, False for padding; None:
+        there is none.
+        """
+        first: Any = self[0]
+        weights = cast_as_autocast(first.weight).split([each.shape[1] for each in inputs], 1)
+        x = nn.functional.linear(inputs[0], weights[0], first.bias)
+        for each, weight in zip(inputs[1:], weights[1:]):
+            x = torch.addmm(x, each, weight.t())
+        for module in list(self)[1:]:
+            x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
+        return x
+
+
+class TokenBatchNorm(nn.Module):
+    """Batch normalisation over all keypoints of the batch, with `reduce` of all ranks.
+
+    Statistics equal those of one process with the whole batch, for any numbers of keypoints per
+    rank (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running
+    statistics.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.momentum = momentum
+        self.eps = eps
+        self.reduce: Optional[Reduce] = None
+
+    def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
+        """x (T, C) -> (T, C), computed in float32 also under autocast.
+
+        valid: (T,) bool, False for padding, which does not count; None: there is none.
+        """
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean, var = (
+            self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
+        )
+        return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
+
+    def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        """Mean, then variance, in two passes: a difference of large squares would lose digits."""
+        reduce = self.reduce or (lambda tensor: tensor)
+        counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
+        first = reduce(torch.cat([(x * counted).sum(0), counted.sum(0)]))
+        count = first[-1].detach().clamp(min=1.0)
+        mean = first[:-1] / count
+        var = reduce(((x - mean).square() * counted).sum(0)) / count
+        with torch.no_grad():
+            # a tensor, which avoids a device-to-host synchronisation
+            step = self.momentum * (first[-1] > 0).to(first.dtype)
+            self.running_mean += step * (mean - self.running_mean)
+            self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
+        return mean, var
+
+
+def token_norm(kind: str, channels: int) -> nn.Module:
+    """The norm of a hidden layer: "layer" or "batch"."""
+    if kind not in ("layer", "batch"):
+        raise ValueError(f"norm {kind!r}: must be layer or batch")
+    return layer_norm(channels) if kind == "layer" else TokenBatchNorm(channels)
+
+
+def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
+    """Set `reduce` of every TokenBatchNorm of the model; None: statistics of this rank only."""
+    for module in model.modules():
+        if isinstance(module, TokenBatchNorm):
+            module.reduce = reduce

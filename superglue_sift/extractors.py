@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping
+from typing import Any, Callable, Mapping, Tuple
 
 import cv2
 import numpy as np
 
 from superglue_sift import sift
-from superglue_sift.descriptors import descriptors_of, record_dtype
 from superglue_sift.errors import RequestError
 from superglue_sift.files import file_sha256
 
@@ -97,6 +97,32 @@ def test_pattern() -> np.ndarray:
         noise = rng.normal(0.0, 1.0, (cells, cells * 4 // 3))
         total += cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
     return np.clip(128 + 48 * total, 0, 255).astype(np.uint8)
+
+
+def record_dtype(kind: str, dim: int) -> np.dtype:
+    """Record dtype for descriptors of `dim` entries, or bits."""
+    if kind == "sift":
+        return sift.ORIENTED
+    field = ("bits", "u1", (dim // 8,)) if kind == "binary" else ("descriptor", "<f4", (dim,))
+    return np.dtype([*((name, "<f4") for name in sift.GEOMETRY), field])
+
+
+def kind_of(dtype: np.dtype) -> Tuple[str, int]:
+    """(kind, dim) of a dtype from `record_dtype`. Raises ValueError for any other."""
+    if dtype in (sift.KEYPOINT, sift.ORIENTED):
+        return "sift", 128
+    for kind, field, bits in (("binary", "bits", 8), ("float", "descriptor", 1)):
+        dim = bits * math.prod(dtype[field].shape) if field in (dtype.names or ()) else 0
+        if dim and dtype == record_dtype(kind, dim):
+            return kind, dim
+    raise ValueError(f"{dtype}: not a record of keypoints")
+
+
+def descriptors_of(records: np.ndarray) -> np.ndarray:
+    """The (first) descriptors of (n,) records: (n, D) float32 or uint8, for bits (n, D / 8)
+    uint8.
+    """
+    return records["bits" if "bits" in (records.dtype.names or ()) else "descriptor"]
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:

@@ -39,9 +39,8 @@ import torch
 
 from superglue_sift import scenes, threads
 from superglue_sift.batch import Pair, from_pairs, size_class
-from superglue_sift.descriptors import kind_of
 from superglue_sift.errors import RequestError, check_range
-from superglue_sift.extractors import DEFAULT, DENSE, Extractor
+from superglue_sift.extractors import DEFAULT, DENSE, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, UPRIGHT, decode, read

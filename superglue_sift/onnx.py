@@ -35,15 +35,14 @@ from torch import Tensor, nn
 
 from superglue_sift import errors
 from superglue_sift.batch import Images, Keypoints, Pair
-from superglue_sift.descriptors import root_sift_of
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import Features
 from superglue_sift.files import check_writable
 from superglue_sift.matcher import RESIZE
-from superglue_sift.pair_inputs import choose_pair
-from superglue_sift.sift import KEYPOINT, MIN_SCALE, positions
+from superglue_sift.network_inputs import TYPICAL_SCORE, choose_pair
+from superglue_sift.sift import KEYPOINT, MIN_SCALE, positions, root_sift_of
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
+from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, match_threshold, shipped_weights
 

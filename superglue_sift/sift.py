@@ -88,6 +88,28 @@ def positions(records: np.ndarray) -> np.ndarray:
     return np.stack([records["x"], records["y"]], axis=-1)
 
 
+def root_sift_of(descriptors: np.ndarray) -> np.ndarray:
+    """RootSIFT (Arandjelovic 2012) of (n, 128): float32 of unit length; zeros stay zeros.
+
+    Bitwise equal on every machine, which torch's square root is not.
+    """
+    values = descriptors.astype(np.float32)
+    return np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
+
+
+def whole_sift(descriptors: np.ndarray) -> np.ndarray:
+    """Convert RootSIFT (N, 128), from 0 to 1, to SIFT from 0 to 255; SIFT is returned unchanged.
+
+    RootSIFT is the square root of SIFT divided by its sum; OpenCV scales SIFT to a length of 512.
+    """
+    values = np.asarray(descriptors, np.float32)
+    if not values.size or values.max() > 1.0 + 1e-3:
+        return values
+    squares = np.square(values)
+    length = np.maximum(np.linalg.norm(squares, axis=1, keepdims=True), 1e-12)
+    return np.minimum(np.rint(512.0 * squares / length), 255.0)
+
+
 def with_spare(max_keypoints: int) -> int:
     """Number of keypoints to ask OpenCV for, so that enough distinct ones are left."""
     return int(max_keypoints * _SPARE)

@@ -1,17 +1,19 @@
 """SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv
-1911.11763).
+1911.11763). Written from the paper; `SuperGlue` has its equations in order:
 
-    keypoints, descriptors -> keypoint encoder -> L x (self-, cross-attention) -> scores ->
-    transport
+    (2)       states        x = projection(descriptor) + encoder(position, score, scale, angle)
+    (3 - 5)   L times       x <- x + MLP([x, attention of x within its image])
+                            x <- x + MLP([x, attention of x to the other image])
+    (6)       descriptors   f = final projection of x
+    (7)       scores        S_ij = <f0_i, f1_j> / sqrt(D)
+    (8, 9)    assignment    P by optimal transport of S with a dustbin for each image
 
-Written from the paper. What differs from it, and why:
+What differs from the paper, and why:
 
-- Descriptors are SIFT's, converted to RootSIFT inside the network (Arandjelovic 2012), or others,
-  as unit vectors (`descriptors.unit_vectors`). A keypoint with two orientations gets the better one
-  for the pair, and the encoder may also see its nearest neighbour in the other image
-  (`pair_inputs`).
-- The keypoint encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not
-  have.
+- Descriptors are RootSIFT (Arandjelovic 2012) or other unit vectors. A keypoint with two
+  orientations gets the better one for the pair, and the encoder may also see its nearest neighbour
+  in the other image (`network_inputs`).
+- The encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
 - Self-attention may use relative positions by rotary embedding (`rotary`), which was published
   later.
 - Each residual branch starts at zero and the projections as the identity, so that the untrained
@@ -22,7 +24,7 @@ Written from the paper. What differs from it, and why:
   no train/eval mismatch.
 
 Shapes: B pairs of images with M and N keypoints, padded (`batch`); T keypoints of all images
-together, with their padding; D the width of a keypoint's state.
+together, with their padding; D the width of a state.
 """
 
 from __future__ import annotations
@@ -34,21 +36,21 @@ from typing import List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions
+from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
 from superglue_sift.batch import Images, Keypoints, PairBatch
-from superglue_sift.descriptors import unit_vectors
-from superglue_sift.normalization import token_norm
-from superglue_sift.pair_inputs import FEATURES, choose_orientations, neighbour_features
+from superglue_sift.network_inputs import (
+    NEIGHBOUR_FEATURES,
+    choose_orientations,
+    geometry_of,
+    neighbour_features,
+    unit_vectors,
+)
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import no_autocast, recomputed
+from superglue_sift.torch_compat import checkpoint, no_autocast
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
 ENCODER_WIDTHS = (32, 64, 128, 256)
-
-# Typical SIFT values at 512x384, so that the encoder's inputs are of order one.
-TYPICAL_SCORE = 0.03
-TYPICAL_SCALE = 4.0
 
 # Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match.
 # These minimize the loss of the untrained network on COCO views (1.51, precision 0.91, recall
@@ -81,12 +83,11 @@ class SuperGlueConfig:
     heads: int = 4
     norm: str = "layer"  # layer | batch
     scale_angle: bool = True  # also encode SIFT's scale and angle
-    # Also encode each keypoint's nearest neighbour in the other image (pair_inputs.py)
-    neighbours: bool = False
-    rotary: bool = False  # relative positions in self-attention (attention.py)
+    neighbours: bool = False  # also encode each one's nearest neighbour in the other image
+    rotary: bool = False  # relative positions in self-attention
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
     extractor: str = "sift"  # of the keypoints (extractors.py)
-    descriptor: str = "sift"  # kind of descriptor: sift | float | binary (descriptors.py)
+    descriptor: str = "sift"  # kind of descriptor: sift | float | binary (extractors.py)
     descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
 
     def __post_init__(self) -> None:
@@ -94,6 +95,8 @@ class SuperGlueConfig:
             value = getattr(self, name)
             if type(value) is not int or not 1 <= value <= limit:
                 raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {limit}")
+        if self.neighbours and not self.scale_angle:
+            raise ValueError("neighbours needs scale_angle")
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.norm not in NORMS or self.descriptor not in KINDS:
@@ -129,7 +132,7 @@ class SuperGlue(nn.Module):
         self.compiled = False  # see `compile_layers`
         dim = config.dim
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
-        self.keypoint_encoder = _keypoint_encoder(_encoder_inputs(config), dim, config.norm)
+        self.keypoint_encoder = _keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
         self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
@@ -161,66 +164,59 @@ class SuperGlue(nn.Module):
         descriptors = self.describe(keypoints)
         return self.transport(descriptors, keypoints.images, wait)
 
+    def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
+        """Initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and keys."""
+        config = self.config
+        dtype = self.dustbin.dtype
+        geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
+        descriptors = unit_vectors(keypoints.descriptors, config.descriptor, config.descriptor_dim)
+        seen = [geometry]
+        if config.neighbours:
+            seen.append(neighbour_features(descriptors, geometry, keypoints.images))
+        encoded = self.keypoint_encoder([torch.cat(seen, -1).to(dtype)], keypoints.images.valid)
+        rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
+        return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
+
     def describe(self, keypoints: Keypoints) -> Tensor:
-        """Matching descriptors of all keypoints (equation 6), (T, D).
+        """Matching descriptors of all keypoints (equations 2 to 6), (T, D).
 
         Autocast applies to the layers only, as half precision does when weights are fused.
         """
+        images = keypoints.images
         kind = self.dustbin.device.type
         with no_autocast(kind):
             x, rotation = self.encode(keypoints)
-        for number, layer in enumerate(self.layers):
-            cross = number % 2 == 1
-            edges = (keypoints.images, cross, None if cross else rotation)
-            x = (
-                recomputed(layer, x, *edges)
-                if self.recompute and self.training
-                else layer(x, *edges)
-            )
+        recompute = self.recompute and self.training
+        for to_itself, to_other in zip(self.self_attention, self.cross_attention):
+            x = checkpoint(recompute, to_itself, x, images, False, rotation)
+            x = checkpoint(recompute, to_other, x, images, True)
         with no_autocast(kind):
             return self.final_projection(x)
 
-    def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
-        """Initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and keys."""
-        geometry = geometry_of(keypoints, self.config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(
-            keypoints.descriptors, self.config.descriptor, self.config.descriptor_dim
-        )
-        inputs = geometry
-        if self.config.neighbours:
-            inputs = torch.cat(
-                [geometry, neighbour_features(descriptors, geometry, keypoints.images)], -1
-            )
-        dtype = self.dustbin.dtype
-        encoded = self.keypoint_encoder([inputs.to(dtype)], keypoints.images.valid)
-        rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
-        return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
+    def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
+        """Of each batch the scores (B, M, N) (equation 7), and the masks (B, M) and (B, N)."""
+        # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
+        wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
+        sides = images.split(wide / self.config.dim**0.25)  # (B, M, D), (B, N, D), ...
+        with no_autocast(descriptors.device.type):
+            return [
+                (torch.bmm(f0, f1.transpose(1, 2)), mask0, mask1)
+                for f0, f1, mask0, mask1 in zip(
+                    sides[::2], sides[1::2], images.masks[::2], images.masks[1::2]
+                )
+            ]
 
     def transport(
         self, descriptors: Tensor, images: Images, wait: bool = True
     ) -> Tuple[List[Tensor], Tensor]:
-        """`assign` from matching descriptors (T, D): scores (equation 7), transport (8 and 9)."""
-        log_Ps: List[Tensor] = []
-        finite: List[Tensor] = []
-        for scores, mask0, mask1 in self.scores(descriptors, images):
-            result = log_optimal_transport(
-                scores, mask0, mask1, self.dustbin, self.config.sinkhorn_iterations, wait
-            )
-            log_Ps.append(result[0])
-            finite.append(result[1])
-        return log_Ps, torch.cat(finite)
-
-    def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Scores (B, M, N) of each batch, <f0, f1> / sqrt(D), and the masks (B, M) and (B, N)."""
-        # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
-        wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
-        sides = images.split(wide / self.config.dim**0.25)
-        found = []
-        with no_autocast(descriptors.device.type):
-            for i in range(0, len(sides), 2):
-                scores = torch.bmm(sides[i], sides[i + 1].transpose(1, 2))
-                found.append((scores, images.masks[i], images.masks[i + 1]))
-        return found
+        """`assign` from matching descriptors (T, D) (equations 7 to 9)."""
+        iterations = self.config.sinkhorn_iterations
+        solved = [
+            log_optimal_transport(*problem, self.dustbin, iterations, wait)
+            for problem in self.scores(descriptors, images)
+        ]
+        log_Ps, finite = zip(*solved)
+        return list(log_Ps), torch.cat(finite)
 
     def compile_layers(self) -> None:
         """Compile `describe` (torch 2), on a GPU as CUDA graphs, once for each of few shapes."""
@@ -235,14 +231,12 @@ class SuperGlue(nn.Module):
     @property
     def in_order(self) -> List[nn.Module]:
         """All modules with weights, in order of use."""
-        encoders = [
-            self.descriptor_projection,
-            self.keypoint_encoder,
-            *([self.rotary] if self.rotary else []),
-        ]
-        return [*encoders, *self.layers, self.final_projection]
+        encoders = [self.descriptor_projection, self.keypoint_encoder]
+        rotary = [self.rotary] if self.rotary else []
+        return [*encoders, *rotary, *self.layers, self.final_projection]
 
     def _start_as_identity(self, sharpness: float) -> None:
+        """Make the first score of a pair of keypoints `sharpness` times the cosine."""
         dim = self.config.dim
         with torch.no_grad():
             for linear in (self.descriptor_projection, self.final_projection):
@@ -262,33 +256,17 @@ def _layer(config: SuperGlueConfig) -> AttentionalLayer:
     return AttentionalLayer(config.dim, config.heads, config.norm)
 
 
-def _encoder_inputs(config: SuperGlueConfig) -> int:
-    if config.neighbours and not config.scale_angle:
-        raise ValueError("neighbours needs scale_angle")
-    return (6 if config.scale_angle else 3) + (FEATURES if config.neighbours else 0)
-
-
-def _keypoint_encoder(inputs: int, dim: int, norm: str) -> MLP:
+def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
+    """The encoder of `network_inputs`, whose output starts at zero."""
+    width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
-    for width in ENCODER_WIDTHS:
-        layers += [nn.Linear(inputs, width), token_norm(norm, width), nn.ReLU()]
-        inputs = width
-    last = nn.Linear(inputs, dim)
+    for wider in ENCODER_WIDTHS:
+        layers += [nn.Linear(width, wider), token_norm(config.norm, wider), nn.ReLU()]
+        width = wider
+    last = nn.Linear(width, config.dim)
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return MLP(*layers, last)
-
-
-def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
-    """(T, 3 or 6), each of order one: position, log score, log scale, direction."""
-    size = keypoints.image_size
-    position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
-    score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
-    if not scale_angle:
-        return torch.cat([position, score], -1)
-    scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
-    angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
-    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
 def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Matches:

@@ -34,14 +34,9 @@ def scaled_dot_product_attention(
         with _without_cudnn() if q.is_cuda else contextlib.nullcontext():
             return kernel(q, k, v, attn_mask=visible)
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-    function = recomputed if torch.is_grad_enabled() else _call
-    return torch.cat(
-        [function(plain_attention, part, k, v, visible) for part in q.split(rows, 2)], 2
-    )
-
-
-def _call(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    return function(*arguments)
+    learns = torch.is_grad_enabled()
+    parts = [checkpoint(learns, plain_attention, part, k, v, visible) for part in q.split(rows, 2)]
+    return torch.cat(parts, 2)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
@@ -167,15 +162,15 @@ def join_bytes(data: Tensor) -> Tensor:
     return words.view(torch.float32)
 
 
-def recomputed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Call `function(*arguments)` with gradient checkpointing; torch 1.10 has only the reentrant
-    form.
+def checkpoint(recompute: bool, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call `function(*arguments)`; `recompute`: with gradient checkpointing.
 
-    Without the state of random generators, of which the network uses none: a CUDA graph cannot read
-    it.
+    torch 1.10 has only its reentrant form. Without the state of random generators, of which the
+    network uses none: a CUDA graph cannot read it.
     """
-    from torch.utils.checkpoint import checkpoint
+    from torch.utils import checkpoint as torch_checkpoint
 
-    if can_compile():
-        return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(function, *arguments, preserve_rng_state=False)
+    if not recompute:
+        return function(*arguments)
+    how = {"use_reentrant": False} if can_compile() else {}
+    return torch_checkpoint.checkpoint(function, *arguments, preserve_rng_state=False, **how)

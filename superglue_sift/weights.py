@@ -22,10 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from torch import Tensor, nn
 
-from superglue_sift.attention import MLP
+from superglue_sift.attention import MLP, TokenBatchNorm
 from superglue_sift.errors import RequestError
 from superglue_sift.files import write_atomic
-from superglue_sift.normalization import TokenBatchNorm
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.torch_compat import exact_float32
 

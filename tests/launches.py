@@ -21,7 +21,7 @@ from pipeline.compat import grad_scaler
 from pipeline.train import optimization, step
 from pipeline.train.muon import Muon
 from pipeline.train.objective import MatchingObjective
-from superglue_sift import attention, pair_inputs, sinkhorn, superglue
+from superglue_sift import attention, network_inputs, sinkhorn, superglue
 from superglue_sift.batch import PairBatch
 from superglue_sift.sift import ORIENTED
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
@@ -119,7 +119,7 @@ def launches_of_a_step(counts: Sequence[int]) -> Counter[str]:
         "no_autocast": lambda kind: contextlib.nullcontext(),
     }
     with contextlib.ExitStack() as stack:
-        for module in (superglue, sinkhorn, pair_inputs, attention):
+        for module in (superglue, sinkhorn, network_inputs, attention):
             for name in stand_ins.keys() & vars(module):
                 stack.enter_context(mock.patch.object(module, name, stand_ins[name]))
         for _ in range(2):  # the first step creates the optimiser's state

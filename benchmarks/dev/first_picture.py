@@ -22,7 +22,7 @@ from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
 from superglue_sift.batch import Pair
 from superglue_sift.match_result import MatchResult
-from superglue_sift.pair_inputs import choose_pair
+from superglue_sift.network_inputs import choose_pair
 
 CORRECT_PX = 3.0
 QUALITY = 85  # of the JPEG

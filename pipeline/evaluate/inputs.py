@@ -14,7 +14,7 @@ import numpy as np
 from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.images import BadImage
-from superglue_sift.pair_inputs import choose_pair
+from superglue_sift.network_inputs import choose_pair
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
-from superglue_sift.descriptors import kind_of
+from superglue_sift.extractors import kind_of
 from superglue_sift.matcher import PairMatches, match_pairs
 from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue

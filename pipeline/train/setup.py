@@ -21,8 +21,8 @@ from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState, part
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
-from superglue_sift import normalization, portable, torch_compat
-from superglue_sift.descriptors import kind_of
+from superglue_sift import attention, portable, torch_compat
+from superglue_sift.extractors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
@@ -157,7 +157,7 @@ def build(
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
     model.recompute = train.checkpoint_layers
-    normalization.synchronize(model, distributed.differentiable_sum)
+    attention.synchronize(model, distributed.differentiable_sum)
     objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
     if train.compile:
         model.compile_layers()

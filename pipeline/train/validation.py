@@ -23,8 +23,7 @@ from pipeline.train.pairs.loader import NO_CHANGE, load_batch
 from pipeline.train.pairs.order import Sample, rank_slice, validation_pairs
 from superglue_sift.batch import PairBatch
 from superglue_sift.classical import neighbours
-from superglue_sift.descriptors import unit_vectors
-from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.network_inputs import choose_orientations, unit_vectors
 from superglue_sift.superglue import mutual_matches
 from superglue_sift.truth import IGNORED, Truth
 

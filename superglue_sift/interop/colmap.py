@@ -20,14 +20,14 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 import numpy as np
 
 from superglue_sift import geometry, scenes, tracks
-from superglue_sift.descriptors import kind_of, root_sift_of
 from superglue_sift.errors import RequestError
+from superglue_sift.extractors import kind_of
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
 from superglue_sift.images import AXES, inverse, to_upright
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
-from superglue_sift.sift import positions
+from superglue_sift.sift import positions, root_sift_of
 
 CENTRE = 0.5  # of the first pixel, in COLMAP's coordinates
 FOCAL = 1.2  # times the longer side: COLMAP's guess without EXIF

@@ -14,7 +14,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import lightglue
 from superglue_sift import sift
 from superglue_sift.batch import Pair
-from superglue_sift.descriptors import root_sift_of
+from superglue_sift.sift import root_sift_of
 
 
 class Block(torch.nn.Module):

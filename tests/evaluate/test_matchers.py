@@ -10,7 +10,7 @@ import torch
 from pipeline.evaluate import matchers
 from superglue_sift import classical, sift
 from superglue_sift.batch import Pair
-from superglue_sift.descriptors import root_sift_of
+from superglue_sift.sift import root_sift_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 

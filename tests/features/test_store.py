@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
-from superglue_sift.descriptors import record_dtype
-from superglue_sift.extractors import Extractor
+from superglue_sift.extractors import Extractor, record_dtype
 from superglue_sift.sift import ORIENTED
 
 pytestmark = pytest.mark.cu111

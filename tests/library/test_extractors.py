@@ -26,10 +26,11 @@ from superglue_sift import extractors, sift
 from superglue_sift.apps import cli
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.classical import neighbours, unit_rows
-from superglue_sift.descriptors import descriptors_of, kind_of, unit_vectors
+from superglue_sift.extractors import descriptors_of, kind_of
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Matcher
+from superglue_sift.network_inputs import unit_vectors
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import model_file
 

@@ -12,9 +12,12 @@ from made_views import SIZE, made_store
 
 from pipeline.features.store import Store
 from superglue_sift.batch import Images, Keypoints, Pair, from_pairs
-from superglue_sift.descriptors import root_sift
-from superglue_sift.pair_inputs import choose_orientations, neighbour_features
-from superglue_sift.superglue import geometry_of
+from superglue_sift.network_inputs import (
+    choose_orientations,
+    geometry_of,
+    neighbour_features,
+    root_sift,
+)
 
 pytestmark = pytest.mark.cu111
 

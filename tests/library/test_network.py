@@ -13,11 +13,11 @@ from made_pairs import SIZE, of_pair, pair, records, related, scrambled
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
-from superglue_sift import attention, normalization, sinkhorn, torch_compat
+from superglue_sift import attention, sinkhorn, torch_compat
 from superglue_sift import batch as batches
 from superglue_sift.attention import RotaryPositions
 from superglue_sift.batch import Images, Pair, from_pairs, similar_sizes, size_class
-from superglue_sift.descriptors import root_sift
+from superglue_sift.network_inputs import root_sift
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
@@ -243,7 +243,7 @@ class TestAttention:
 class TestNorms:
     def test_batch_norm_is_torchs_whatever_is_padded(self):
         torch.manual_seed(0)
-        ours = normalization.TokenBatchNorm(5)
+        ours = attention.TokenBatchNorm(5)
         theirs = torch.nn.BatchNorm1d(5)
         for _ in range(3):
             x = torch.randn(15, 5) * 3 + 1
@@ -352,7 +352,7 @@ class TestSuperGlue:
         model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=rotary))
         with torch.no_grad():
             for module in model.modules():
-                if isinstance(module, normalization.TokenBatchNorm):
+                if isinstance(module, attention.TokenBatchNorm):
                     module.running_mean.normal_()
                     module.running_var.uniform_(0.5, 2.0)
         before = {name: value.clone() for name, value in model.state_dict().items()}

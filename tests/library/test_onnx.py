@@ -27,7 +27,7 @@ from superglue_sift import (
     torch_compat,
 )
 from superglue_sift.matcher import extract
-from superglue_sift.pair_inputs import choose_orientations
+from superglue_sift.network_inputs import choose_orientations
 from superglue_sift.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.

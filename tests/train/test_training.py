@@ -27,7 +27,7 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch, split_evenly
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
-from superglue_sift import normalization
+from superglue_sift.attention import synchronize
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import save_model_file
 
@@ -48,7 +48,7 @@ def one_step(
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    normalization.synchronize(model, distributed.differentiable_sum)
+    synchronize(model, distributed.differentiable_sum)
     objective = distributed.wrap(MatchingObjective(model, 3.0, 5.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pairs = sum(shares)

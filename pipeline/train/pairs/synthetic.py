@@ -14,7 +14,7 @@ import numpy as np
 from pipeline.features.store import Store
 from pipeline.train.pairs.order import Sample
 from superglue_sift.batch import Pair, PairBatch, from_pairs
-from superglue_sift.descriptors import descriptors_of
+from superglue_sift.extractors import descriptors_of
 from superglue_sift.geometry import transform
 from superglue_sift.sift import ORIENTED
 

@@ -1,33 +1,75 @@
-"""Inputs of the network that depend on both images of a pair. No gradient passes through them.
+"""What the network sees of keypoints, all of order one. No gradient passes through it.
+
+**Descriptors** are unit vectors (`unit_vectors`).
 
 **Orientation.** SIFT has a descriptor for each strong orientation, and the strongest one changes
 between views. Lowe (2004, section 5) creates a keypoint for each. Here a point remains one
 keypoint, so that truth and matches are one to one, and its orientation is the one whose descriptor
-is closer to a descriptor of the other image.
+is closer to a descriptor of the other image (`choose_orientations`).
 
-**Nearest neighbours** by descriptor in the other image. The first layers then need not search for
-candidates: they can compare how distinctive these are (Lowe's ratio, section 7.1), and whether
-other candidates moved, rotated and scaled alike.
+**Nearest neighbours** by descriptor in the other image (`neighbour_features`). The first layers
+then need not search for candidates: they can compare how distinctive these are (Lowe's ratio,
+section 7.1), and whether other candidates moved, rotated and scaled alike.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import List, Tuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from superglue_sift.batch import DESCRIPTOR_AT, Images, Pair, PairBatch, from_pairs
-from superglue_sift.descriptors import root_sift
+from superglue_sift.batch import DESCRIPTOR_AT, Images, Keypoints, Pair, PairBatch, from_pairs
 from superglue_sift.sift import KEYPOINT, ORIENTED
-from superglue_sift.torch_compat import no_autocast
+from superglue_sift.torch_compat import floats_of_bytes, no_autocast
 
-FEATURES = 8  # per keypoint, see `neighbour_features`
+# Typical SIFT values at 512x384
+TYPICAL_SCORE = 0.03
+TYPICAL_SCALE = 4.0
+NEIGHBOUR_FEATURES = 8  # per keypoint, see `neighbour_features`
 MAX_BYTES = 256 << 20  # of the cosines that are held at a time
 _ONE = KEYPOINT.itemsize
 _ANGLE = slice(12, 16)  # bytes of a record, behind x, y and scale
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
+
+
+def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
+    """Descriptors as unit vectors, float32 (..., dim); zeros stay zeros.
+
+    sift: RootSIFT. float: divided by their length. binary: every bit becomes -1 or +1, so that the
+    cosine at Hamming distance h is 1 - 2 h / dim. data: (..., K) uint8, the bytes of records from
+    the descriptor on (`PairBatch.descriptors0`).
+    """
+    if kind == "sift":
+        return root_sift(data)
+    if kind == "float":
+        return nn.functional.normalize(floats_of_bytes(data), dim=-1)
+    # Highest bit first, as numpy.unpackbits
+    place = 2 ** torch.arange(7, -1, -1, device=data.device)
+    bits = (data.unsqueeze(-1) & place.to(torch.uint8)) != 0
+    return (bits.flatten(-2).float() * 2 - 1) / math.sqrt(dim)
+
+
+def root_sift(descriptors: Tensor) -> Tensor:
+    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay
+    zeros.
+    """
+    values = descriptors.float()
+    return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
+
+
+def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
+    """(T, 3 or 6), each of order one: position, log score, log scale, direction."""
+    size = keypoints.image_size
+    position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
+    score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    if not scale_angle:
+        return torch.cat([position, score], -1)
+    scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
+    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
 @torch.no_grad()
@@ -108,7 +150,7 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         geometry: (T, 6): position, log score, log scale, cos and sin of the angle.
 
     Returns:
-        (T, FEATURES): distance of the descriptors, its ratio to that of the second nearest (1
+        (T, 8): distance of the descriptors, its ratio to that of the second nearest (1
         without one), whether they are mutual nearest neighbours; position of the neighbour 2, log
         ratio of the scales, cos and sin of the angle between the orientations. Zeros if the other
         image is empty.
@@ -125,7 +167,7 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
 def _features_of_pairs(
     units: List[Tensor], geometry: List[Tensor], masks: List[Tensor]
 ) -> List[Tensor]:
-    """`neighbour_features` of both sides of a batch: (B, M, FEATURES) and (B, N, FEATURES)."""
+    """`neighbour_features` of both sides of a batch: (B, M, 8) and (B, N, 8)."""
     cosines = torch.bmm(units[0], units[1].transpose(1, 2))  # (B, M, N)
     cosines = cosines.masked_fill(~(masks[0].unsqueeze(2) & masks[1].unsqueeze(1)), -torch.inf)
     best = [cosines.max(2), cosines.max(1)]
