@@ -11,12 +11,12 @@ HEIC need more, imported on use. `pipeline` trains the models. In reading order:
     feature_store                 features of many images, kept on disk
     images                        a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
-    extractors, descriptors       other features and the kinds of their descriptors;
+    extractors                    other features and the kinds of their descriptors;
                                   opencv_features: two examples
-    superglue                     the network, with attention, normalization, sinkhorn (optimal
-                                  transport), network_inputs
-    geometry, truth               homographies; which keypoints correspond
-    refine, patches, local_maps, tracks    positions of matches to a fraction of a pixel
+    superglue                     the network, with network_inputs, attention, sinkhorn (optimal
+                                  transport)
+    geometry, pose, truth         homographies and cameras; which keypoints correspond
+    refine, patches, tracks       positions of matches to a fraction of a pixel
     scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints
                                   matched
     weights                       model files

@@ -10,6 +10,7 @@ from superglue_sift import drawing, geometry, refine, stamps
 from superglue_sift.errors import RequestError
 from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.images import UPRIGHT, Photo
+from superglue_sift.pose import Pose, relative_pose
 from superglue_sift.sift import positions
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
@@ -192,8 +193,8 @@ class MatchResult(NamedTuple):
 
     def relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
-    ) -> geometry.Pose:
-        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`geometry.relative_pose`).
+    ) -> Pose:
+        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`pose.relative_pose`).
 
         R and t are None without a solution. threshold_px: distance from epipolar lines, in pixels
         of image 1; None: 1 px, in larger images as for `homography`. Raises ValueError for
@@ -202,9 +203,7 @@ class MatchResult(NamedTuple):
         to0, to1 = self._reductions()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return self._fit(
-            lambda r: geometry.relative_pose(
-                r.points0, r.points1, to0 @ K0, to1 @ K1, limit, r.deviations
-            )
+            lambda r: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, limit, r.deviations)
         )
 
     def _reductions(self) -> Tuple[np.ndarray, np.ndarray]:

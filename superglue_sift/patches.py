@@ -1,10 +1,14 @@
-"""Square patches of an image, and the shift that aligns one with another (`refine`)."""
+"""Pyramids of an image, square patches of it, and the shift that aligns one with another
+(`refine`).
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Tuple
+from typing import Tuple, Union
 
+import cv2
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +20,48 @@ SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
 CORRELATED = 6.0  # samples of a smoothed image per independent one
 FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
 EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direction has no structure
+
+
+class Pyramid:
+    """Levels of an image, each half as large as the one before, one below another in a picture."""
+
+    def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
+        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
+        for _ in range(levels):
+            pictures.append(cv2.pyrDown(pictures[-1]))
+        sizes = np.array([picture.shape[::-1] for picture in pictures])
+        tops = np.cumsum(sizes[:, 1]) - sizes[:, 1]
+        whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
+        for top, picture in zip(tops, pictures):
+            whole[top : top + picture.shape[0], : picture.shape[1]] = picture
+        self.picture = to_tensor(whole, device)[None, None]
+        # Of each level: its last sample in px of the image; a px of the image, and its first
+        # sample, in the units of grid_sample, from -1 to 1 over the picture
+        scale = 2.0 ** -np.arange(levels + 1)
+        unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
+        self.last = to_tensor((sizes - 1) / scale[:, None], device)
+        self.unit = to_tensor(scale[:, None] * unit, device)
+        self.begin = to_tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
+
+    def grid(self, points: Tensor, level: Tensor) -> Tensor:
+        """(K, n, 2) positions for `read` of points (K, n, 2), px of the image, on level (K,)."""
+        return points * self.unit[level][:, None] + self.begin[level][:, None]
+
+    def read(self, grid: Tensor) -> Tensor:
+        """(K, n) gray levels at `grid`, interpolated linearly."""
+        sampled = torch.nn.functional.grid_sample(
+            self.picture, grid[None], align_corners=True, padding_mode="border"
+        )
+        return sampled[0, 0]
+
+    def holds(self, points: Tensor, level: Tensor) -> Tensor:
+        """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
+        points = corners(points)
+        return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
+
+
+def to_tensor(values: np.ndarray, device: Union[str, torch.device]) -> Tensor:
+    return torch.as_tensor(values, dtype=torch.float32, device=device)
 
 
 class Template:

@@ -29,8 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift import patches
-from superglue_sift.local_maps import local_maps, similarities
+from superglue_sift import geometry, patches
 from superglue_sift.sift import positions
 
 MAX_ZOOM = 8.0  # maximum magnification between the images
@@ -47,6 +46,13 @@ MAX_BLUR = 8.0  # maximum deviation of the added blur
 BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
 # Ratio of deviations, with and without equal sharpness, below which the former is kept
 SHARPER = 0.85
+# Local maps
+NEIGHBOURS = 10  # matches to fit a map to
+NEAR_PX = 30.0  # distance at which a neighbour has half the weight
+PRIOR_PX = 5.0  # weight of the global map: that of one neighbour at this distance
+GEOMETRY_PX = 3.0  # inlier distance of the geometry
+PLANAR = 0.6  # minimum fraction of inliers of a homography whose derivatives are used
+MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 
 
 class Aligned(NamedTuple):
@@ -99,7 +105,7 @@ def align_points(
         return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
-    levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
+    levels = torch.aspatches.to_tensor(coarsest.astype(np.int64), device=device)
 
     def begin(image0: np.ndarray, image1: np.ndarray) -> _Work:
         return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), device)
@@ -118,6 +124,60 @@ def align_points(
     found = (work.shift, work.deviation, work.correlation)
     shift, deviations, correlations = (values.cpu().numpy() for values in found)
     return Aligned(start0, start1 + shift, deviations, correlations)
+
+
+def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) maps 0 -> 1 by the keypoints' scales and angles, the identity without these."""
+    scales = np.stack([records0["scale"], records1["scale"]])
+    scales[:, (scales <= 0).any(0)] = 1.0
+    ratio = (scales[1] / scales[0]).astype(np.float64)
+    rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
+    c = ratio * np.cos(rotation)
+    s = ratio * np.sin(rotation)
+    return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
+
+
+def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
+
+    For inliers of a homography that fits most matches, its derivative. For others, the
+    least-squares affine map of the nearest inliers of one homography or epipolar geometry; without
+    these, `fallback` (K, 2, 2).
+    """
+    given = points0.astype(np.float32), points1.astype(np.float32)
+    H, planar = geometry.fit_homography(*given, GEOMETRY_PX)
+    agreeing = planar
+    if planar.sum() < PLANAR * len(planar):
+        agreeing = planar | geometry.fit_fundamental(*given, GEOMETRY_PX).inliers
+    if agreeing.sum() < MIN_AGREEING:
+        return fallback
+    maps = nearest_affine(points0, points1, agreeing)
+    if H is not None and planar.sum() >= PLANAR * agreeing.sum():
+        maps[planar] = geometry.jacobians(H, points0[planar])
+    return maps
+
+
+def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, at least one.
+
+    Each is regularized by the map of all of these.
+    """
+    from scipy.spatial import KDTree
+
+    own = points0[agreeing]
+    theirs = points1[agreeing]
+    count = min(NEIGHBOURS, len(own))
+    distance, index = KDTree(own).query(points0, count)
+    weight = 1.0 / (NEAR_PX + distance)
+    weight = weight / weight.sum(1, keepdims=True)
+    p, q = (
+        points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
+        for points in (own, theirs)
+    )
+    whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
+    normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
+    right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
+    return np.linalg.solve(normal, right).swapaxes(1, 2)
 
 
 def _equally_sharp(
@@ -151,48 +211,6 @@ def _equally_sharp(
     return blur(middle), middle
 
 
-class _Pyramid:
-    """Levels of an image, each half as large as the one before, one below another in a picture."""
-
-    def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
-        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), patches.SMOOTHING_PX)]
-        for _ in range(levels):
-            pictures.append(cv2.pyrDown(pictures[-1]))
-        sizes = np.array([picture.shape[::-1] for picture in pictures])
-        tops = np.cumsum(sizes[:, 1]) - sizes[:, 1]
-        whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
-        for top, picture in zip(tops, pictures):
-            whole[top : top + picture.shape[0], : picture.shape[1]] = picture
-        self.picture = _tensor(whole, device)[None, None]
-        # Of each level: its last sample in px of the image; a px of the image, and its first
-        # sample, in the units of grid_sample, from -1 to 1 over the picture
-        scale = 2.0 ** -np.arange(levels + 1)
-        unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
-        self.last = _tensor((sizes - 1) / scale[:, None], device)
-        self.unit = _tensor(scale[:, None] * unit, device)
-        self.begin = _tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
-
-    def grid(self, points: Tensor, level: Tensor) -> Tensor:
-        """(K, n, 2) positions for `read` of points (K, n, 2), px of the image, on level (K,)."""
-        return points * self.unit[level][:, None] + self.begin[level][:, None]
-
-    def read(self, grid: Tensor) -> Tensor:
-        """(K, n) gray levels at `grid`, interpolated linearly."""
-        sampled = torch.nn.functional.grid_sample(
-            self.picture, grid[None], align_corners=True, padding_mode="border"
-        )
-        return sampled[0, 0]
-
-    def holds(self, points: Tensor, level: Tensor) -> Tensor:
-        """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
-        points = patches.corners(points)
-        return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
-
-
-def _tensor(values: np.ndarray, device: Union[str, torch.device]) -> Tensor:
-    return torch.as_tensor(values, dtype=torch.float32, device=device)
-
-
 class _Work:
     """State of K matches: shift (K, 2) in px of image 1; deviation, plain and correlation (K,).
 
@@ -223,16 +241,18 @@ class _Work:
         # Sampling distance, px of image 0: one px of the coarser image
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
-        self.usable = torch.as_tensor(usable, device=device)
-        self.step1 = _tensor(step0 * scale, device)
-        self.octaves = _tensor(octaves, device)
+        self.usable = torch.aspatches.to_tensor(usable, device=device)
+        self.step1 = patches.to_tensor(step0 * scale, device)
+        self.octaves = patches.to_tensor(octaves, device)
         # One sample, in px of each image
-        self.frame0 = _tensor(step0[:, None, None] * np.eye(2), device)
-        self.frame1 = _tensor(step0[:, None, None] * maps, device)
-        self.points0 = _tensor(points0, device)
-        self.points1 = _tensor(points1, device)
+        self.frame0 = patches.to_tensor(step0[:, None, None] * np.eye(2), device)
+        self.frame1 = patches.to_tensor(step0[:, None, None] * maps, device)
+        self.points0 = patches.to_tensor(points0, device)
+        self.points1 = patches.to_tensor(points1, device)
         levels = COARSER + int(np.round(octaves.max()))
-        self.pyramid0, self.pyramid1 = (_Pyramid(gray, levels, device) for gray in (gray0, gray1))
+        self.pyramid0, self.pyramid1 = (
+            patches.Pyramid(gray, levels, device) for gray in (gray0, gray1)
+        )
         self.offsets, self.weight = patches.patch(device)
         self.shift = torch.zeros_like(self.points1)
         self.deviation, self.plain, self.correlation = (

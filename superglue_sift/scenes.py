@@ -24,8 +24,8 @@ import numpy as np
 from superglue_sift import classical, geometry, stamps
 from superglue_sift.errors import check_range
 from superglue_sift.features import Features
-from superglue_sift.local_maps import MIN_AGREEING, nearest_affine
 from superglue_sift.match_result import MatchResult
+from superglue_sift.refine import MIN_AGREEING, nearest_affine
 from superglue_sift.sift import positions
 
 # Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an

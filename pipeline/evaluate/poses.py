@@ -21,8 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift import geometry
-from superglue_sift.geometry import epipolar
+from superglue_sift.pose import FAR, MIN_ESSENTIAL, relative_pose
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
@@ -165,7 +164,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
 
 def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
     """RANSAC over essential matrices, from the intrinsics of `cameras`."""
-    if len(found.points0) < epipolar.MIN_ESSENTIAL:
+    if len(found.points0) < MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
     K1 = cameras.K1
@@ -176,7 +175,7 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
     best = None
     most = 0
     for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
-        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), epipolar.FAR, mask=mask.copy())
+        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())
         if inliers > most:
             best = R, t.ravel()
             most = inliers
@@ -186,7 +185,7 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
 def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
     """That of `MatchResult.relative_pose`."""
     points = found.points0, found.points1
-    pose = geometry.relative_pose(*points, cameras.K0, cameras.K1, RANSAC_PX, found.deviations)
+    pose = relative_pose(*points, cameras.K0, cameras.K1, RANSAC_PX, found.deviations)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 

@@ -6,7 +6,7 @@ import cv2
 import numpy as np
 import pytest
 
-from superglue_sift import Matcher, geometry, local_maps, refine
+from superglue_sift import Matcher, geometry, refine
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import KEYPOINT
@@ -179,7 +179,7 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     rng = np.random.default_rng(0)
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
     points1[:60] = geometry.transform(points0[:60], TURN)
-    maps = local_maps.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    maps = refine.local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], geometry.jacobians(TURN, points0[:60]), atol=1e-3)
 
 

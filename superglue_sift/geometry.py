@@ -1,21 +1,23 @@
-"""Fit a homography to matches: RANSAC with refinement, or least squares over all of them."""
+"""Points in two images: homographies, as maps of the plane and fitted to matches, and fundamental
+matrices. (`pose`: the relative pose of two cameras.)
+
+Points are in pixels: x right, y down, centre of the first pixel at (0, 0). H_a_to_b maps points of
+frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by element: the sums of matrix
+products and LAPACK's inverses depend on the processor.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+import contextlib
+import functools
+import math
+from typing import NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
-from superglue_sift.geometry.plane import (
-    compose,
-    inverse,
-    jacobians,
-    mirrored_part,
-    normalized,
-    transform,
-)
-
+TINY = np.finfo(np.float64).tiny
+REFERENCE_PX = 1024  # longer side of an image at which lengths in pixels were chosen
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
 CONFIDENCE = 0.995  # at which RANSAC stops early; default of findHomography
 # Scatter of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
@@ -28,6 +30,113 @@ MODEL_SCATTER = 1.5
 MODEL_LIMITS_PX = (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
+MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
+
+
+def transform(points, H):
+    """Map points (..., N, 2) through homographies (..., 3, 3), arrays or tensors, to (..., N, 2).
+
+    Points on the horizon line become inf or nan, without an error.
+    """
+    x = points[..., :1]
+    y = points[..., 1:]
+    H = H[..., None, :, :]
+    mapped = x * H[..., :2, 0] + y * H[..., :2, 1] + H[..., :2, 2]
+    depth = x * H[..., 2:, 0] + y * H[..., 2:, 1] + H[..., 2:, 2]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return mapped / depth
+
+
+def compose(*homographies: np.ndarray) -> np.ndarray:
+    """Chain homographies (..., 3, 3), the last applied first.
+
+    H_0to1 = compose(H_image_to_1, inverse(H_image_to_0)).
+    """
+    product = functools.partial(np.einsum, "...ij,...jk->...ik")  # no BLAS
+    return normalized(functools.reduce(product, homographies))
+
+
+def inverse(H: np.ndarray) -> np.ndarray:
+    """Inverse homographies (..., 3, 3), by the adjugate. Singular matrices raise no error."""
+    a, b, c = np.moveaxis(H, -1, 0)
+    return normalized(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-2))
+
+
+def normalized(H: np.ndarray) -> np.ndarray:
+    """Scale homographies (..., 3, 3) float64 to a lower right entry of 1, unless it is 0."""
+    scale = H[..., 2:, 2:]
+    return H / np.where(np.abs(scale) > TINY, scale, 1.0)
+
+
+def through_four_points(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Homography through four correspondences, (4, 2) each, in float64."""
+    return compose(_of_unit_square(target), inverse(_of_unit_square(source)))
+
+
+def _of_unit_square(quad: np.ndarray) -> np.ndarray:
+    """Homography of (0, 0), (1, 0), (1, 1), (0, 1) to a quadrilateral (Heckbert 1989, 2.2.3)."""
+    (x0, y0), (x1, y1), (x2, y2), (x3, y3) = quad.tolist()
+    sum_x = x0 - x1 + x2 - x3
+    sum_y = y0 - y1 + y2 - y3
+    area = (x1 - x2) * (y3 - y2) - (x3 - x2) * (y1 - y2)
+    g = (sum_x * (y3 - y2) - (x3 - x2) * sum_y) / area
+    h = ((x1 - x2) * sum_y - sum_x * (y1 - y2)) / area
+    return np.array(
+        [
+            [x1 - x0 + g * x1, x3 - x0 + h * x3, x0],
+            [y1 - y0 + g * y1, y3 - y0 + h * y3, y0],
+            [g, h, 1.0],
+        ]
+    )
+
+
+def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
+    """(N, 2, 2) derivatives of a homography at points (N, 2)."""
+    mapped = transform(points, H)
+    depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
+    return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
+
+
+def mirrored_part(maps: np.ndarray) -> float:
+    """Part of the local maps (K, 2, 2) that reverse orientation, as no view of a surface does.
+
+    Where most do, only details that are symmetric themselves were matched.
+    """
+    areas = maps[:, 0, 0] * maps[:, 1, 1] - maps[:, 0, 1] * maps[:, 1, 0]
+    return np.count_nonzero(areas < 0) / max(len(maps), 1)
+
+
+def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
+    """(3, 3) map of pixel coordinates under `cv2.resize` from one (width, height) to another."""
+    sx = after[0] / before[0]
+    sy = after[1] / before[1]
+    return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
+
+
+def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
+    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`."""
+    return max(1.0, max(size) / side)
+
+
+def corners(size: Tuple[int, int]) -> np.ndarray:
+    """Centres of the corner pixels of an image (width, height): (4, 2) float64, clockwise."""
+    w, h = size
+    return np.array([[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]], dtype=np.float64)
+
+
+def corner_error(
+    H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Tuple[int, int]
+) -> float:
+    """Mean distance in px of image 0's corners mapped by both; inf without an estimate.
+
+    The error of SuperGlue, section 5.1.
+    """
+    if H_estimated is None:
+        return math.inf
+    points = corners(size)
+    apart = transform(points, H_estimated) - transform(points, H_true)
+    error = float(np.linalg.norm(apart, axis=-1).mean())
+    return error if math.isfinite(error) else math.inf
 
 
 class Fit(NamedTuple):
@@ -169,7 +278,7 @@ def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """(2 N, 8) derivatives of mapped points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
-    linear = np.column_stack([points, np.ones(len(points))]) / depth[:, None]
+    linear = to_homogeneous(points) / depth[:, None]
     derivatives = np.zeros((len(points), 2, 8))
     derivatives[:, 0, :3] = derivatives[:, 1, 3:6] = linear
     derivatives[:, :, 6:] = -mapped[:, :, None] * linear[:, None, :2]
@@ -210,7 +319,7 @@ def fit_dlt(
     w = weights[used]
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
-    homogeneous = np.column_stack([transform(p0, T0), np.ones(len(p0))])
+    homogeneous = to_homogeneous(transform(p0, T0))
     x, y = transform(p1, T1).T
     zeros = np.zeros_like(homogeneous)
     horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
@@ -222,3 +331,35 @@ def fit_dlt(
         return None  # a second null direction: collinear or coincident points
     H = compose(inverse(T1), vectors[:, 0].reshape(3, 3), T0)
     return H if np.isfinite(H).all() else None
+
+
+def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
+    """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++.
+
+    Deterministic. None for fewer than eight matches, and where OpenCV fails on degenerate ones.
+    """
+    F = None
+    inliers = np.zeros(len(points0), bool)
+    if len(points0) >= MIN_FUNDAMENTAL:
+        # OpenCV raises "!model.empty()" if no sample gives a model
+        with contextlib.suppress(cv2.error):
+            F, mask = cv2.findFundamentalMat(
+                points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
+            )
+            inliers = inliers if F is None else mask.ravel() > 0
+    return Fit(F, inliers)
+
+
+def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """(K,) px: the larger distance of matched points (K, 2) from their lines in both images."""
+    homogeneous0, homogeneous1 = (to_homogeneous(points) for points in (points0, points1))
+    lines1 = homogeneous0 @ F.T
+    lines0 = homogeneous1 @ F
+    product = np.abs((homogeneous1 * lines1).sum(axis=1))
+    shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
+    return product / np.maximum(shorter, 1e-12)
+
+
+def to_homogeneous(points: np.ndarray) -> np.ndarray:
+    """(K, 2) -> (K, 3), with a last entry of 1."""
+    return np.column_stack([points, np.ones(len(points))])

@@ -1,51 +1,25 @@
-"""Fit the geometry of two cameras to matches: a fundamental matrix, or the relative pose."""
+"""The relative pose of two cameras, fitted to matches."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
-from superglue_sift.geometry.homography import SCATTER_PX, Fit, weights_of
-from superglue_sift.geometry.plane import TINY, inverse, transform
+from superglue_sift.geometry import (
+    MIN_FUNDAMENTAL,
+    SCATTER_PX,
+    TINY,
+    inverse,
+    to_homogeneous,
+    transform,
+    weights_of,
+)
 
 MIN_ESSENTIAL = 5  # matches for an essential matrix
-MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
 FAR = 1e9  # depth, in baselines, beyond which points do not decide between the four motions
 SAMPSON_PX = 3.0  # maximum distance to the epipolar line of matches that a pose is fitted to
-
-
-def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++.
-
-    Deterministic. None for fewer than eight matches, and where OpenCV fails on degenerate ones.
-    """
-    F = None
-    inliers = np.zeros(len(points0), bool)
-    if len(points0) >= MIN_FUNDAMENTAL:
-        # OpenCV raises "!model.empty()" if no sample gives a model
-        with contextlib.suppress(cv2.error):
-            F, mask = cv2.findFundamentalMat(
-                points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
-            )
-            inliers = inliers if F is None else mask.ravel() > 0
-    return Fit(F, inliers)
-
-
-def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) px: the larger distance of matched points (K, 2) from their lines in both images."""
-    homogeneous0, homogeneous1 = (_homogeneous(points) for points in (points0, points1))
-    lines1 = homogeneous0 @ F.T
-    lines0 = homogeneous1 @ F
-    product = np.abs((homogeneous1 * lines1).sum(axis=1))
-    shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
-    return product / np.maximum(shorter, 1e-12)
-
-
-def _homogeneous(points: np.ndarray) -> np.ndarray:
-    return np.column_stack([points, np.ones(len(points))])
 
 
 class Pose(NamedTuple):
@@ -112,7 +86,7 @@ def refine_pose(
     """
     from scipy.optimize import least_squares
 
-    p0, p1 = (_homogeneous(flat) for flat in (flat0, flat1))
+    p0, p1 = (to_homogeneous(flat) for flat in (flat0, flat1))
     near = np.abs(_sampson(R, t, p0, p1)) * focal < SAMPSON_PX
     if near.sum() < MIN_FUNDAMENTAL:
         return R, t
