@@ -1,5 +1,5 @@
 """Programs around the matcher.
 
-`cli` (superglue-match), its `options`, `many` (folders, lists, videos), `retrieval`, `results`
-(files of a pair), `serve` (the page).
+`cli` (superglue-match; two images), `pairing` (which of folders, lists and videos), `many` (matches
+them), `retrieval`, `results` (files of a pair), `serve` (the page).
 """

@@ -36,48 +36,136 @@ if __name__ == "__main__":
     threads.wait_passively()  # before torch is imported
 
 import argparse
-import contextlib
-import dataclasses
-import itertools
-import os
+import math
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
-import cv2
-
-from superglue_sift import errors, scenes
-from superglue_sift.apps import many, options, results, retrieval
-from superglue_sift.apps.options import BAD_IMAGES, CAMERA, DATABASE, FOLDER, LIST, RULES, VIDEO
-from superglue_sift.errors import RequestError, WorkError
-from superglue_sift.extractors import DEFAULT
-from superglue_sift.feature_store import FeatureStore, Item
-from superglue_sift.files import file_sha256, write_atomic, write_csv
+from superglue_sift import __version__, errors, scenes
+from superglue_sift.apps import many, pairing, results
+from superglue_sift.apps.pairing import CAMERA, DATABASE, FILES, FOLDER, LIST, PAGE, TWO, VIDEO
+from superglue_sift.errors import RequestError, check_range
+from superglue_sift.features import ENLARGED_TO
+from superglue_sift.files import check_writable, write_atomic
+from superglue_sift.images import EXTENSIONS, STORED, UPRIGHT
 from superglue_sift.matcher import MAX_KEYPOINTS, Matcher
 from superglue_sift.progress import Progress
-from superglue_sift.sift import WEAK
 from superglue_sift.weights import shipped_weights
 
-SETTINGS = ("max_keypoints", "resize", "threshold", "refine", "frame")  # of `Matcher`
+PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+RULES = ("accept", "strict", "likely", "network_keypoints")  # fields of `scenes.Rules`
+
+GOES_WITH = {  # option: sources
+    "every": (VIDEO, CAMERA),
+    "frames": (VIDEO, CAMERA),
+    "pairing": (FOLDER, FILES, DATABASE),
+    "k": (FOLDER, FILES, VIDEO, CAMERA, DATABASE),
+    "colmap": (FOLDER, LIST, DATABASE),
+    "dry_run": (DATABASE,),
+    "out_dir": (TWO, FILES, FOLDER, VIDEO, LIST, CAMERA, PAGE),
+    "out": (TWO,),
+    "json": (TWO,),
+}
+NEEDS = {  # option: options, of which it needs one
+    **dict.fromkeys(("features", "pictures", "json_files"), ("out_dir",)),
+    **dict.fromkeys(RULES, ("scene",)),
+    "homography": ("out", "out_dir"),
+}
+RANGES = {
+    **dict.fromkeys(("max_keypoints", "k", "every", "frames"), (1, math.inf)),
+    **dict.fromkeys(("accept", "network_keypoints"), (1, math.inf)),
+    **dict.fromkeys(("resize", "likely"), (0, math.inf)),
+    **dict.fromkeys(("threshold", "strict"), (0, 1)),
+    "port": (0, 65535),  # 0: any free one
+}
+
+# The help is the definition: heading, `--option VALUE  text`. VALUE chooses the type; without it
+# the option is a flag, and `--[no-]option` is one with two sides.
+TYPES = {"FILE": Path, "DIR": Path, "N": int, "P": float}
+DEFAULTS = {
+    "device": "auto",
+    "frame": UPRIGHT,
+    "refine": True,
+    "precision": "float32",
+    "port": 8010,
+}
+OPTIONS = f"""
+what to match
+--pairs FILE  text file, `a b` in each line; names with spaces in "quotes"
+--root DIR  folder of the images in --pairs (default: that of the file)
+--camera N  camera N of this machine, until Ctrl-C or --frames
+--pairing auto|exhaustive|sequential|nearest  pairs of a folder: all; each image with the K before
+  it by name, or with the K most similar; or auto (default): all pairs of up to
+  {pairing.MAX_EXHAUSTIVE} images, else the K most similar
+--k N  for sequential and video (default 5) and nearest (default 20)
+--every N  use every N-th frame of a video or camera (default 1)
+--frames N  use at most N frames of a video or camera
+
+what to write
+--out FILE  for two images: picture of the matches (png, jpg or webp)
+--json FILE  for two images: keypoints and matches
+--out-dir DIR  for any number of images: A_B_matches.npz for each pair
+--pictures  with --out-dir: also A_B_matches.jpg
+--json-files  with --out-dir: also A_B_matches.json
+--homography  also the first image warped onto the second, A_B_overlay.jpg, and both blinking,
+  A_B_blink.gif
+--colmap FILE  for a folder or --pairs: also a COLMAP database, ready to map (pip install
+  'superglue-sift[colmap]'). Without photographs: match the features of an existing database, only
+  pairs that have no matches yet
+--dry-run  with an existing database: say what would be matched, and write nothing
+--features DIR  folder of the features (default: OUT-DIR/features)
+
+how to match
+--model FILE  model file (default: the shipped weights)
+--max-keypoints N  maximum number of keypoints per image (default 1024, with --scene 8192)
+--threshold P  minimum probability of a match (default: the model's own, else 0.2)
+--resize N  reduce images to this longer side (default 1024, with --scene 1600), and enlarge those
+  below {ENLARGED_TO} px; 0: neither
+--[no-]scene  photographs of one place: accept or reject pairs, then fill them (default with
+  --colmap, else --no-scene)
+--accept N  with --scene: minimum number of strict matches of one geometry (default {scenes.ACCEPT})
+--strict P  with --scene: matches above this confidence are strict (default {scenes.STRICT})
+--likely N  with --scene: skip pairs with fewer classical matches of one geometry (default
+  {scenes.LIKELY}; 0: none)
+--network-keypoints N  with --scene: number of keypoints that the network sees (default
+  {scenes.NETWORK_KEYPOINTS})
+--extractor MODULE:FUNCTION  required for non-SIFT models: allows this code to run
+--device NAME  auto (default: a GPU if there is one), cpu, cuda or cuda:N
+--frame upright|stored  frame of coordinates: upright (default), rotated according to EXIF, like
+  cv2.imread; or stored, as in the file. Pictures are always upright, a COLMAP database is always of
+  stored pixels
+--[no-]refine  align matches, and keypoints of --colmap, by the pixels of the images (default)
+--precision float32|bfloat16  of the network's layers; bfloat16 is faster on GPUs and on CPUs with
+  AMX
+
+a page for the browser (pip install 'superglue-sift[serve]')
+--serve  drop two images and move the threshold
+--port N  on 127.0.0.1 (default 8010)
+"""
 
 
-class Job(NamedTuple):
-    """Pairs to match, their number and photographs if known, and unreadable files with reasons.
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Entry point of the command."""
+    args = parse(argv)
+    if args.serve:
+        from superglue_sift.apps import serve
 
-    expansion: proposes more pairs after these.
-    """
-
-    pairs: many.Pairs
-    total: Optional[int]
-    photos: Sequence[Item]
-    bad: Dict[str, str]
-    expansion: Optional[retrieval.Expansion] = None
+        return serve.run(load(args), args.port)
+    try:
+        if args.source == DATABASE:
+            return match_database(args)
+        return many.match_many(args, load(args)) if args.out_dir else match_two(args)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
 
 
 def load(args: argparse.Namespace) -> Matcher:
     """Load the matcher. Raises RequestError if its extractor would have to be allowed."""
-    asked = {name: getattr(args, name) for name in (*SETTINGS, "precision", "extractor", "scene")}
+    settings = (*many.SETTINGS, "precision", "extractor", "scene")
+    asked = {name: getattr(args, name) for name in settings}
     rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
     matcher = Matcher.load(args.model, args.device, **asked, **rules)
     if matcher.extractor is None:
@@ -114,52 +202,13 @@ def match_two(args: argparse.Namespace) -> int:
     return 0
 
 
-def match_many(args: argparse.Namespace) -> int:
-    """Match any number of pairs into --out-dir."""
-    matcher = load(args)
-    store = FeatureStore(matcher, args.features or args.out_dir / "features")
-    wanted = [results.JSON] * args.json_files + [results.PICTURE] * args.pictures
-    wanted += [results.OVERLAY, results.BLINK] * args.homography
-    again = args.source == CAMERA
-    output = many.Output(args.out_dir, wanted, settings_of(args, matcher), again)
-    job = choose_job(args, store)
-    total = job.total
-    with contextlib.ExitStack() as stack:
-        adding: List[many.Adding] = [job.expansion] if job.expansion else []
-        if matcher.rules:
-            adding.append(stack.enter_context(results.pair_list(args.out_dir, root_of(args))))
-        if args.colmap:
-            from superglue_sift.interop import colmap
-
-            where = (args.colmap, root_of(args))
-            database = colmap.database_of(*where, job.photos, store, args.refine)
-            adding.append(stack.enter_context(database))
-        run = many.Run(store, output, adding)
-        run.match(job.pairs, total)
-        if job.expansion:
-            for _ in range(retrieval.ROUNDS):
-                more = job.expansion.propose()
-                run.match(more, len(more))
-                total = (total or 0) + len(more)
-    print(run.report(total))
-    if args.colmap:
-        print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
-    path = args.out_dir / BAD_IMAGES
-    path.unlink(missing_ok=True)
-    if job.bad:
-        write_csv(path, [("image", "reason"), *job.bad.items()])
-        images = "1 image" if len(job.bad) == 1 else f"{len(job.bad)} images"
-        raise WorkError(f"{images} cannot be read, the others are matched; see {path}")
-    return 0
-
-
 def match_database(args: argparse.Namespace) -> int:
     """Match the features of an existing COLMAP database, and write the matches into it."""
     from superglue_sift.interop.colmap_stored import StoredFeatures
 
     default = scenes.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
-        pairs, total = many.choose_pairs(stored.photos, stored, args.pairing or "auto", args.k)
+        pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing or "auto", args.k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
         of = f"{len(stored.photos)} images with features, {total} pairs"
         print(f"{args.colmap}: {of}, {len(waiting)} of them without matches")
@@ -183,94 +232,115 @@ def match_database(args: argparse.Namespace) -> int:
     return 0
 
 
-def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
-    """All inputs of a pair's matches except the images, for `results.made_from`."""
-    extractor = matcher.extractor or DEFAULT
-    return {
-        "weights": file_sha256(args.model or shipped_weights()),
-        "extractor": f"{extractor.name} {extractor.code}".strip(),
-        "precision": args.precision,
-        **{name: getattr(matcher, name) for name in SETTINGS},
-        **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
-    }
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    """Parse the command line; `source` of the result is one of those of `pairing`.
+
+    Raises RequestError for invalid options.
+    """
+    title, _, examples = str(__doc__).partition("\n\n")
+    parser = argparse.ArgumentParser("superglue-match", description=title)
+    parser.epilog = "examples:\n" + examples
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "inputs", nargs="*", type=Path, help="two or more images, or a folder, or a video"
+    )
+    parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
+    for section in OPTIONS.replace("\n  ", " ").strip().split("\n\n"):
+        heading, *rows = section.splitlines()
+        group = parser.add_argument_group(heading)
+        for row in rows:
+            _add_option(group, *row.split("  ", 1))
+    parser.set_defaults(**DEFAULTS)
+    args = parser.parse_args(argv)
+    args.scene = args.colmap is not None if args.scene is None else args.scene
+    for name, (least, most) in RANGES.items():
+        check_range(_spell(name), getattr(args, name), least, most)
+    args.source = _source(args)
+    _check_together(args)
+    _check_files(args)
+    return args
 
 
-def choose_job(args: argparse.Namespace, store: FeatureStore) -> Job:
-    """The pairs of the source. Computes the features of photographs."""
-    if args.source in (VIDEO, CAMERA):
-        pairs = many.sequential(open_video(args), args.k or many.NEIGHBOURS["sequential"])
-        return Job(pairs, None, (), {})
-    if args.source == LIST:
-        listed = many.listed_pairs(args.pairs, root_of(args))
-        every = dict.fromkeys(itertools.chain.from_iterable(listed))
-        photos, bad = many.prepare(list(every), store)
-        readable = set(photos)
-        pairs = [pair for pair in listed if readable.issuperset(pair)]
-        return Job(pairs, len(pairs), photos, bad)
-    pairing = args.pairing or "auto"
-    if not store.is_sift and pairing == "nearest":
-        raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
-    photos, bad = many.prepare(named_inputs(args), store)
-    expansion = None
-    if pairing == "auto":
-        many_photos = len(photos) > many.MAX_EXHAUSTIVE and store.is_sift
-        pairing = "nearest" if many_photos else "exhaustive"
-        if many_photos and store.matcher.rules:
-            expansion = retrieval.Expansion(photos)
-    pairs, total = many.choose_pairs(photos, store, pairing, args.k)
-    return Job(pairs, total, photos, bad, expansion)
+def _add_option(group: Any, option: str, text: str) -> None:
+    """Add `--option VALUE` to a group of argparse."""
+    name, _, value = option.partition(" ")
+    if "[no-]" in name:
+        how: Dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    elif not value:
+        how = {"action": "store_true"}
+    elif "|" in value:
+        how = {"choices": value.split("|")}
+    else:
+        how = {"metavar": value, "type": TYPES.get(value, str)}
+    group.add_argument(name.replace("[no-]", ""), help=text, **how)
 
 
-def root_of(args: argparse.Namespace) -> Path:
-    """The folder below which images are named: of the command, or of its list or all its files."""
-    if args.source == LIST:
-        return args.root or args.pairs.parent
-    if args.source == FOLDER:
-        return args.inputs[0]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in args.inputs]
-    return Path(os.path.commonpath(folders or [os.curdir]))
+def _spell(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
-def named_inputs(args: argparse.Namespace) -> List[Item]:
-    """The images of a folder, or those of the command line."""
-    if args.source == FOLDER:
-        return many.photos_in(args.inputs[0], args.out_dir)
-    given = {Path(os.path.abspath(path)): path for path in args.inputs}
-    if len(given) < 2:
-        raise RequestError(f"{args.inputs[0]}: named twice; matching needs two images")
-    items = many.name_photos(list(given), root_of(args))
-    return [item._replace(image=given[Path(str(item.image))]) for item in items]
+def _source(args: argparse.Namespace) -> str:
+    """What is matched. Raises RequestError if nothing is, or more than one thing."""
+    named = {LIST: args.pairs, CAMERA: args.camera}
+    sources = [source for source, value in named.items() if value is not None]
+    sources += [PAGE] * args.serve + [FILES] * bool(args.inputs)
+    if not sources and args.colmap:
+        return DATABASE
+    if len(sources) != 1:
+        wanted = "two images, a folder, a video, --pairs FILE, --camera N, --colmap FILE or --serve"
+        raise RequestError(f"name {wanted}; see --help for examples")
+    folder = next((path for path in args.inputs if path.is_dir()), None)
+    if len(args.inputs) > 1:
+        if folder is not None:
+            raise RequestError(f"{folder}: a folder among {len(args.inputs)} inputs; name it alone")
+        return TWO if len(args.inputs) == 2 else FILES
+    if sources != [FILES]:
+        return sources[0]
+    one = args.inputs[0]
+    if folder is None and one.suffix.lower() in EXTENSIONS:
+        fix = f"matching needs two: superglue-match {one} OTHER{one.suffix}"
+        raise RequestError(f"{one}: one image; {fix}")
+    return FOLDER if folder is not None else VIDEO
 
 
-def open_video(args: argparse.Namespace) -> Iterator[Item]:
-    """The frames of the video or camera. Raises RequestError if it cannot be opened."""
-    source: Any = args.camera
-    name = f"--camera {args.camera}"
-    if args.source == VIDEO:
-        source = name = str(args.inputs[0])
-        if not args.inputs[0].is_file():
-            raise RequestError(f"{name}: no such folder or video")
-    capture = cv2.VideoCapture(source)
-    if not capture.isOpened():
-        raise RequestError(f"{name}: OpenCV cannot open it as a video")
-    return many.frames(capture, args.every or 1, args.frames)
+def _check_together(args: argparse.Namespace) -> None:
+    """Raise RequestError for an option that does not go with the others."""
+    if not args.out_dir and args.source not in (TWO, PAGE, DATABASE):
+        raise RequestError("--out-dir DIR: name the folder for the results")
+    if args.out_dir and (args.out or args.json):
+        fix = "with --out-dir, use --pictures --json-files"
+        raise RequestError(f"--out and --json are for two images; {fix}")
+    for name, sources in GOES_WITH.items():
+        if getattr(args, name) and args.source not in sources:
+            raise RequestError(f"{_spell(name)} goes with {' or '.join(sources)}")
+    for name, others in NEEDS.items():
+        given = getattr(args, name) not in (None, False)
+        if given and not any(getattr(args, other) for other in others):
+            raise RequestError(f"{_spell(name)} goes with {' or '.join(map(_spell, others))}")
+    if args.frame == STORED and args.source in (VIDEO, CAMERA, PAGE):
+        reason = "a video and the page are shown upright"
+        raise RequestError(f"--frame stored goes with photographs: {reason}")
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry point of the command."""
-    args = options.parse(argv, str(__doc__))
+def _check_files(args: argparse.Namespace) -> None:
+    """Check what is written, and optional packages, before any work. Raises RequestError."""
+    if args.out and args.out.suffix.lower() not in PICTURES:
+        raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
+    if args.colmap and args.colmap.exists() and args.source != DATABASE:
+        fix = "name another, or leave out the photographs to match the features that it holds"
+        raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
+    for path in filter(None, (args.out, args.json, args.colmap)):
+        check_writable(path)
+    if args.out_dir:
+        check_writable(args.out_dir / many.BAD_IMAGES, named=args.out_dir)
+    if args.colmap:
+        from superglue_sift.interop import colmap
+
+        colmap.library()
     if args.serve:
         from superglue_sift.apps import serve
 
-        return serve.run(load(args), args.port)
-    try:
-        if args.source == DATABASE:
-            return match_database(args)
-        return match_many(args) if args.out_dir else match_two(args)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
+        serve.library()
 
 
 if __name__ == "__main__":

@@ -8,37 +8,85 @@ only the last 256, pixels of 32, and one batch of pairs.
 
 from __future__ import annotations
 
+import argparse
 import collections
-import csv
-import itertools
+import contextlib
+import dataclasses
 import json
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
-
-import cv2
+from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from superglue_sift.apps import results, retrieval
-from superglue_sift.apps.results import BLINK, JSON, OVERLAY, PICTURE
-from superglue_sift.errors import RequestError
+from superglue_sift.apps.pairing import CAMERA, Pairs, choose_job, root_of
+from superglue_sift.apps.results import BLINK, ENDINGS, JSON, MATCHES, OVERLAY, PICTURE
+from superglue_sift.errors import WorkError
+from superglue_sift.extractors import DEFAULT
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
-from superglue_sift.files import write_atomic
-from superglue_sift.images import EXTENSIONS
+from superglue_sift.files import file_sha256, write_atomic, write_csv
 from superglue_sift.match_result import MatchResult
+from superglue_sift.matcher import Matcher
 from superglue_sift.progress import Progress
+from superglue_sift.sift import WEAK
+from superglue_sift.weights import shipped_weights
 
+SETTINGS = ("max_keypoints", "resize", "threshold", "refine", "frame")  # of `Matcher`
+BAD_IMAGES = "bad_images.csv"  # of --out-dir
 BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
-MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
-NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
-MATCHES = "matches.npz"
-ENDINGS = (JSON, PICTURE, OVERLAY, BLINK)  # of a pair's other files
 
-Pairs = Iterable[Tuple[Item, Item]]
 Adding = Callable[[Item, Item, MatchResult], None]
+
+
+def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
+    """Match any number of pairs into --out-dir; returns the exit code."""
+    store = FeatureStore(matcher, args.features or args.out_dir / "features")
+    wanted = [results.JSON] * args.json_files + [results.PICTURE] * args.pictures
+    wanted += [results.OVERLAY, results.BLINK] * args.homography
+    again = args.source == CAMERA
+    output = Output(args.out_dir, wanted, settings_of(args, matcher), again)
+    job = choose_job(args, store)
+    total = job.total
+    with contextlib.ExitStack() as stack:
+        adding: List[Adding] = [job.expansion] if job.expansion else []
+        if matcher.rules:
+            adding.append(stack.enter_context(results.pair_list(args.out_dir, root_of(args))))
+        if args.colmap:
+            from superglue_sift.interop import colmap
+
+            where = (args.colmap, root_of(args))
+            database = colmap.database_of(*where, job.photos, store, args.refine)
+            adding.append(stack.enter_context(database))
+        run = Run(store, output, adding)
+        run.match(job.pairs, total)
+        if job.expansion:
+            for _ in range(retrieval.ROUNDS):
+                more = job.expansion.propose()
+                run.match(more, len(more))
+                total = (total or 0) + len(more)
+    print(run.report(total))
+    if args.colmap:
+        print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
+    path = args.out_dir / BAD_IMAGES
+    path.unlink(missing_ok=True)
+    if job.bad:
+        write_csv(path, [("image", "reason"), *job.bad.items()])
+        images = "1 image" if len(job.bad) == 1 else f"{len(job.bad)} images"
+        raise WorkError(f"{images} cannot be read, the others are matched; see {path}")
+    return 0
+
+
+def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
+    """All inputs of a pair's matches except the images, for `results.made_from`."""
+    extractor = matcher.extractor or DEFAULT
+    return {
+        "weights": file_sha256(args.model or shipped_weights()),
+        "extractor": f"{extractor.name} {extractor.code}".strip(),
+        "precision": args.precision,
+        **{name: getattr(matcher, name) for name in SETTINGS},
+        **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
+    }
 
 
 @dataclass(frozen=True)
@@ -87,153 +135,6 @@ class Output:
             self.file(item0, item1, ending).unlink(missing_ok=True)
         self.complete(item0, item1, found, made)
         write_atomic(self.file(item0, item1, MATCHES), results.npz_of(found, made))
-
-
-def photos_in(folder: Path, out_dir: Path) -> List[Item]:
-    """All image files below a folder, by name, except results: files below `out_dir`, and pictures
-    of other runs.
-
-    Raises RequestError: fewer than two images, or `out_dir` is the folder itself.
-    """
-    output = out_dir.resolve()
-    if output == folder.resolve():
-        fix = f"name another, such as {out_dir}/found"
-        raise RequestError(f"--out-dir {out_dir}: is the folder of the photographs; {fix}")
-    images = (p for p in folder.rglob("*") if p.suffix.lower() in EXTENSIONS and p.is_file())
-    files = sorted(path for path in images if not _is_result(path))
-    paths = [path for path in files if output not in path.resolve().parents]
-    ignored = len(files) - len(paths)
-    if ignored:
-        print(f"{out_dir}: {ignored} images there are ignored: it is the output", file=sys.stderr)
-    if len(paths) < 2:
-        raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
-    return name_photos(paths, folder)
-
-
-def _is_result(path: Path) -> bool:
-    """Whether it is a picture of a pair, next to the pair's matches."""
-    ends = [ending for ending in ENDINGS if path.name.endswith(f"_{ending}")]
-    return any(path.with_name(path.name[: -len(ending)] + MATCHES).is_file() for ending in ends)
-
-
-def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
-    """Name photos by their path below `root`, without extension if every A_B stays unique."""
-    inside = [path.relative_to(root) if root in path.parents else path for path in paths]
-    whole = ["-".join(part for part in path.parts if part not in ("/", "..")) for path in inside]
-    plain = [name.rpartition(".")[0] or name for name in whole]
-    # given a and a_b, a_b_c could be a with b_c, or a_b with c
-    taken = set(plain)
-    clear = len(taken) == len(plain) and not any(
-        name[:at] in taken for name in plain for at, letter in enumerate(name) if letter == "_"
-    )
-    names = plain if clear else whole
-    for name, count in collections.Counter(names).items():
-        if count > 1:
-            reason = "the results of two images would have this name; rename one"
-            raise RequestError(f"{name}: {reason}")
-    return [Item(name, path) for name, path in zip(names, paths)]
-
-
-def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
-    """Pairs of a text file, `a b` in each line, below `root`. Lines that start with `#` are
-    ignored.
-
-    Names with spaces stand in double quotes, or with a tab between the two.
-    Raises RequestError for an unreadable file or a line without two names.
-    """
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
-    except ValueError:
-        raise RequestError(f"{file}: is not a text file; a line is `a.jpg b.jpg`") from None
-    pairs: Dict[Tuple[Path, Path], None] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip() or line.lstrip().startswith("#"):
-            continue
-        words = _names(line)
-        if len(words) != 2:
-            fix = "put names with spaces in double quotes, or a tab between the two"
-            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}; {fix}")
-        pairs[root / words[0], root / words[1]] = None
-    if not pairs:
-        raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
-    paths = list(dict.fromkeys(path for pair in pairs for path in pair))
-    photo = dict(zip(paths, name_photos(paths, root)))
-    return [(photo[a], photo[b]) for a, b in pairs]
-
-
-def _names(line: str) -> List[str]:
-    """The names in a line: between tabs if there are any, else words, with spaces if quoted."""
-    between = "\t" if "\t" in line.strip() else " "
-    words = next(csv.reader([line], delimiter=between, skipinitialspace=True))
-    return [word.strip() for word in words if word.strip()]
-
-
-def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterator[Item]:
-    """Each `every`-th frame of a video or camera, at most `most`."""
-    for number in itertools.count():
-        if (most is not None and number >= most * every) or not capture.grab():
-            return
-        if number % every:
-            continue
-        ok, image = capture.retrieve()
-        if ok:
-            yield Item(f"frame{number:06d}", image)
-
-
-def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
-    """Pair each item with the `window` items before it."""
-    before: collections.deque = collections.deque(maxlen=window)
-    for item in items:
-        for earlier in before:
-            yield earlier, item
-        before.append(item)
-
-
-def prepare(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Compute missing features. Returns the readable photos, and the reasons by path of others."""
-
-    def reason(photo: Item) -> str:
-        try:
-            store.prepare(photo)
-        except RequestError as error:
-            return str(error).replace(f"{photo.image}: ", "", 1)
-        return ""
-
-    readable = []
-    bad = {}
-    with ThreadPoolExecutor(2) as pool:
-        shown = Progress(
-            pool.map(reason, photos), total=len(photos), desc="features", unit="images"
-        )
-        for why, photo in zip(shown, photos):
-            if why:
-                bad[str(photo.image)] = why
-            else:
-                readable.append(photo)
-    return readable, bad
-
-
-def choose_pairs(
-    photos: Sequence[Item], store: Callable[[Item], Features], pairing: str, k: Optional[int] = None
-) -> Tuple[Pairs, int]:
-    """Pairs of photos, and their number.
-
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: one of
-    them by number. nearest compares SIFT.
-    """
-    count = len(photos)
-    if pairing == "auto":
-        pairing = "nearest" if count > MAX_EXHAUSTIVE else "exhaustive"
-    if pairing == "exhaustive":
-        return itertools.combinations(photos, 2), count * (count - 1) // 2
-    k = k or NEIGHBOURS[pairing]
-    if pairing == "sequential":
-        k = min(k, max(count - 1, 0))
-        return sequential(photos, k), k * count - k * (k + 1) // 2
-    chosen = retrieval.nearest_pairs(photos, lambda photo: store(photo).records["descriptor"], k)
-    return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
 @dataclass

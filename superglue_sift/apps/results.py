@@ -24,10 +24,12 @@ BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
 # Endings of the files of a pair
+MATCHES = "matches.npz"
 JSON = "matches.json"
 PICTURE = "matches.jpg"
 OVERLAY = "overlay.jpg"
 BLINK = "blink.gif"
+ENDINGS = (JSON, PICTURE, OVERLAY, BLINK)  # beside MATCHES
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip

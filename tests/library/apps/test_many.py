@@ -17,7 +17,7 @@ import pytest
 from made_scenes import TURN, write_model
 
 from superglue_sift import Features, Matcher, RequestError, __version__, errors
-from superglue_sift.apps import cli, many, results, retrieval
+from superglue_sift.apps import cli, many, pairing, results, retrieval
 from superglue_sift.files import write_atomic
 from superglue_sift.geometry import corner_error
 from superglue_sift.match_result import MatchResult
@@ -211,7 +211,7 @@ def test_an_error_of_writing_names_the_file_and_not_a_temporary_one(tmp_path):
 
 @pytest.mark.parametrize("k, count", [(1, 3), (2, 5), (9, 6)])
 def test_sequential_pairs_each_with_those_before_it(k, count):
-    pairs, total = many.choose_pairs("abcd", None, "sequential", k)
+    pairs, total = pairing.choose_pairs("abcd", None, "sequential", k)
     assert len(set(pairs)) == total == count
 
 
@@ -249,9 +249,9 @@ def test_a_video_is_matched_frame_by_frame(work, photo, capsys):
 )
 def test_a_name_of_two_images_means_one_pair(files, names):
     paths = [Path("root") / file for file in files.split()]
-    assert [photo.name for photo in many.name_photos(paths, Path("root"))] == names.split()
+    assert [photo.name for photo in pairing.name_photos(paths, Path("root"))] == names.split()
     with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
-        many.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
+        pairing.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
 
 
 def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
@@ -270,7 +270,7 @@ def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
 
     def pairs():
         nonlocal most
-        for number, pair in enumerate(many.sequential(photos, 2)):
+        for number, pair in enumerate(pairing.sequential(photos, 2)):
             if number % 20 == 0:
                 most = max(most, sum(type(each) is Features for each in gc.get_objects()))
             yield pair
@@ -325,7 +325,7 @@ def test_files_that_the_shell_lists_are_matched_as_their_folder_is(work):
 def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
     lines = ['"a 1.jpg" b.jpg', "a 1.jpg\tc d.jpg", "it's.jpg  b.jpg", "# a b", ""]
     (tmp_path / "pairs.txt").write_text("\n".join([*lines, '"a 1.jpg"\t"b.jpg"']))
-    pairs = many.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    pairs = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
     names = [[item.image.name for item in pair] for pair in pairs]
     assert names == [["a 1.jpg", "b.jpg"], ["a 1.jpg", "c d.jpg"], ["it's.jpg", "b.jpg"]]
 
@@ -357,8 +357,8 @@ def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, mon
         path = shared_data / "poses" / "strecha" / f"Herz-Jesus-P25_000{number}.jpg"
         image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
         cv2.imwrite(str(tmp_path / "photos" / f"{number}.png"), cv2.resize(image, (576, 384)))
-    monkeypatch.setattr(many, "MAX_EXHAUSTIVE", 5)
-    monkeypatch.setitem(many.NEIGHBOURS, "nearest", 2)
+    monkeypatch.setattr(pairing, "MAX_EXHAUSTIVE", 5)
+    monkeypatch.setitem(pairing.NEIGHBOURS, "nearest", 2)
     words = f"{tmp_path}/photos --out-dir {tmp_path}/found --scene --device cpu".split()
     counts = []
     for rounds in (0, 2):
