@@ -144,7 +144,7 @@ def disk() -> Findings:
     fetch = sections["fetch"]
     views = sections["keypoints"].views_per_image
     limit = sections["keypoints"].max_keypoints
-    archives = coco.expected(fetch.source, fetch.limit)[0]
+    archives = coco.expect(fetch.source, fetch.limit)[0]
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed = [
         max(machine.disk_needed(archives, photographs(fetch), views, limit, copies) - present, 0)
@@ -160,7 +160,7 @@ def photographs(fetch: FetchParams) -> int:
     if fetch.source == "folder":
         with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
             return len(manifest.read(MANIFEST))
-    return coco.expected(fetch.source, fetch.limit)[1]
+    return coco.expect(fetch.source, fetch.limit)[1]
 
 
 def user() -> Findings:

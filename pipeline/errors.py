@@ -23,7 +23,7 @@ __all__ = [
     "in_image",
     "lost_ranks",
     "run",
-    "typed",
+    "spell_command",
 ]
 
 EXIT_FOLDER = (  # set by pipeline.launch: folder for the exit code of each local rank
@@ -44,7 +44,7 @@ def in_image() -> bool:
     return "IMAGE_STACK" in os.environ
 
 
-def typed(command: str, **options: str) -> str:
+def spell_command(command: str, **options: str) -> str:
     """A command as the user types it: `make repro PRESET=ci`, in an image `docker run ... repro
     --preset ci`.
     """
@@ -72,7 +72,7 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
         print(f"{lost}starting again from the newest checkpoint", file=sys.stderr)
     text = "1"  # of an unexpected exception, which propagates
 
-    def watched(arguments: Optional[List[str]]) -> int:
+    def watch(arguments: Optional[List[str]]) -> int:
         nonlocal text
         try:
             return main(arguments)
@@ -81,7 +81,7 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
             raise
 
     try:
-        code = exit_code(watched, argv)
+        code = exit_code(watch, argv)
         text = text if text == LOST_PEER else str(code)
     except SystemExit as end:  # another rank reports the reason
         text = str(end.code if isinstance(end.code, int) else 1)

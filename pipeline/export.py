@@ -109,7 +109,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in repro.pinned(WEIGHTY).items()},
+            **{f"version.{name}": version for name, version in repro.pin(WEIGHTY).items()},
         },
         "params": _without_places(flatten(sections)),
         "trained_with": _without_places(info["train"], "train."),

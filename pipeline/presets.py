@@ -18,7 +18,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from pipeline import errors
-from pipeline.errors import RequestError, typed
+from pipeline.errors import RequestError, spell_command
 from pipeline.files import write_atomic
 from pipeline.parameters import params
 from pipeline.parameters.schema import flatten
@@ -58,7 +58,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         fix = "leave the preset out, or use the preset folder"
         raise RequestError(f"preset {name}: takes no folder of images; {fix}")
     if takes_images and not images:
-        example = typed("repro", images="~/photos")
+        example = spell_command("repro", images="~/photos")
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
     if images:
         from pipeline.fetch import containers

@@ -53,16 +53,16 @@ def compose(*homographies: np.ndarray) -> np.ndarray:
     H_0to1 = compose(H_image_to_1, inverse(H_image_to_0)).
     """
     product = functools.partial(np.einsum, "...ij,...jk->...ik")  # no BLAS
-    return normalized(functools.reduce(product, homographies))
+    return normalize(functools.reduce(product, homographies))
 
 
 def inverse(H: np.ndarray) -> np.ndarray:
     """Inverse homographies (..., 3, 3), by the adjugate. Singular matrices raise no error."""
     a, b, c = np.moveaxis(H, -1, 0)
-    return normalized(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-2))
+    return normalize(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-2))
 
 
-def normalized(H: np.ndarray) -> np.ndarray:
+def normalize(H: np.ndarray) -> np.ndarray:
     """Scale homographies (..., 3, 3) float64 to a lower right entry of 1, unless it is 0."""
     scale = H[..., 2:, 2:]
     return H / np.where(np.abs(scale) > TINY, scale, 1.0)
@@ -264,7 +264,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
 
     found = least_squares(
         distances,
-        normalized(H).ravel()[:8],
+        normalize(H).ravel()[:8],
         derivatives,  # pyright: ignore  # scipy's stubs know only its names
         x_scale="jac",
         loss="cauchy",

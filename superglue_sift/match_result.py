@@ -156,7 +156,7 @@ class MatchResult(NamedTuple):
         """False if a pair of a scene was rejected."""
         return self.pair_score is None or len(self.matches) > 0
 
-    def stamped(self) -> np.ndarray:
+    def find_stamps(self) -> np.ndarray:
         """(K,) bool: matches of a date bar, a logo or a watermark of both images (`stamps`).
 
         No geometry uses them.
@@ -216,7 +216,7 @@ class MatchResult(NamedTuple):
 
     def _fit(self, fit: Callable[[MatchResult], Any]) -> Any:
         """`fit` of the reduced matches that lie on no stamp; the others are outliers."""
-        kept = ~self.stamped()
+        kept = ~self.find_stamps()
         to0, to1 = self._reductions()
         few = self.only(kept)
         found = fit(

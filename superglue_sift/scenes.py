@@ -104,7 +104,7 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     one, other = (side_of(side.records, side.size, resize) for side in few)
     matches, scores = classical.ratio_matches(one.described, other.described)
     found = MatchResult.of(few[0], few[1], matches, scores)
-    stamped = found.stamped()
+    stamped = found.find_stamps()
     index0, index1 = found.matches[~stamped].T
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], STRICT_PX)
     sizes = (found.size0, found.size1)
@@ -155,7 +155,7 @@ def finish(
 
     Returns indices of the keypoints before screening, in the order of image 0.
     """
-    found = found.only(~found.stamped())
+    found = found.only(~found.find_stamps())
     one, other = (side_of(side.records, side.size, resize) for side in screened.sides)
     pair = fill(found.matches, found.scores, threshold, (one, other), rules)
     kept0, kept1 = screened.kept

@@ -56,7 +56,7 @@ def write_content(
         rows=[*compared.rows, *negatives],
         differences=compared.differences,
         errors=[(error, error_curve(pairs, error)) for error in pairs[0].rows[OURS].errors],
-        curves={} if pairs[0].rows[OURS].posed else confidence_curves(compared),
+        curves={} if pairs[0].rows[OURS].has_pose else confidence_curves(compared),
         robustness=[*metrics.by_condition(pairs), *disturbed],
         pairs=[metrics.pair_line(row) for pair in pairs for row in pair.rows.values()],
         scenes=metrics.by_scene(pairs),
@@ -88,7 +88,7 @@ def error_curve(results: Sequence[PairResult], error: Measure) -> List[Line]:
     """Fraction of pairs with an error of at most each limit, by matcher; the area below it is the
     AUC.
     """
-    posed = results[0].rows[OURS].posed
+    posed = results[0].rows[OURS].has_pose
     limits, unit = (LIMITS_DEG, "error_deg") if posed else (LIMITS_PX, "error_px")
     fractions = {
         name: metrics.recall_curve([pair.rows[name].errors[error] for pair in results], limits)
@@ -163,7 +163,9 @@ def draw_pictures(
 def describe(row: PairRow) -> str:
     """Counts and error of a row as text."""
     error = (
-        f"pose error {row.error:.2f} degrees" if row.posed else f"corner error {row.error:.2f} px"
+        f"pose error {row.error:.2f} degrees"
+        if row.has_pose
+        else f"corner error {row.error:.2f} px"
     )
     return f"{row.counts.correct} of {row.counts.matches} matches right, {error}"
 
@@ -177,7 +179,7 @@ def choose_gains(rows: Sequence[Mapping[str, PairRow]]) -> List[Tuple[str, int]]
 
     def gain(index: int) -> Tuple[float, int, int]:
         ours, other = (rows[index][name] for name in PICTURED)
-        limit = LIMITS_DEG[-1] if ours.posed else LIMITS_PX[-1]
+        limit = LIMITS_DEG[-1] if ours.has_pose else LIMITS_PX[-1]
         right = ours.counts.correct - other.counts.correct
         return min(other.error, limit) - min(ours.error, limit), right, -index
 

@@ -80,7 +80,7 @@ def values_of(rows: Sequence[PairRow]) -> Dict[Measure, np.ndarray]:
     }
     for error in rows[0].errors:
         errors = [row.errors[error] for row in rows]
-        for limit in AUC_DEGREES if rows[0].posed else AUC_PX:
+        for limit in AUC_DEGREES if rows[0].has_pose else AUC_PX:
             values[error._replace(metric="auc", limit=limit)] = auc_by_pair(errors, limit)
     return values
 
@@ -286,7 +286,7 @@ def pair_line(row: PairRow) -> Line:
     names = ("pair", "scene", "matcher", "keypoints0", "keypoints1")
     line: Line = {name: getattr(row, name) for name in names}
     line.update(matches=counts.matches, correct=counts.correct)
-    line.update({} if row.posed else {"true_matches": counts.truth, "found": counts.found})
+    line.update({} if row.has_pose else {"true_matches": counts.truth, "found": counts.found})
     errors = {measure.name: error for measure, error in row.errors.items()}
     for name, value in {**row.shares, **errors, **row.conditions}.items():
         line[name] = value if math.isinf(value) else plain(value)

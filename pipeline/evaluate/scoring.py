@@ -93,13 +93,13 @@ class PairRow:
         return next(iter(self.errors.values()))
 
     @property
-    def posed(self) -> bool:
+    def has_pose(self) -> bool:
         return next(iter(self.errors)).estimator in poses.ESTIMATORS
 
     @property
     def shares(self) -> Dict[str, float]:
         """Precision, and recall or matching score."""
-        recall = "matching_score" if self.posed else "recall"
+        recall = "matching_score" if self.has_pose else "recall"
         return {"precision": self.counts.precision, recall: self.counts.recall}
 
     @property

@@ -60,7 +60,7 @@ SOURCES: Dict[str, Source] = {
 }
 
 
-def expected(source: str, limit: int = 0) -> Tuple[int, int]:
+def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
     archives = [archive for archive in SOURCES.get(source, ()) if archive]
     bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
@@ -85,7 +85,7 @@ class Holding:
         self._urls = archive.urls(mirror)
         self._remote: Optional[partial.RemoteZip] = None
         self._members: Dict[str, zipfile.ZipInfo] = {}
-        self._container = self._given(Path(given)) if given else self._zip(self._path)
+        self._container = self._open_given(Path(given)) if given else self._zip(self._path)
         if self._container is None and some:
             self._remote = partial.RemoteZip(self._urls, archive.size)
             self._members = {member.filename: member for member in self._remote.directory()}
@@ -117,7 +117,7 @@ class Holding:
         known = download.verify(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
-    def _given(self, path: Path) -> Container:
+    def _open_given(self, path: Path) -> Container:
         """The container that the user gave."""
         zipped = self._zip(path) or self._zip(path / self._archive.file)
         if zipped:

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Type, Union, ge
 
 from pydantic import ValidationError
 
-from pipeline.errors import RequestError, typed
+from pipeline.errors import RequestError, spell_command
 from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOptions
 
 NO_OPTIONS: Mapping[str, Any] = {}
@@ -173,7 +173,7 @@ def _read(path: Path) -> Any:
         return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(
-            f"{path}: no such file; `{typed('repro', preset='sample')}` writes one"
+            f"{path}: no such file; `{spell_command('repro', preset='sample')}` writes one"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None

@@ -87,7 +87,7 @@ def versions(packages: Sequence[str]) -> Dict[str, str]:
     return found
 
 
-def pinned(packages: Sequence[str]) -> Dict[str, str]:
+def pin(packages: Sequence[str]) -> Dict[str, str]:
     """`versions` without the build after a `+`, on which results on a CPU do not depend."""
     return {name: version.partition("+")[0] for name, version in versions(packages).items()}
 

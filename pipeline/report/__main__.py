@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import List, Optional
 
 from pipeline import errors
-from pipeline.errors import RequestError, in_image, typed
+from pipeline.errors import RequestError, in_image, spell_command
 from pipeline.files import read_json
 from pipeline.report.document import PAGE, TEXT
 
@@ -25,9 +25,9 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     lines = [f"  {name:<9} {path}  ({text})" for name, path, text in steps if path.exists()]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
-    lines.append(f"  runs      {typed('ui')}  {where}")
+    lines.append(f"  runs      {spell_command('ui')}  {where}")
     if model.exists():
-        match = typed("match") if in_image() else ".venv/bin/python -m pipeline.match"
+        match = spell_command("match") if in_image() else ".venv/bin/python -m pipeline.match"
         missing = "no description of the model; run `dvc repro export`"
         about = read_json(model.with_suffix(".json"), missing)
         name = about["model"].get("extractor", "sift")  # code, which runs only if a person names it

@@ -210,7 +210,7 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
     import superglue_sift
     from pipeline.tracking import matcher_model
 
-    pins = repro.pinned(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
+    pins = repro.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
     pyfunc.save_model(
         folder,
         python_model=str(matcher_model.__file__),

@@ -110,7 +110,7 @@ def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 def versions() -> Dict[str, str]:
     """Versions of the packages that compute, and of this code."""
-    return {**repro.pinned(repro.COMPUTING), CODE: repro.code_version()}
+    return {**repro.pin(repro.COMPUTING), CODE: repro.code_version()}
 
 
 def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:

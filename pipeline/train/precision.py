@@ -80,7 +80,7 @@ def _fast_on_cpu(dim: int, cpu_flags: AbstractSet[str]) -> Tuple[str, str]:
     return "bfloat16" if wide else "float32", f"dim {dim} on a CPU with AVX-512 for bfloat16"
 
 
-def resumed(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: AbstractSet[str]) -> Choice:
+def resume(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: AbstractSet[str]) -> Choice:
     """The precision of a training that resumes.
 
     `auto` keeps on a CPU the precision that the training has, if the CPU can multiply in it: what

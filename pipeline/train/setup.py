@@ -104,7 +104,7 @@ def choose_precision(
 ) -> precision.Choice:
     """One precision for all ranks, whose devices may differ.
 
-    before: that of the checkpoint from which the training resumes (`precision.resumed`).
+    before: that of the checkpoint from which the training resumes (`precision.resume`).
 
     Raises:
         RequestError: `portable` in a process on a CPU that was not prepared for it.
@@ -117,7 +117,7 @@ def choose_precision(
     choice = precision.on(train.precision, train.dim, context.device)
     if before:
         gpu = context.device.type == "cuda"
-        choice = precision.resumed(train.precision, before, choice, gpu, compat.cpu_flags())
+        choice = precision.resume(train.precision, before, choice, gpu, compat.cpu_flags())
     choices = distributed.all_gather(tuple(choice))
     return precision.Choice(*min(choices, key=lambda choice: precision.BY_SUPPORT.index(choice[0])))
 

@@ -107,7 +107,7 @@ class ColmapDatabase:
         id1, camera1 = self._image(name1, features1)
         if not result.accepted:
             return 0
-        matches = result.matches[~result.stamped()].astype(np.uint32)
+        matches = result.matches[~result.find_stamps()].astype(np.uint32)
         points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
         sides = ((id0, camera0, points0), (id1, camera1, points1))
         return write_pair(self._pycolmap, self._database, sides, matches)

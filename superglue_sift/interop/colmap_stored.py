@@ -49,7 +49,7 @@ class StoredFeatures:
         if not path.is_file():
             raise RequestError(f"{path}: no such database; {EXTRACT}")
         self._reader = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
-        with self._explained():
+        with self._explain():
             kinds = "SELECT name FROM pragma_table_info('descriptors')"
             self._has_type = ("type",) in self._reader.execute(kinds).fetchall()
             rows = self._reader.execute(
@@ -89,7 +89,7 @@ class StoredFeatures:
 
     def start_writing(self) -> None:
         """Open the database to `add`. Raises RequestError if another program writes it."""
-        with self._explained(), contextlib.closing(sqlite3.connect(self.path, timeout=1)) as held:
+        with self._explain(), contextlib.closing(sqlite3.connect(self.path, timeout=1)) as held:
             held.execute("BEGIN IMMEDIATE")
             held.rollback()
         self._writer = self._pycolmap.Database.open(str(self.path))
@@ -97,7 +97,7 @@ class StoredFeatures:
     def add(self, photo0: Item, photo1: Item, result: MatchResult) -> None:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
         sides: List[Tuple[int, Any, np.ndarray]] = []
-        matches = result.matches[~result.stamped()] if result.accepted else result.matches[:0]
+        matches = result.matches[~result.find_stamps()] if result.accepted else result.matches[:0]
         kept = matches.astype(np.uint32)
         for side, photo in enumerate((photo0, photo1)):
             number, _, camera = self._images[photo.name]
@@ -138,7 +138,7 @@ class StoredFeatures:
         return found._replace(records=found.records[order]), order, points
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explain(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.DatabaseError as error:

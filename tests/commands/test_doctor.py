@@ -69,13 +69,13 @@ def test_shared_memory_names_the_exact_flag():
 
 
 def test_disk_against_a_preset():
-    small = machine.disk_needed(*coco.expected("sample"), 12, 256)
-    whole, linked = (machine.disk_needed(*coco.expected("coco2017"), 4, 1024, n) for n in (2, 1))
+    small = machine.disk_needed(*coco.expect("sample"), 12, 256)
+    whole, linked = (machine.disk_needed(*coco.expect("coco2017"), 4, 1024, n) for n in (2, 1))
     assert small < 2 * GIB < 50 * GIB < linked < whole
     found = machine.check_disk((whole + linked) // 2, whole, "here", linked)
     assert found.level == WARN and "cache.type hardlink" in found.text
     assert machine.check_disk(linked - 1, whole, "here", linked).level == FAIL
-    assert coco.expected("coco2017-val", 100)[1] == 200 and coco.expected("folder") == (0, 0)
+    assert coco.expect("coco2017-val", 100)[1] == 200 and coco.expect("folder") == (0, 0)
 
 
 def test_an_unreachable_server_is_a_warning(monkeypatch):

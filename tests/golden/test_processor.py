@@ -151,7 +151,7 @@ def describe_processor() -> str:
 
 
 def versions() -> Dict[str, str]:
-    return repro.pinned((*repro.COMPUTING, "pillow", "scikit-image"))
+    return repro.pin((*repro.COMPUTING, "pillow", "scikit-image"))
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
     right = right[~covered[0] & ~covered[1]][:30]  # nothing is seen under a stamp
     moved = geometry.transform(right, TURN)
     found = result_of(np.concatenate([stamp, right]), np.concatenate([scatter(stamp), moved]))
-    stamped = found.stamped()
+    stamped = found.find_stamps()
     assert len(right) == 30 and stamped[:60].mean() > 0.95 and not stamped[60:].any()
     # though two thirds of the matches are the stamp's, both geometries are those of the rest
     H = found.homography()
@@ -78,7 +78,7 @@ def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
 @pytest.mark.parametrize("count", [15, 60, 400])
 def test_photographs_of_one_tripod_have_no_stamp(count):
     points = points_in(5, 5, 634, 474, count)
-    assert not result_of(points, scatter(points)).stamped().any()
+    assert not result_of(points, scatter(points)).find_stamps().any()
 
 
 def test_where_a_moving_camera_sees_a_place_stand_still_is_no_stamp():
@@ -91,11 +91,11 @@ def test_where_a_moving_camera_sees_a_place_stand_still_is_no_stamp():
         np.array([[1, 0, 320.0], [0, 1, 240], [0, 0, 1]]),
     )
     points = points_in(5, 5, 634, 474, 600)
-    assert not result_of(points, scatter(geometry.transform(points, zoom))).stamped().any()
+    assert not result_of(points, scatter(geometry.transform(points, zoom))).find_stamps().any()
 
 
 def test_no_matches_have_no_stamp():
-    assert result_of(np.zeros((0, 2)), np.zeros((0, 2))).stamped().shape == (0,)
+    assert result_of(np.zeros((0, 2)), np.zeros((0, 2))).find_stamps().shape == (0,)
 
 
 # Mirror images
@@ -164,7 +164,7 @@ def test_a_stamp_does_not_hide_the_place(shared_data, place, name):
 
     plain = place.match(*images)
     found = place.match(*drawn)
-    assert found.accepted and not found.stamped().any()
+    assert found.accepted and not found.find_stamps().any()
     assert right(found).sum() > 0.95 * right(plain).sum() > 40
 
 

@@ -127,7 +127,7 @@ def test_in_an_image_no_hint_names_make(evaluated, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed
     assert "make " not in printed and ".venv" not in printed
-    assert errors.typed("repro", preset="sample") == "docker run ... repro --preset sample"
+    assert errors.spell_command("repro", preset="sample") == "docker run ... repro --preset sample"
 
 
 def test_the_page_is_opened_where_there_is_a_browser(evaluated, capsys, monkeypatch):

@@ -116,7 +116,7 @@ def test_a_training_from_scratch_has_the_same_precision_each_time(make_params, m
 def test_a_resumed_training_keeps_its_precision_on_a_cpu_that_has_it(
     asked, before, now, gpu, flags, expected
 ):
-    found = precision.resumed(asked, before, now, gpu, flags)
+    found = precision.resume(asked, before, now, gpu, flags)
     assert found.precision == expected
     if expected == before:
         assert (
