@@ -105,7 +105,7 @@ def align_points(
         return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
-    levels = torch.aspatches.to_tensor(coarsest.astype(np.int64), device=device)
+    levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
 
     def begin(image0: np.ndarray, image1: np.ndarray) -> _Work:
         return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), device)
@@ -241,7 +241,7 @@ class _Work:
         # Sampling distance, px of image 0: one px of the coarser image
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
-        self.usable = torch.aspatches.to_tensor(usable, device=device)
+        self.usable = torch.as_tensor(usable, device=device)
         self.step1 = patches.to_tensor(step0 * scale, device)
         self.octaves = patches.to_tensor(octaves, device)
         # One sample, in px of each image
