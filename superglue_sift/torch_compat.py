@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import shutil
-from typing import Any, Callable, ContextManager, Optional
+from typing import Any, Callable, Dict, ContextManager, Optional
 
 import torch
 from torch import Tensor, nn
@@ -172,5 +172,5 @@ def checkpoint(recompute: bool, function: Callable[..., Tensor], *arguments: Any
 
     if not recompute:
         return function(*arguments)
-    how = {"use_reentrant": False} if can_compile() else {}
+    how: Dict[str, Any] = {"use_reentrant": False} if can_compile() else {}
     return torch_checkpoint.checkpoint(function, *arguments, preserve_rng_state=False, **how)

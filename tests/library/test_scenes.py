@@ -17,7 +17,6 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from benchmarks.dev import scene_errors
 from superglue_sift import Matcher, classical, errors, geometry, matcher, scenes, sift
 from superglue_sift.apps import cli
-from superglue_sift.pose import relative_pose
 from superglue_sift.sift import root_sift_of
 
 
