@@ -63,11 +63,7 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def _repr_jpeg_(self) -> bytes:
-        return self.encode()
-
-    def encode(self, ending: str = ".jpg") -> bytes:
-        """The bytes of a file (`drawing.encode`)."""
-        return encode(ending, self.pixels)
+        return encode(".jpg", self.pixels)
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the picture (`write`)."""
