@@ -202,7 +202,7 @@ def of_points(points: Sequence[np.ndarray], matches: np.ndarray, scores: np.ndar
 def score(keypoints: int, found: Found, truth: Truth, size: Tuple[int, int]) -> Scored:
     """Check matches, and fit a pose or a homography to them."""
     points0, points1, scores = found
-    matches = Matches(points0, points1, np.ones(len(points0)), 0)
+    matches = Matches(points0, points1, np.ones(len(points0)), np.ones(len(points0), bool), 0)
     if isinstance(truth, Pose):
         F = fundamental(truth)
         right = geometry.epipolar_distances(F, points0, points1) < RIGHT_PX
