@@ -8,7 +8,7 @@ import contextlib
 import math
 import os
 import shutil
-from typing import Any, Callable, Dict, ContextManager, Optional
+from typing import Any, Callable, ContextManager, Dict, Optional
 
 import torch
 from torch import Tensor, nn
