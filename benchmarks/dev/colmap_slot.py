@@ -26,7 +26,7 @@ from pipeline import errors
 from pipeline.bootstrap import auc_by_pair
 from pipeline.errors import RequestError
 from pipeline.evaluate import poses
-from pipeline.evaluate.estimators import Matches, ransac
+from pipeline.evaluate.estimators import ITERATIONS, PX
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.inputs import Pose, Source, Truth
 from pipeline.evaluate.poses import PosePairs
@@ -202,16 +202,18 @@ def of_points(points: Sequence[np.ndarray], matches: np.ndarray, scores: np.ndar
 def score(keypoints: int, found: Found, truth: Truth, size: Tuple[int, int]) -> Scored:
     """Check matches, and fit a pose or a homography to them."""
     points0, points1, scores = found
-    matches = Matches(points0, points1, np.ones(len(points0)), np.ones(len(points0), bool), 0)
     if isinstance(truth, Pose):
         F = fundamental(truth)
         right = geometry.epipolar_distances(F, points0, points1) < RIGHT_PX
-        error = poses.pose_error(poses.estimate_refined(matches, truth), truth)
+        pose = geometry.relative_pose(points0, points1, truth.K0, truth.K1)
+        motion = None if pose.R is None or pose.t is None else (pose.R, pose.t)
+        error = poses.pose_error(motion, truth)
     else:
         there = geometry.transform(points0, truth) - points1
         back = geometry.transform(points1, np.linalg.inv(truth)) - points0
         right = np.linalg.norm([there, back], axis=-1).max(axis=0) < RIGHT_PX
-        H = ransac(matches) if len(points0) >= geometry.MIN_POINTS else None
+        enough = len(points0) >= geometry.MIN_POINTS
+        H = geometry.fit_ransac(points0, points1, PX, ITERATIONS, 0) if enough else None
         error = geometry.corner_error(H, truth, size)
     return Scored(keypoints, scores, right, error)
 
