@@ -14,15 +14,9 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.batch import Images, Keypoints
-from superglue_sift.network_inputs import choose_orientations, root_sift
-from superglue_sift.superglue import (
-    ENCODER_WIDTHS,
-    SIFT_DIM,
-    SuperGlue,
-    SuperGlueConfig,
-    geometry_of,
-)
+from superglue_sift.batch import Keypoints
+from superglue_sift.network_inputs import choose_orientations, geometry_of, root_sift
+from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig
 from superglue_sift.truth import UNMATCHED, Truth
 
 
@@ -104,7 +98,7 @@ class PlainSuperGlue(nn.Module):
 
     def forward(self, batch) -> Tensor:
         batch = choose_orientations(batch)
-        x0, x1 = (self._encoded(batch, side) for side in "01")
+        x0, x1 = self._encode(batch)
         for within, across in zip(self.self_attention, self.cross_attention):
             x0 = x0 + within(x0, x0)
             x1 = x1 + within(x1, x1)
@@ -115,16 +109,17 @@ class PlainSuperGlue(nn.Module):
         scores = torch.einsum("bdn,bdm->bnm", *projected) / self.config.dim**0.5
         return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
 
-    def _encoded(self, batch, side: str) -> Tensor:
-        dtype = self.dustbin.dtype
-        descriptors = root_sift(getattr(batch, "descriptors" + side)).to(dtype).transpose(1, 2)
-        fields = ("keypoints", "scores", "scales", "angles", "descriptors")
-        size = getattr(batch, "image_size" + side)[:, None]
-        keypoints = Keypoints(
-            *(getattr(batch, name + side) for name in fields), size, Images([], [], [])
-        )
-        geometry = geometry_of(keypoints, self.config.scale_angle).to(dtype).transpose(1, 2)
-        return self.descriptor_projection(descriptors) + self.keypoint_encoder(geometry)
+    def _encode(self, batch) -> List[Tensor]:
+        keypoints = Keypoints.of([batch])
+        split = keypoints.images.split
+        return [
+            self.descriptor_projection(unit.transpose(1, 2))
+            + self.keypoint_encoder(geometry.transpose(1, 2))
+            for unit, geometry in zip(
+                split(root_sift(keypoints.descriptors).to(self.dustbin.dtype)),
+                split(geometry_of(keypoints, self.config.scale_angle).to(self.dustbin.dtype)),
+            )
+        ]
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:

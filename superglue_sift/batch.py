@@ -4,7 +4,7 @@ A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) a
 to the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is
 the first image, 1 the second. R is the number of bytes of a record: 280 for SIFT with its
 orientations (`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers for other
-features (`descriptors.record_dtype`).
+features (`extractors.record_dtype`).
 
 Pairs of different sizes are sorted into a few batches with little padding
 (`PairBatch.size_classes`). The network reads the keypoints of all images of these batches as one
@@ -15,7 +15,7 @@ which image a keypoint belongs to (`Images`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -37,15 +37,6 @@ class Pair(NamedTuple):
     records1: np.ndarray
     size0: Tuple[int, int]
     size1: Tuple[int, int]
-
-
-def _column_of(records: str, column: Union[int, slice], meaning: str) -> property:
-    """A property of a batch: numbers of its keypoints, of the GEOMETRY of their records."""
-
-    def read(batch: PairBatch) -> Tensor:
-        return floats_of_bytes(getattr(batch, records)[..., :DESCRIPTOR_AT])[..., column]
-
-    return property(read, doc=meaning)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +107,8 @@ class PairBatch:
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
         classes = similar_sizes(self.counts0.tolist(), self.counts1.tolist(), MAX_PADDING)
-        return [pair for pairs in classes for pair in pairs], [
-            self.select(pairs) for pairs in classes
-        ]
+        order = [pair for pairs in classes for pair in pairs]
+        return order, [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
         """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints.
@@ -148,23 +138,22 @@ class PairBatch:
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors but the counts."""
-        tensors = {
-            name: value
+        changes = {
+            name: function(value)
             for name, value in vars(self).items()
             if value is not None and name not in ON_HOST
         }
-        return dataclasses.replace(
-            self, **{name: function(value) for name, value in tensors.items()}
-        )
+        return dataclasses.replace(self, **changes)
 
-    keypoints0 = _column_of("records0", slice(2), "(B, M, 2) float32, px")
-    keypoints1 = _column_of("records1", slice(2), "(B, N, 2) float32, px")
-    scales0 = _column_of("records0", 2, "(B, M) float32, diameter in px")
-    scales1 = _column_of("records1", 2, "(B, N) float32, diameter in px")
-    angles0 = _column_of("records0", 3, "(B, M) float32, degrees")
-    angles1 = _column_of("records1", 3, "(B, N) float32, degrees")
-    scores0 = _column_of("records0", 4, "(B, M) float32")
-    scores1 = _column_of("records1", 4, "(B, N) float32")
+    @property
+    def keypoints0(self) -> Tensor:
+        """(B, M, 2) float32, px."""
+        return floats_of_bytes(self.records0[..., :DESCRIPTOR_AT])[..., :2]
+
+    @property
+    def keypoints1(self) -> Tensor:
+        """(B, N, 2) float32, px."""
+        return floats_of_bytes(self.records1[..., :DESCRIPTOR_AT])[..., :2]
 
     @property
     def descriptors0(self) -> Tensor:

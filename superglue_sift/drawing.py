@@ -63,7 +63,11 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def _repr_jpeg_(self) -> bytes:
-        return encode(".jpg", self.pixels)
+        return self.encode()
+
+    def encode(self, ending: str = ".jpg") -> bytes:
+        """The bytes of a file (`drawing.encode`)."""
+        return encode(ending, self.pixels)
 
     def save(self, path: Union[str, Path]) -> None:
         """Write the picture (`write`)."""

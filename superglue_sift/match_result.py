@@ -234,6 +234,18 @@ class MatchResult(NamedTuple):
         """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
+    def summarize(self, fits: Mapping[str, geometry.Fit]) -> str:
+        """Numbers of keypoints, matches, inliers and aligned matches, in two or three lines."""
+        keypoints = f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"
+        inliers = (f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fits.items())
+        lines = [f"{keypoints}, matches {len(self.matches)}", ", ".join(inliers)]
+        if self.deviations is not None:
+            known = self.deviations[np.isfinite(self.deviations)]
+            lines.append(f"aligned {len(known)} of {len(self.matches)} matches")
+            if len(known):
+                lines[-1] += f", by their deviations to {np.median(known):.2f} px at the median"
+        return "\n".join(lines)
+
     def show(
         self,
         image0: Optional[Image] = None,

@@ -184,7 +184,7 @@ def match_two(args: argparse.Namespace) -> int:
     found = matcher.match(*sides)
     matched = time.perf_counter()
     fitted = found.fits()
-    print(results.summary_of(found, fitted))
+    print(found.summarize(fitted))
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
     files: Dict[Path, bytes] = {}
     if args.json:
@@ -192,7 +192,7 @@ def match_two(args: argparse.Namespace) -> int:
         about["model"] = str(args.model or shipped_weights())
         files[args.json] = results.json_of(found, fitted, about)
     if args.out:
-        files[args.out] = results.picture_of(found, fitted, args.out.suffix.lower())
+        files[args.out] = found.show(fits=fitted).encode(args.out.suffix.lower())
     if args.homography:
         for ending, content in results.overlays_of(found, fitted["homography"].model).items():
             files[args.out.with_name(f"{args.out.stem}_{ending}")] = content

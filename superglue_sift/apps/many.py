@@ -122,7 +122,7 @@ class Output:
             about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
             files[JSON] = results.json_of(found, fitted, about)
         if PICTURE in missing:
-            files[PICTURE] = results.picture_of(found, fitted)
+            files[PICTURE] = found.show(fits=fitted).encode()
         if {OVERLAY, BLINK}.intersection(missing):
             files.update(results.overlays_of(found, fitted["homography"].model))
         for ending, content in files.items():

@@ -37,20 +37,6 @@ ARRAYS = (
 ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")
 
 
-def summary_of(found: MatchResult, fitted: Mapping[str, Fit]) -> str:
-    """Numbers of keypoints, matches, inliers and aligned matches, in two or three lines."""
-    keypoints = f"keypoints {len(found.keypoints0)} and {len(found.keypoints1)}"
-    inliers = (f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fitted.items())
-    lines = [f"{keypoints}, matches {len(found.matches)}", ", ".join(inliers)]
-    if found.deviations is not None:
-        known = found.deviations[np.isfinite(found.deviations)]
-        aligned = f"aligned {len(known)} of {len(found.matches)} matches"
-        if len(known):
-            aligned += f", by their deviations to {np.median(known):.2f} px at the median"
-        lines.append(aligned)
-    return "\n".join(lines)
-
-
 def json_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> bytes:
     """JSON with the common names, `matches` of [index0, index1, score], and `about`, as file names.
 
@@ -218,11 +204,6 @@ def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchRes
 
         yield add
     os.replace(partial, folder / PAIR_LIST)
-
-
-def picture_of(found: MatchResult, fitted: Mapping[str, Fit], suffix: str = ".jpg") -> bytes:
-    """Both images side by side with their matches (`MatchResult.show`)."""
-    return drawing.encode(suffix, found.show(fits=fitted).pixels)
 
 
 def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:

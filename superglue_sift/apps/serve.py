@@ -116,11 +116,10 @@ def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:
     made = results.made_from(digests, {"threshold": found.threshold, "frame": found.frame})
     record = results.json_of(found, fits, dict(zip(("image0", "image1"), digests)))
     files = {
-        results.PICTURE: results.picture_of(found, fits),
+        results.PICTURE: found.show(fits=fits).encode(),
         **results.overlays_of(found, fits["homography"].model),
         results.JSON: record,
         "matches.npz": results.npz_of(found, made),
     }
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    summary = results.summary_of(found, fits)
-    return {"threshold": found.threshold, "summary": summary, "files": encoded}
+    return {"threshold": found.threshold, "summary": found.summarize(fits), "files": encoded}
