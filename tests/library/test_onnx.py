@@ -26,6 +26,7 @@ from superglue_sift import (
     onnx,
     torch_compat,
 )
+from superglue_sift.batch import Keypoints
 from superglue_sift.matcher import extract
 from superglue_sift.network_inputs import choose_orientations
 from superglue_sift.weights import shipped_weights
@@ -51,9 +52,13 @@ def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     """A PairBatch under the names of the ONNX graph."""
     values = {}
     batch = choose_orientations(batch)
+    keypoints = Keypoints.of([batch])
+    for name, columns in zip(Keypoints._fields[:5], keypoints[:5]):
+        for side, column in zip("01", keypoints.images.split(columns)):
+            key = name.replace("positions", "keypoints") + side
+            values[key] = np.ascontiguousarray(column.float().numpy())
     for side in "01":
-        for name in ("keypoints", "descriptors", "scores", "scales", "angles", "image_size"):
-            values[name + side] = np.ascontiguousarray(getattr(batch, name + side).float().numpy())
+        values["image_size" + side] = getattr(batch, "image_size" + side).numpy()
         width = values["keypoints" + side].shape[1]
         values["mask" + side] = np.arange(width) < getattr(batch, "counts" + side).numpy()[:, None]
     return values
