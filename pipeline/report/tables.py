@@ -23,6 +23,7 @@ ABREAST = 3  # estimators in one table, within 100 columns
 WORDS = {
     "ransac": "RANSAC: cv2.findHomography with UsacParams, 3 px; refined by least squares",
     "dlt": "DLT: least squares over all matches, weighted by their confidence",
+    "surest": "SUREST: least squares over the surest matches, with equal weights",
 }
 MIN_PAIRS = 20  # tables mark metrics of fewer pairs
 FEW = f"* fewer than {MIN_PAIRS} pairs: too few to judge by"
