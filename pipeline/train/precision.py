@@ -17,10 +17,6 @@ VOLTA = (7, 0)
 # CPU flags: products of bfloat16 in matrix units, in vector units
 AMX = "amx_bf16"
 AVX512 = "avx512_bf16"
-# Width of the network from which bfloat16 is faster in vector units: 1.2 to 1.6 times at 128, 0.8
-# times at 32 (docs/performance.md). A rule and no measurement at the start: on a busy machine that
-# comes out differently each time, and then so do the bytes of the weights.
-AVX512_DIM = 128
 AUTO = "auto: "  # how the reason of `auto` begins
 PORTABLE = "portable"
 
@@ -36,12 +32,11 @@ class Choice(NamedTuple):
 
 
 def resolve(
-    asked: str, dim: int, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]
+    asked: str, capability: Optional[Tuple[int, int]], cpu_flags: AbstractSet[str]
 ) -> Choice:
     """The precision for `asked` (auto, portable, float32, bfloat16, float16).
 
     Args:
-        dim: width of the network.
         capability: compute capability of the GPU; None: no GPU.
         cpu_flags: of /proc/cpuinfo.
 
@@ -54,7 +49,12 @@ def resolve(
     if capability is None:
         if asked == "float16":
             return Choice("float32", "train.precision: float16 does nothing on a CPU; set auto")
-        fast, reason = _fast_on_cpu(dim, cpu_flags)
+        # AMX multiplies bfloat16 faster. Vector units (AVX512) do so on some processors and take
+        # 1.5 times as long on others (docs/performance.md). A rule and no measurement at the start:
+        # on a busy machine that comes out differently each time, and then so do the weights.
+        amx = AMX in cpu_flags
+        fast = "bfloat16" if amx else "float32"
+        reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
     else:
         reason = "compute capability {}.{}".format(*capability)
         if asked == "bfloat16" and capability < AMPERE:
@@ -68,16 +68,6 @@ def resolve(
     return (
         Choice(fast, AUTO + reason) if asked == "auto" else Choice(asked, "as train.precision asks")
     )
-
-
-def _fast_on_cpu(dim: int, cpu_flags: AbstractSet[str]) -> Tuple[str, str]:
-    """The faster precision, and why."""
-    if AMX in cpu_flags:
-        return "bfloat16", "this CPU has AMX"
-    if AVX512 not in cpu_flags:
-        return "float32", "this CPU, or this torch, has no fast bfloat16"
-    wide = dim >= AVX512_DIM
-    return "bfloat16" if wide else "float32", f"dim {dim} on a CPU with AVX-512 for bfloat16"
 
 
 def resume(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: AbstractSet[str]) -> Choice:
@@ -100,9 +90,9 @@ def resume(asked: str, before: str, now: Choice, gpu: bool, cpu_flags: AbstractS
     )
 
 
-def on(asked: str, dim: int, device: torch.device) -> Choice:
+def on(asked: str, device: torch.device) -> Choice:
     """`resolve` for this device."""
     gpu = device.type == "cuda"
     return resolve(
-        asked, dim, torch.cuda.get_device_capability(device) if gpu else None, compat.cpu_flags()
+        asked, torch.cuda.get_device_capability(device) if gpu else None, compat.cpu_flags()
     )

@@ -76,7 +76,7 @@ def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor]
 def check_device(train: TrainParams) -> None:
     """Raises RequestError if this machine lacks what `train` needs."""
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    precision.on(train.precision, train.dim, torch.device(kind))
+    precision.on(train.precision, torch.device(kind))
     missing = torch_compat.no_compiler(kind) if train.compile else ""
     if missing:
         raise RequestError(f"--compile: {missing}; install it, or leave out --compile")
@@ -114,7 +114,7 @@ def choose_precision(
             "train.precision: portable needs variables that are set before torch is loaded: start"
             " the training by `python -m pipeline.train`, or set float32"
         )
-    choice = precision.on(train.precision, train.dim, context.device)
+    choice = precision.on(train.precision, context.device)
     if before:
         gpu = context.device.type == "cuda"
         choice = precision.resume(train.precision, before, choice, gpu, compat.cpu_flags())
