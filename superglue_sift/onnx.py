@@ -105,7 +105,7 @@ class ColmapSuperGlue(nn.Module):
     ) -> None:
         """model: in evaluation mode. threshold: minimum probability of a match.
 
-        max_keypoints: of an image, those of the largest scales; others have no match.
+        max_keypoints: of an image, those that nearest neighbours match best; others have no match.
         """
         super().__init__()
         self.network = PaddedSuperGlue(model, threshold)
@@ -115,7 +115,8 @@ class ColmapSuperGlue(nn.Module):
         """COLMAP_INPUTS to COLMAP_OUTPUTS."""
         named = dict(zip(COLMAP_INPUTS, inputs))
         sides = [{name: named[name + side] for name in COLMAP_SIDE} for side in "01"]
-        orders = [_largest(side["scales"], self.max_keypoints) for side in sides]
+        ranks = rank_by_descriptor(named["desc0"][0], named["desc1"][0])
+        orders = [_first(rank, self.max_keypoints) for rank in ranks]
         values = [_from_colmap(side, order) for side, order in zip(sides, orders)]
         matches, _, scores, *_ = self.network(*(side[name] for side in values for name in SIDE))
         # the last entry is for -1, no match
@@ -127,11 +128,34 @@ class ColmapSuperGlue(nn.Module):
         )
 
 
-def _largest(scales: Tensor, most: int) -> Tensor:
-    """(n,) indices of the `most` largest of scales (1, N), or of all."""
+def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
+    """How far a match is from likely, of keypoints with unit descriptors (M, D) and (N, D).
+
+    Returns (M,) and (N,) float32: Lowe's ratio of distances, the smaller one of both directions
+    for mutual nearest neighbours, so that both are kept or none; 1 more for all others.
+    """
+    # two columns of zeros: a second neighbour for an image of 0 or 1 keypoints
+    padded = [torch.cat([desc, desc.new_zeros((2, desc.shape[1]))]) for desc in (desc0, desc1)]
+    cosines = padded[0] @ padded[1].T
+    nearest = [cosines.topk(2, dim=1), cosines.topk(2, dim=0)]
+    ratios = []
+    for values in (nearest[0].values.T, nearest[1].values):
+        distances = (2 - 2 * values).clamp(min=0)
+        ratios.append((distances[0] / distances[1].clamp(min=1e-6)).sqrt())
+    to1 = nearest[0].indices[:, 0]
+    to0 = nearest[1].indices[0]
+    ranks = []
+    for own, other, to, back in ((*ratios, to1, to0), (*ratios[::-1], to0, to1)):
+        mutual = back[to] == torch.arange(to.shape[0], device=to.device)
+        ranks.append(torch.where(mutual, torch.minimum(own, other[to]), 1 + own)[:-2])
+    return ranks[0], ranks[1]
+
+
+def _first(rank: Tensor, most: int) -> Tensor:
+    """(n,) indices of the `most` smallest of rank (N,), or of all."""
     # a slice [:n] would fix the exported graph to fewer keypoints
-    count = torch.sym_min(scales.shape[1], most)
-    return scales[0].argsort(descending=True)[torch.arange(count, device=scales.device)]
+    count = torch.sym_min(rank.shape[0], most)
+    return rank.argsort()[torch.arange(count, device=rank.device)]
 
 
 def _from_colmap(side: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
@@ -308,7 +332,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         "--max-keypoints",
         type=int,
         default=COLMAP_KEYPOINTS,
-        help="with --for colmap: of an image, those of the largest scales (default %(default)s)",
+        help="with --for colmap: of an image, those with the best nearest neighbours in the other"
+        " (default %(default)s)",
     )
     args = parser.parse_args(argv)
     check_range("--max-keypoints", args.max_keypoints, 1)
