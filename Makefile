@@ -73,11 +73,12 @@ test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.ve
 images:  ## build and try both images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
 
-faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random; writes docs/faults.md (an hour)
-	@python tests/faults/run.py
+faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random (an hour): docs/faults.md
+	@RANDOM_FAULTS=$(or $(N),100) python -m pytest -n 2 --dist loadfile tests/faults tests/tracking/test_tracking.py \
+		tests/commands/test_launch.py tests/train/test_checkpoint.py tests/fetch/test_download.py
 
-random-faults: $(SETUP_DEV)  ## its random part alone: 100 faults in all, or make random-faults N=1000; goes on where it stopped
-	@python tests/faults/run.py --only-random --random $(or $(N),100)
+random-faults: $(SETUP_DEV)  ## its random part alone: 100 faults, or make random-faults N=1000
+	@RANDOM_FAULTS=$(or $(N),100) python -m pytest tests/faults/test_random.py
 
 lint: $(SETUP_DEV)  ## style, dvc.yaml against the imports of its stages, types
 	@ruff check .

@@ -2,8 +2,7 @@
 
 SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults of a training, each a kind
 and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault
-leaves a mark, so that it does not strike again after a restart. SG_FULL=N fills the disk of any
-stage: its writes fail from the N-th file on.
+leaves a mark, so that it does not strike again after a restart.
 
 Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun
 (SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
 import math
 import os
 import signal
@@ -78,11 +76,7 @@ def _strike(kind: str) -> bool:
 
 
 def install() -> None:
-    """Patch this process, if SG_FAULT names faults or SG_FULL a file."""
-    if os.environ.get("SG_FULL"):
-        count = itertools.count(1)
-        limit = int(os.environ["SG_FULL"])
-        _wrap(os, "fsync", lambda inner, fd: _strike("full" if next(count) >= limit else ""))
+    """Patch this process, if SG_FAULT names faults."""
     if not os.environ.get("SG_FAULT"):
         return
     from pipeline.train import checkpoint, objective, trainer

@@ -1,0 +1,213 @@
+"""Random faults: a stage gets a signal at a random moment and is repeated until it succeeds.
+
+Its bytes must then be those of an undisturbed run. `make random-faults N=1000` tries 1,000; a fault
+is a function of its number, except for the load of the machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+
+import cv2
+import psutil
+import pytest
+from made_params import file_of
+from skimage import data
+
+from faults.cells import ROOT, TRAIN
+from faults.group import start, wait
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.fetch import __main__ as fetch
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints import shards
+from pipeline.parameters import params
+from pipeline.processes.signals import STOP_SIGNALS
+from pipeline.train import __main__ as train
+from superglue_sift.apps import cli
+
+COUNT = int(os.environ.get("RANDOM_FAULTS", "3"))
+STARTS = 4  # at most, after the fault
+SMALL: Dict[str, Dict[str, Any]] = {
+    "fetch": {"source": "folder", "path": "photos", "val_fraction": 0.4},
+    "keypoints": {"views_per_image": 3, "width": 160, "height": 120, "max_keypoints": 48},
+    "train": {**TRAIN, "steps": 10},
+    "evaluate": {"width": 160, "height": 120, "pairs_per_image": 3, "max_keypoints": 64},
+}
+
+
+class Stage(NamedTuple):
+    """A command on small inputs; names of files are shell patterns below its folder.
+
+    made: files whose bytes are promised; kept: those of them that are not made again once they are
+    there.
+    """
+
+    main: Callable[..., int]
+    words: str
+    needs: Tuple[str, ...]
+    made: Tuple[str, ...]
+    kept: Tuple[str, ...] = ()
+    ranks: int = 1
+    loaders: str = "0"
+
+
+def extract(argv: Sequence[str]) -> int:
+    """`keypoints` with one image in a shard."""
+    shards.SHARD_IMAGES = 1
+    return keypoints.main(argv)
+
+
+BEST = "checkpoints/best.safetensors"
+LEARN = Stage(
+    train.main,
+    "--params params.json --keypoints keypoints --out checkpoints --reports reports/train",
+    ("keypoints",),
+    (BEST, "checkpoints/*/step-*.safetensors"),
+)
+STAGES = [
+    Stage(
+        fetch.main,
+        "--params params.json --out images --reports reports/fetch",
+        ("photos",),
+        ("images/manifest.csv", "images/source.json"),
+    ),
+    Stage(
+        extract,
+        "--params params.json --images images --out keypoints --workers 1",
+        ("photos", "images"),
+        ("keypoints/*/*",),
+        ("keypoints/*/shard-*.safetensors",),
+    ),
+    LEARN,
+    LEARN._replace(ranks=2),
+    LEARN._replace(loaders="2"),
+    Stage(
+        evaluate.main,
+        f"--model {BEST} --device cpu --params params.json --images images",
+        ("photos", "images", "checkpoints"),
+        ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"),
+    ),
+    Stage(
+        cli.main,
+        f"photos --out-dir found --model {BEST} --device cpu --max-keypoints 64 --resize 160",
+        ("photos", "checkpoints"),
+        ("found/*_matches.npz",),
+        ("found/*_matches.npz",),
+    ),
+]
+
+
+class Base:
+    """Inputs of every stage, made by those before it; bytes and seconds of undisturbed runs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        self.seconds: Dict[Stage, float] = {}
+        self.expected: Dict[Stage, Dict[str, str]] = {}
+        base = folder / "base"
+        (base / "photos").mkdir(parents=True)
+        names = "coffee chelsea astronaut rocket camera brick grass gravel"
+        for name in names.split():
+            image = cv2.resize(getattr(data, name)(), (320, 240))
+            cv2.imwrite(str(base / "photos" / f"{name}.jpg"), image)
+        read = params.load_all(ROOT / "presets/sample.yaml")
+        sections = {name: {**read[name].model_dump(), **SMALL.get(name, {})} for name in read}
+        (base / "params.json").write_text(json.dumps(file_of(sections)))  # JSON is YAML
+        for number, stage in enumerate(STAGES):
+            # the first three make what the others need
+            place = base if number < 3 else self.make_folder(stage)
+            began = time.monotonic()
+            assert not any(wait(self.start(stage, place)).codes), self.log.read_text()
+            self.seconds[stage] = time.monotonic() - began
+            self.expected[stage] = digests(place, stage.made)
+
+    def start(self, stage: Stage, folder: Path) -> List[Any]:
+        words = stage.words.split()
+        loaders = {"SG_LOADER_PROCESSES": stage.loaders}
+        return start(stage.ranks, stage.main, words, self.log, folder, **loaders)
+
+    def make_folder(self, stage: Stage) -> Path:
+        """A folder with the inputs of the stage; always the same place, which results may name."""
+        folder = self.folder / "cell"
+        shutil.rmtree(folder, ignore_errors=True)
+        for name in stage.needs:
+            old = shutil.ignore_patterns("step-*")
+            shutil.copytree(self.folder / "base" / name, folder / name, ignore=old)
+        shutil.copy2(self.folder / "base" / "params.json", folder)
+        return folder
+
+
+def family(pid: int) -> List[psutil.Process]:
+    """A process and all below it."""
+    with contextlib.suppress(psutil.Error):
+        own = psutil.Process(pid)
+        return [own, *own.children(recursive=True)]
+    return []
+
+
+def digests(folder: Path, patterns: Sequence[str]) -> Dict[str, str]:
+    """SHA-256 of files by name."""
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for pattern in patterns
+        for path in folder.glob(pattern)
+    }
+
+
+def is_finished(path: Path) -> bool:
+    """A shard is, when its note was written behind it, or store.json in place of the notes."""
+    notes = (path.with_suffix(".json"), path.parent / "store.json")
+    return not path.name.startswith("shard-") or any(note.is_file() for note in notes)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return Base(tmp_path_factory.mktemp("random"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(COUNT))
+def test_a_stage_that_gets_a_signal_ends_with_the_same_bytes(base, number):
+    draw = random.Random(number)
+    stage = draw.choice(STAGES)
+    sent = draw.choice([signal.SIGKILL, draw.choice(STOP_SIGNALS)])
+    folder = base.make_folder(stage)
+    base.log.write_text("")
+    processes = base.start(stage, folder)
+    time.sleep(draw.random() * base.seconds[stage])
+    there = [child for each in processes if each.is_alive() for child in family(each.pid)]
+    in_steps = "pairs a step" in base.log.read_text()
+    if sent == signal.SIGKILL:
+        victims = draw.sample(there, min(len(there), 1))
+    else:  # to one rank, or to all processes, those that were started last first
+        victims = draw.choice((there[:1], there[::-1]))
+    for each in victims:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            each.send_signal(sent)
+    outcome = wait(processes)
+    assert not outcome.hung
+    assert not psutil.wait_procs(there, 60)[1], "a process outlives its parent"
+    if sent != signal.SIGKILL:
+        assert "Traceback" not in base.log.read_text()
+        if in_steps and any(outcome.codes):
+            assert set(outcome.codes) <= {0, 143}
+            assert list(folder.glob("checkpoints/*/step-*.safetensors"))
+    # what is right must not be computed again
+    expected = base.expected[stage]
+    right = digests(folder, stage.kept).items() & expected.items()
+    kept = [folder / name for name, _ in right if is_finished(folder / name)]
+    stamps = [path.stat().st_mtime_ns for path in kept]
+    starts = (wait(base.start(stage, folder)).codes for _ in range(STARTS))
+    assert any(not any(codes) for codes in starts), base.log.read_text()
+    assert digests(folder, stage.made) == expected
+    assert [path.stat().st_mtime_ns for path in kept] == stamps
