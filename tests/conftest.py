@@ -10,14 +10,8 @@ import os
 # for the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import contextlib
-import signal
-import subprocess
-import sys
-import time
-import urllib.request
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator
 
 import numpy as np
 import pytest
@@ -29,7 +23,6 @@ settings.load_profile("steady")
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"
-SERVER_SECONDS = 240  # a guard
 
 
 @pytest.fixture(autouse=True)
@@ -139,57 +132,6 @@ def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     return uri
-
-
-@pytest.fixture(scope="module")
-def start_server(tmp_path_factory) -> Iterator[Callable[..., int]]:
-    """`start_server(arguments, health, NAME=value)`: port of a server that answers, until the
-    module's tests are done.
-
-    `arguments` of this Python and the environment's values may hold {port} and {folder}, its own;
-    PYTHONPATH is unset.
-    """
-    from pipeline.launch import free_port
-
-    with contextlib.ExitStack() as stack:
-
-        def start(arguments: List[str], health: str, **environment: str) -> int:
-            port = free_port()
-            folder = tmp_path_factory.mktemp("server")
-            words = [text.format(port=port, folder=folder) for text in arguments]
-            own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-            own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"
-            own.update(
-                {name: text.format(port=port, folder=folder) for name, text in environment.items()}
-            )
-            with (folder / "server.log").open("w") as log:
-                process = subprocess.Popen(
-                    [sys.executable, *words],
-                    cwd=folder,
-                    env=own,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            stack.callback(process.wait, 30)
-            # Called first, with all its children
-            stack.callback(os.killpg, process.pid, signal.SIGTERM)
-            until = time.monotonic() + SERVER_SECONDS
-            while not _answers(f"http://127.0.0.1:{port}{health}"):
-                running = time.monotonic() < until and process.poll() is None
-                assert running, (folder / "server.log").read_text()
-                time.sleep(0.5)
-            return port
-
-        yield start
-
-
-def _answers(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address, timeout=10) as reply:
-            return reply.status == 200
-    except OSError:
-        return False
 
 
 def pytest_collection_modifyitems(items: Any) -> None:

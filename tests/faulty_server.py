@@ -1,23 +1,13 @@
-"""Local HTTP servers with faults on request: one of a file, for downloads, and one before another
-server.
-"""
+"""A local HTTP server of a file, with faults on request."""
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Callable, Dict, List, Optional
-
-
-class _Quiet(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, *_: Any) -> None:
-        """These tests are about clients that disconnect."""
+from typing import Any, Dict, List, Optional
 
 
 class FaultyServer:
@@ -52,7 +42,8 @@ class FaultyServer:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._http = _Quiet(("127.0.0.1", 0), Handler)
+        self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._http.handle_error = lambda *_: None  # these tests are about clients that disconnect
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
@@ -94,9 +85,7 @@ class FaultyServer:
         end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
         return (206, start, end) if start < len(self.data) else (416, 0, 0)
 
-    def _serve(
-        self, request: Any, cut: Optional[int] = None, pace: Callable[[], None] = lambda: None
-    ) -> None:
+    def _serve(self, request: Any, cut: Optional[int] = None) -> None:
         code, start, end = self._span(request)
         more: Dict[str, str] = {}
         if code == 206:
@@ -104,19 +93,13 @@ class FaultyServer:
         self._headers(request, code, end - start, **more)
         body = self.data[start:end]
         whole = cut is None or cut >= len(body)
-        self._send(request, body if whole else body[:cut], pace)
+        self._send(request, body if whole else body[:cut])
         if not whole:
             request.close_connection = True
             with self._lock:
                 self.cuts += 1
 
-    def _send(
-        self,
-        request: Any,
-        body: bytes,
-        pace: Callable[[], None] = lambda: None,
-        step: int = 1 << 16,
-    ) -> None:
+    def _send(self, request: Any, body: bytes, step: int = 1 << 16, pause: float = 0.0) -> None:
         for at in range(0, len(body), step):
             try:
                 request.wfile.write(body[at : at + step])
@@ -125,8 +108,7 @@ class FaultyServer:
                 return
             with self._lock:
                 self.sent += len(body[at : at + step])
-            pace()
-            time.sleep(self.pace)
+            time.sleep(pause or self.pace)
 
     # --- faults
 
@@ -163,76 +145,4 @@ class FaultyServer:
         code, start, end = self._span(request)
         total = f"bytes {start}-{end - 1}/{len(self.data)}"
         self._headers(request, code, end - start, Content_Range=total)
-        self._send(request, self.data[start:end], lambda: time.sleep(0.05), step=10)
-
-
-class SlowProxy:
-    """Hands requests on to a server on this machine, as a slow or strict network would.
-
-    Bodies of more than 100 kB are read at `pace` bytes a second, and answered with `status`.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-        self.pace = float("inf")
-        self.status: Optional[int] = None
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def _hand_on(self) -> None:
-                outer._hand_on(self)
-
-            do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _hand_on
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._http = _Quiet(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self._http.server_port}"
-
-    def close(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-
-    def _hand_on(self, request: Any) -> None:
-        length = int(request.headers.get("Content-Length") or 0)
-        is_large = length > 100_000
-        body = self._read(request, length, self.pace if is_large else None)
-        refused = is_large and self.status
-        found = (self.status, {}, b"no") if refused else self._ask(request, body)
-        status, headers, answer = found
-        request.send_response(status)
-        for name, value in headers.items():
-            if name.lower() not in (
-                "content-length",
-                "transfer-encoding",
-                "connection",
-                "date",
-                "server",
-            ):
-                request.send_header(name, value)
-        request.send_header("Content-Length", str(len(answer)))
-        request.end_headers()
-        request.wfile.write(answer)
-
-    def _read(self, request: Any, length: int, pace: Optional[float]) -> bytes:
-        body = b""
-        while len(body) < length:
-            body += request.rfile.read(min(16_384, length - len(body)))
-            if pace:
-                time.sleep(16_384 / pace)
-        return body
-
-    def _ask(self, request: Any, body: bytes) -> Any:
-        headers = {name: value for name, value in request.headers.items() if name.lower() != "host"}
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request(
-            request.command, request.path, body, {**headers, "Host": f"127.0.0.1:{self.port}"}
-        )
-        reply = connection.getresponse()
-        found = reply.status, dict(reply.getheaders()), reply.read()
-        connection.close()
-        return found
+        self._send(request, self.data[start:end], step=10, pause=0.05)

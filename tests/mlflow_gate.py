@@ -35,10 +35,10 @@ class Gate:
     """MLflow's own REST handlers over a local store, behind a gate that can misbehave.
 
     mode: "up"; "error" answers 500; "hang" answers nothing; "deaf" does the work and loses the
-    reply. Each answer takes `delay` seconds more.
+    reply.
     """
 
-    def __init__(self, uri: str, port: int = 0, delay: float = 0.0) -> None:
+    def __init__(self, uri: str, port: int = 0) -> None:
         os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
         os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(
             Path(uri[len("sqlite:///") :]).parent / "served"
@@ -52,14 +52,12 @@ class Gate:
         self.mode = "up"
         self.posts = self.requests = 0
         self.port = port or free_port()
-        self.delay = delay
         self.uri = f"http://127.0.0.1:{self.port}"
         self.server = None
 
     def __call__(self, environ, start_response):
         self.requests += 1
         self.posts += environ["REQUEST_METHOD"] == "POST"
-        time.sleep(self.delay)
         mode = self.mode
         while self.mode == "hang":
             time.sleep(0.05)

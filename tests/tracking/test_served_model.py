@@ -1,13 +1,8 @@
-"""The registered model as people use it: loaded by MLflow, and behind a real `mlflow models
-serve`.
-"""
+"""The registered model as people use it: loaded by MLflow."""
 
 from __future__ import annotations
 
 import base64
-import json
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import cv2
@@ -17,8 +12,6 @@ import pytest
 from pipeline.tracking.mlflow_store import save_model
 from superglue_sift import Matcher
 from superglue_sift.weights import shipped_weights
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -45,39 +38,7 @@ def file_text(image: np.ndarray) -> str:
     return base64.b64encode(cv2.imencode(".png", image)[1].tobytes()).decode()
 
 
-@pytest.fixture(scope="module")
-def server(model, start_server):
-    """Address of a server of the model, started in a folder of its own with nothing of the project
-    on its path.
-    """
-    words = [
-        "-m",
-        "mlflow",
-        "models",
-        "serve",
-        "-m",
-        str(model),
-        "--env-manager",
-        "local",
-        "--port",
-        "{port}",
-    ]
-    port = start_server([*words, "--host", "127.0.0.1"], "/ping", MLFLOW_DISABLE_TELEMETRY="true")
-    return f"http://127.0.0.1:{port}"
-
-
-def ask(address: str, body):
-    """Status and JSON of an answer."""
-    request = urllib.request.Request(
-        address, json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=120) as reply:
-            return reply.status, json.loads(reply.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
-
-
+@pytest.mark.slow
 def test_mlflow_loads_it_and_it_says_what_the_matcher_says(model, images):
     from mlflow import pyfunc
 
@@ -95,15 +56,3 @@ def test_mlflow_loads_it_and_it_says_what_the_matcher_says(model, images):
         np.testing.assert_allclose(found["scores"], expected.scores, atol=1e-5)
     fewer = loaded.predict(rows[:1], params={"threshold": 0.9, "max_keypoints": 100})[0]
     assert len(fewer["keypoints0"]) <= 100 and min(fewer["scores"]) > 0.9
-
-
-def test_a_server_answers_with_two_images(server, model, images):
-    example = json.loads((model / "serving_input_example.json").read_text())
-    status, answer = ask(f"{server}/invocations", example)
-    assert status == 200 and len(answer["predictions"][0]["matches"]) > 5
-    rows = [{"image0": file_text(images[0]), "image1": file_text(images[1])}]
-    rows += [{"image0": images[0].tolist(), "image1": images[1].tolist()}]
-    for row in rows:
-        status, answer = ask(f"{server}/invocations", {"dataframe_records": [row]})
-        (found,) = answer["predictions"]
-        assert status == 200 and len(found["matches"]) == len(found["scores"]) > 50
