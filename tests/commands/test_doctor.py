@@ -21,10 +21,8 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ("name", "capability", "build", "level", "word"),
     [
         ("Tesla V100", (7, 0), CU111, OK, "has kernels"),
-        ("A100", (8, 0), CU111, OK, "has kernels"),
         ("RTX 4090", (8, 9), CU111, OK, "has kernels"),
         ("H100", (9, 0), CU111, FAIL, "--target modern"),
-        ("B200", (10, 0), CU111, FAIL, "--target modern"),
         ("H200", (9, 0), CU130, OK, "has kernels"),
         ("Tesla V100", (7, 0), CU130, FAIL, "cu111 image"),
     ],

@@ -334,13 +334,6 @@ def start_node(nodes, i: int, arguments, spread: str, processes: int = 1) -> sub
 
 @pytest.mark.slow
 class TestNodes:
-    def test_two_nodes(self, bench, nodes):
-        expected = bench.clean(2)
-        both = [start_node(nodes, i, whole(bench, "run"), "2") for i in range(2)]
-        outs = [process.communicate(timeout=PATIENCE)[0] for process in both]
-        assert [process.returncode for process in both] == [0, 0], "\n".join(outs)
-        assert digest(bench.folder / "run") == expected
-
     def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):
         """Two processes on one node and one on the other share a batch of 8, evenly or not."""
         # Long enough to join in

@@ -205,7 +205,7 @@ def test_validation_images_stand_in_and_are_named(work, photo, capsys):
 def test_the_papers_protocol_and_its_variants(work, monkeypatch, capsys):
     monkeypatch.setattr(protocol, "VARIANTS", ((160, 120, 50), (120, 96, 80)))
     monkeypatch.setattr(lightglue, "PACKAGES", ("no_such_package",))
-    assert run(work, "--paper", "5", "--lightglue", "x") == 0
+    assert run(work, "--paper", "5", "--lightglue", "x", "--no-refine") == 0
     for name, most in (("160x120-50", 50), ("120x96-80", 80)):
         rows = read_csv(work / "out" / name / "pairs.csv")
         assert max(int(row["keypoints0"]) for row in rows) <= most

@@ -89,15 +89,6 @@ def test_a_store_says_of_which_features_it_is(tmp_path):
     assert opened.view(0, 0).records.tobytes() == kept.tobytes()
 
 
-def test_equal_images_give_equal_bytes_and_another_digest_otherwise(tmp_path):
-    first = write(tmp_path / "a", make_images(COUNTS))
-    second = write(tmp_path / "b", make_images(COUNTS))
-    for path in first.iterdir():
-        assert path.read_bytes() == (second / path.name).read_bytes()
-    assert Store(first).digest == Store(second).digest
-    assert Store(write(tmp_path / "c", make_images(COUNTS, seed=1))).digest != Store(first).digest
-
-
 def test_an_empty_shard_and_an_empty_store_are_fine(tmp_path):
     images = make_images(COUNTS)
     rows = [

@@ -267,7 +267,10 @@ def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypat
     assert seen and all(seen) and not partial.exists()
 
 
-def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, monkeypatch):
+def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_path, monkeypatch):
+    """Nor is a shard of other parameters taken for its own."""
+    (tmp_path / "kp" / "train").mkdir(parents=True)
+    (tmp_path / "kp" / "train" / "shard-00001.json").write_text('{"fingerprint": "another"}')
     monkeypatch.setattr(keypoints, "SILENCE", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
     with pytest.raises(

@@ -57,9 +57,13 @@ def params_file(folder: Path, precision: str) -> Path:
     return folder / "params.yaml"
 
 
-@pytest.mark.parametrize("precision", ["portable", "float32"])
 @pytest.mark.parametrize(
-    ("stage", "missing"), [("pipeline.train", "--keypoints"), ("pipeline.evaluate", "--images")]
+    ("stage", "missing", "precision"),
+    [
+        ("pipeline.train", "--keypoints", "portable"),
+        ("pipeline.evaluate", "--images", "portable"),
+        ("pipeline.evaluate", "--images", "float32"),
+    ],
 )
 def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     tmp_path, stage, missing, precision

@@ -10,7 +10,6 @@ from superglue_sift import Matcher, geometry, refine
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.tracks import refine_tracks
 
 SIZE = (320, 240)
 IDENTITY = np.eye(3)
@@ -121,7 +120,7 @@ def measure_deviations(folder, blur: float, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in range(5))]
+    "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in (0, 4))]
 )
 def test_deviations_of_photographs(shared_data, blur, count):
     """SIFT finds large keypoints alone in a blurred view."""
@@ -188,43 +187,3 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     points1[:60] = geometry.transform(points0[:60], TURN)
     maps = refine.local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], geometry.jacobians(TURN, points0[:60]), atol=1e-3)
-
-
-# One position for the keypoints of a track
-
-
-def aligned_result(keypoints0, keypoints1, H, deviation=0.05) -> MatchResult:
-    """All keypoints matched in order; aligned exactly as H says."""
-    count = len(keypoints0)
-    matches = np.stack([np.arange(count)] * 2, 1)
-    made = MatchResult(keypoints0, keypoints1, matches, np.ones(count, np.float32), SIZE, SIZE)
-    aligned1 = geometry.transform(keypoints0.astype(float), H).astype(np.float32)
-    deviations = np.full(count, deviation, np.float32)
-    return made._replace(aligned0=keypoints0, aligned1=aligned1, deviations=deviations)
-
-
-def test_positions_of_a_track_agree_after_refinement():
-    rng = np.random.default_rng(0)
-    points = rng.uniform(0, 300, (80, 2))
-    cameras = [IDENTITY, SHIFT, TURN]
-    truth = [geometry.transform(points, H) for H in cameras]
-    keypoints = [(p + rng.normal(0, 0.5, p.shape)).astype(np.float32) for p in truth]
-    maps = {(i, j): cameras[j] @ np.linalg.inv(cameras[i]) for i, j in ((0, 1), (0, 2), (1, 2))}
-    pairs = [(i, j, aligned_result(keypoints[i], keypoints[j], H)) for (i, j), H in maps.items()]
-    refined = refine_tracks(keypoints, iter(pairs))
-    for (i, j), H in maps.items():
-        before, after = (
-            np.linalg.norm(geometry.transform(given[i], H) - given[j], axis=1).mean()
-            for given in (keypoints, refined)
-        )
-        assert before > 0.7 and after < 0.05
-    # photographs of 1,600 and 4,800 px
-    both = []
-    for unit in (1, 3):
-        enlarge = np.diag([unit, unit, 1.0])
-        H = geometry.compose(enlarge, SHIFT, np.linalg.inv(enlarge))
-        sides = [(unit * side).astype(np.float32) for side in keypoints[:2]]
-        size = (1600 * unit, 1200 * unit)
-        found = aligned_result(*sides, H, 0.05 * unit)._replace(size0=size, size1=size)
-        both.append([side / unit for side in refine_tracks(sides, [(0, 1, found)])])
-    np.testing.assert_allclose(both[0], both[1], atol=2e-3)

@@ -166,11 +166,3 @@ def test_a_stamp_does_not_hide_the_place(shared_data, place, name):
     found = place.match(*drawn)
     assert found.accepted and not found.find_stamps().any()
     assert right(found).sum() > 0.95 * right(plain).sum() > 40
-
-
-def test_a_photograph_and_its_mirror_image_are_not_one_place(shared_data, place):
-    for image in photographs(shared_data, 2):
-        mirrored = np.ascontiguousarray(image[:, ::-1])
-        found = place.match(image, mirrored)
-        assert not found.accepted and found.pair_score == 0
-        assert place.match(image, image).accepted

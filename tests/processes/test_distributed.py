@@ -182,29 +182,6 @@ def test_batch_norm_over_ranks_is_that_of_one_process(answers):
             assert np.allclose(part[name], whole[name], atol=1e-12)
 
 
-def test_slurm_variables(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": "3",
-        "SLURM_NTASKS": "8",
-        "SLURM_LOCALID": "1",
-        "SLURM_JOB_ID": "20041",
-        "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.5",
-        "SLURM_JOB_NODELIST": "gpu[07-09],login1",
-    }.items():
-        monkeypatch.setenv(name, value)
-    distributed._adopt_slurm()
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    # Not the login node that started it
-    assert [distributed.os.environ[n] for n in names] == ["3", "8", "1", "gpu07", "20041"]
-    for (
-        name
-    ) in names:  # monkeypatch.delenv would put them back at the end, for all tests that follow
-        distributed.os.environ.pop(name)
-
-
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [

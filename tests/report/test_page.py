@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -14,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.report import __main__ as report
-from pipeline.report import document, page, summary, tables
+from pipeline.report import document, page, summary
 from pipeline.report.document import Condition
 from pipeline.report.rows import Measure, Row
 from superglue_sift import drawing
@@ -162,55 +159,6 @@ def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
     assert sum(mark.line for mark in marks) == min(len(marks), drawing.LINES)
     assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
     assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
-
-
-def run_browser(folder, name, *options):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("needs Chromium")
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", *options]
-    profile = f"--user-data-dir={folder / 'profile'}"
-    command = [browser, *words, profile, (folder / name).as_uri()]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def make_wide():
-    """As many columns as an evaluation has: four estimators' tables of four areas, six metrics by
-    condition.
-    """
-    names = ["precision", "recall", "recall_at_ratio_precision", "precision_at_ratio_recall"]
-    areas = [area(px, moved, n) for n in ("ransac", "dlt") for moved in (0, 1) for px in (1, 5, 10)]
-    measures = [*map(Measure, names), *areas]
-    row = Row(OURS, PRECISION, 0.973, 0.901, 0.998, 120, "mutual_nn", "better")
-    hard = [Row("", tables.PAIRS, 40)]
-    hard += [Row(m, each, 0.973) for m in (OURS, "ratio_test") for each in measures[:6]]
-    return content(
-        rows=[
-            *ROWS,
-            *(row._replace(matcher=m, measure=each) for m in MATCHERS for each in measures),
-        ],
-        differences=[row._replace(measure=each) for each in measures],
-        robustness=[Condition("rotation_deg", "120 .. 181", hard)],
-    )
-
-
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_opens_it_without_complaint_and_no_table_is_cut_off(tmp_path, width):
-    measure = (
-        "<body style=margin:0><iframe id=f"
-        f" style='width:{width}px;height:900px;border:0'></iframe><script>f.srcdoc = atob(PAGE);"
-        " f.onload = () => { const d = f.contentDocument; document.title ="
-        " [f.contentWindow.innerWidth, d.documentElement.scrollWidth,"
-        " ...Array.from(d.querySelectorAll('.wide')).map(e => e.scrollWidth -"
-        " e.clientWidth)].join(' '); }</script>"
-    )
-    text = base64.b64encode(page.render(make_wide(), {}).encode()).decode()
-    (tmp_path / "frame.html").write_text(measure.replace("PAGE", f"'{text}'"), encoding="utf-8")
-    options = ("--hide-scrollbars", "--window-size=1400,1000", "--dump-dom")
-    done = run_browser(tmp_path, "frame.html", "--enable-logging=stderr", *options)
-    assert "CONSOLE" not in done.stderr
-    found = [int(word) for word in re.search("<title>(.*?)</title>", done.stdout).group(1).split()]
-    assert found[:2] == [width, width] and len(found) > 8 and not any(found[2:])
 
 
 def hard(pairs, ours=0.9, theirs=0.8, name="precision", **counts):

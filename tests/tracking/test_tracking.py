@@ -442,13 +442,9 @@ def test_a_text_that_leaves_has_no_password(text, redacted, monkeypatch):
     assert redact(text) == redacted
 
 
-@pytest.mark.parametrize(
-    "uri", ["http://me:hunter22@127.0.0.1:{port}", "http://127.0.0.1:{port}/?password=hunter22"]
-)
-def test_the_password_of_a_server_is_neither_printed_nor_stored(
-    gate, tmp_path, monkeypatch, capfd, uri
-):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri.format(port=gate.port))
+def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, monkeypatch, capfd):
+    uri = f"http://me:hunter22@127.0.0.1:{gate.port}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run = open_run(tmp_path, tags={"remote": uri})
     wait_for(lambda: run._sender.error)
     run.close(wait=0.1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
-from pipeline.features.store import EVERYWHERE, Store, View
+from pipeline.features.store import Store, View
 from pipeline.processes.prefetch import prefetch
 from pipeline.train.pairs.augmentation import Augmentation, make_mosaic
 from pipeline.train.pairs.loader import load_batch
@@ -22,8 +22,7 @@ from pipeline.train.pairs.order import (
     rank_slice,
     validation_pairs,
 )
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.geometry import compose, transform
+from superglue_sift.geometry import transform
 from superglue_sift.truth import IGNORED, UNMATCHED, ground_truth
 
 pytestmark = pytest.mark.cu111
@@ -193,39 +192,6 @@ class TestAugmentation:
         assert int(together.counts0[1]) == count
         assert torch.equal(together.records0[1, :count], alone.records0[0, :count])
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
-
-    @settings(max_examples=20, deadline=None)
-    @given(seed=st.integers(0, 2**31 - 1), turn=st.sampled_from([0.0, 180.0]))
-    def test_truth_follows_zoom(self, tmp_path_factory, seed, turn):
-        """What is left of the view keeps its partners: the truth is that of the view before, and
-        nothing else matches.
-
-        Views whose points agree exactly, since of a pair at a distance of 0.5 px truth may choose
-        another partner.
-        """
-        store = Store(made_store(tmp_path_factory.mktemp("store")))
-        view = store.view(3, 0)
-        partner = view._replace(records=view.records.copy())
-        random = np.random.default_rng(seed)
-
-        def others(random):
-            return store.view(int(random.choice([0, 2, 4])), int(random.integers(3)))
-
-        small = make_mosaic(view, random.uniform(1.5, 8.0), 1.8, others, random)
-        if turn:
-            small = Augmentation(rotation_deg=turn).apply(small, seed, 0)
-        H = compose(small.H_image_to_view, np.linalg.inv(view.H_image_to_view))
-        pair = Pair(partner.records, small.records, partner.size, small.size)
-        mapped = transform(np.stack([view.records["x"], view.records["y"]], 1).astype(float), H)
-        own = [bytes(each) for each in view.records["descriptor"]]
-        found = {bytes(each["descriptor"]): (each["x"], each["y"]) for each in small.records}
-        left = [i for i, name in enumerate(own) if name in found]
-        assert np.allclose(mapped[left], [found[own[i]] for i in left], atol=1e-3)
-        cells = np.array([[EVERYWHERE, small.cell]])
-        truth = ground_truth(from_pairs([pair], H[None], cells=cells)).matches0[0].numpy()
-        names = [bytes(each) for each in small.records["descriptor"]]
-        assert all(truth[i] < 0 or i in left for i in range(len(own)))
-        assert all(names[truth[i]] == own[i] for i in left)
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
         store = Store(made_store(tmp_path / "dense", points=400))

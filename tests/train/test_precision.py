@@ -80,18 +80,6 @@ def test_what_does_nothing_here_is_said(make_params):
     assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
 
 
-@pytest.mark.parametrize("flags", [set(), NO_AMX, AMX])
-def test_a_training_from_scratch_has_the_same_precision_each_time(make_params, monkeypatch, flags):
-    """Also on a busy machine: no measurement decides the bytes of weights."""
-    monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr("time.perf_counter", lambda: pytest.fail("measured"))
-    alone = distributed.Context(0, 1, 0, torch.device("cpu"))
-    train = make_params("train", precision="auto", dim=16, heads=2, layers=1)
-    one, other = (setup.choose_precision(train, alone) for _ in range(2))
-    parts, _ = setup.build(train, alone)
-    assert one == other and parts.objective.precision == one.precision
-
-
 @pytest.mark.parametrize(
     ("asked", "before", "now", "gpu", "flags", "expected"),
     [

@@ -146,22 +146,3 @@ def test_an_experiment_leaves_a_killed_training_as_it_is(clone):
     assert files_of(killed) == before
     clone.params()  # as they were
     assert "resuming at step 4 of 6" in clone.dvc("repro")
-
-
-def test_two_clones_end_with_one_lock_whatever_befell_the_first(
-    clone, tmp_path_factory, make_params
-):
-    other = Clone(tmp_path_factory.mktemp("other"), make_params)
-    clone.killed()
-    clone.params(lr=0.002)
-    clone.killed()
-    clone.params()
-    tracked = []
-    for each in (clone, other):
-        each.dvc("repro")
-        lock = YAML(typ="safe").load((each.folder / "dvc.lock").read_text())
-        outs = lock["stages"]["train"]["outs"]
-        tracked.append(
-            {out["path"]: out["md5"] for out in outs if out["path"].startswith("checkpoints/")}
-        )
-    assert tracked[0] == tracked[1] and len(tracked[0]) == 3

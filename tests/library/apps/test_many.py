@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import itertools
 import json
@@ -16,8 +15,8 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Features, Matcher, RequestError, __version__, errors
-from superglue_sift.apps import cli, many, pairing, results, retrieval
+from superglue_sift import Matcher, RequestError, __version__, errors
+from superglue_sift.apps import cli, pairing, results, retrieval
 from superglue_sift.files import write_atomic
 from superglue_sift.geometry import corner_error
 from superglue_sift.match_result import MatchResult
@@ -252,33 +251,6 @@ def test_a_name_of_two_images_means_one_pair(files, names):
     assert [photo.name for photo in pairing.name_photos(paths, Path("root"))] == names.split()
     with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
         pairing.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
-
-
-def test_memory_does_not_grow_with_the_number_of_images(work, tmp_path):
-    # 80 small images, pairs within a window: at no time are more held than the store may hold and
-    # two batches need
-    generator = np.random.default_rng(0)
-    photos = []
-    for number in range(80):
-        path = tmp_path / f"{number:03d}.png"
-        noise = generator.integers(0, 255, (8, 8), np.uint8)
-        cv2.imwrite(str(path), cv2.resize(noise, (64, 64), interpolation=cv2.INTER_CUBIC))
-        photos.append(many.Item(path.stem, path))
-    matcher = Matcher.load(work / "model.safetensors", "cpu", max_keypoints=20)
-    store = many.FeatureStore(matcher, tmp_path / "features", held=16)
-    most = 0
-
-    def pairs():
-        nonlocal most
-        for number, pair in enumerate(pairing.sequential(photos, 2)):
-            if number % 20 == 0:
-                most = max(most, sum(type(each) is Features for each in gc.get_objects()))
-            yield pair
-
-    matching = many.Run(store, many.Output(tmp_path / "found"))
-    matching.match(pairs(), None)
-    assert matching.matched == 2 * 80 - 3
-    assert 16 <= most <= 16 + 2 * 2 * many.PAIRS_OF_A_WORKER * matcher.workers
 
 
 @pytest.mark.parametrize(
