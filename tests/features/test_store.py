@@ -89,17 +89,6 @@ def test_a_store_says_of_which_features_it_is(tmp_path):
     assert opened.view(0, 0).records.tobytes() == kept.tobytes()
 
 
-def test_an_empty_shard_and_an_empty_store_are_fine(tmp_path):
-    images = make_images(COUNTS)
-    rows = [
-        store.write_shard(tmp_path / store.shard_name(i), piece)
-        for i, piece in enumerate([[], images, []])
-    ]
-    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 2, (320, 240))))
-    assert Store(tmp_path, verify="all").counts.tolist() == COUNTS
-    assert len(Store(write(tmp_path / "empty", []))) == 0
-
-
 def test_every_damage_is_found_when_all_is_verified(tmp_path):
     folder = write(tmp_path, make_images(COUNTS))
     rng = np.random.default_rng(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import sys
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,10 +14,7 @@ from PIL import Image
 from pipeline.errors import RequestError
 from pipeline.image_sets import dali_decoder, decode
 from pipeline.image_sets.sources import ImageSet, folder_entries
-from pipeline.keypoints import shards
 from pipeline.keypoints.image import decoder
-from pipeline.keypoints.pool import extract_all
-from pipeline.keypoints.shards import Folder, plan
 from superglue_sift.images import BadImage
 
 
@@ -125,24 +121,6 @@ def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, name):
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
     monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
     check_same(decoder(name)(images, images.entries("train")), images, cmyk)
-
-
-@on_cpu
-@both
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_the_stage_writes_the_same_shards(images, tmp_path, make_params, name, workers):
-    written = []
-    for each in ("pillow", name):
-        settings = make_params("keypoints", decoder=each, views_per_image=2, width=128, height=96)
-        with mock.patch.object(shards, "SHARD_IMAGES", 5):
-            folder = Folder(tmp_path / each, plan(images.entries("train"), settings))
-        todo = folder.open(folder.shards)
-        entries = [entry for shard in todo for entry in shard.entries]
-        results = extract_all(images, settings, entries, workers)
-        for shard in todo:
-            folder.write(shard, [next(results) for _ in shard.entries])
-        written.append([(folder.path / shard.file).read_bytes() for shard in folder.shards])
-    assert written[0] == written[1] and len(written[0]) == 5
 
 
 @pytest.mark.gpu

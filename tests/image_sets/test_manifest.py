@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import zipfile
-from pathlib import Path
 
 import pytest
 
@@ -69,30 +68,6 @@ def test_images_read_back_and_a_changed_one_is_bad(image_folder, tmp_path):
     (image_folder / "coffee.png").unlink()
     with pytest.raises(BadImage, match="cannot be read"):
         images.read(second)
-
-
-@pytest.fixture
-def zipped(image_folder, tmp_path) -> Path:
-    path = tmp_path / "images.zip"
-    with zipfile.ZipFile(path, "w") as out:
-        out.write(image_folder / "chelsea.jpg", "set/chelsea.jpg")
-        out.write(image_folder / "coffee.png", "set/coffee.png", zipfile.ZIP_DEFLATED)
-        out.writestr("set/readme.txt", "no image")
-    return path
-
-
-def test_images_inside_a_zip_are_read_in_place(zipped, image_folder):
-    container = containers.zip_container(zipped)
-    entries = [container.entry(name, "train", "train") for name in container.names]
-    images = sources.ImageSet(entries, {"train": str(zipped)})
-    assert [entry.name for entry in entries] == ["set/chelsea.jpg", "set/coffee.png"]
-    for entry in entries:
-        assert images.read(entry) == (image_folder / Path(entry.name).name).read_bytes()
-    data = bytearray(zipped.read_bytes())
-    data[entries[0].offset + 5000] ^= 1
-    zipped.write_bytes(data)
-    with pytest.raises(BadImage, match="CRC-32"):
-        images.read(entries[0])
 
 
 @pytest.mark.parametrize(

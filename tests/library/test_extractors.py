@@ -25,8 +25,7 @@ from pipeline.train import setup
 from superglue_sift import extractors, sift
 from superglue_sift.apps import cli
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.classical import neighbours, unit_rows
-from superglue_sift.extractors import descriptors_of, kind_of
+from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Matcher
@@ -99,21 +98,6 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     with pytest.raises(RequestError, match=name) as caught:
         extractors.load(name)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("name", "norm"), [(ORB, cv2.NORM_HAMMING), (KAZE, cv2.NORM_L2)], ids=["orb", "kaze"]
-)
-def test_nearest_neighbours_are_those_of_opencv(name, norm, photo):
-    extract = extractors.load(name)
-    records = [extract(image, 150) for image in (photo, cv2.GaussianBlur(photo, (0, 0), 1.0))]
-    found = neighbours(*map(unit_rows, records))
-    mine = np.where(found.mutual, found.nearest, -1)
-    theirs = cv2.BFMatcher(norm, crossCheck=True).match(*(descriptors_of(each) for each in records))
-    pairs = {(m.queryIdx, m.trainIdx) for m in theirs}
-    assert len(pairs) > 50
-    # where two are equally near, either may be the nearest
-    assert len(pairs & set(enumerate(mine))) >= 0.97 * len(pairs)
 
 
 def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):

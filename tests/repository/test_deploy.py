@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,25 +36,6 @@ def test_kubernetes_accepts_the_pods(name):
         job = {"apiVersion": "v1", "kind": "Pod", "metadata": job["metadata"], "spec": pod}
     kubernetes = pytest.importorskip("kubernetes_validate")
     kubernetes.validate(job, "1.30", strict=True)
-
-
-def test_the_training_job_and_the_launcher_agree_how_often_to_start_again(tmp_path):
-    """The command of the pod, with the operator's variables and a launcher that prints."""
-    job = read("train")
-    shown = "from pipeline.launch import command; print(*command('m', [], 1))"
-    (tmp_path / "python").write_text(f'#!/bin/sh\nexec {sys.executable} -c "{shown}"\n')
-    (tmp_path / "python").chmod(0o755)
-    operator = {
-        "PET_NNODES": "1:2",
-        "PET_RDZV_ENDPOINT": "superglue-train-worker-0:23456",
-        "PET_MAX_RESTARTS": "100",
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-    }
-    script = ["sh", "-c", pod_of(job)["containers"][0]["args"][0]]
-    said = subprocess.check_output(script, env={**os.environ, **operator}, text=True).split()
-    assert {"--max_restarts=100", "--nnodes=1:2"} < set(said)
-    assert "--rdzv_endpoint=superglue-train-worker-0:23456" in said
 
 
 SLURM = """#!/bin/sh
@@ -146,19 +126,6 @@ def test_the_slurm_job_without_a_gpu_says_how_to_ask_for_some(tmp_path):
     assert done.returncode == 2 and not asked
     assert done.stdout.startswith("error: this job has no GPU: sbatch --gpus-per-node=N ")
     assert len(done.stdout.splitlines()) == 1
-
-
-def test_the_slurm_job_may_train_without_a_gpu(tmp_path):
-    """`--cpus-per-gpu`, which the job has, makes every srun of a job without GPUs fail (SLURM
-    22.05).
-    """
-    done, asked = submit(tmp_path, SLURM_GPUS_ON_NODE="", GPUS="none")
-    assert done.returncode == 0 and any(line.endswith("entrypoint.py repro") for line in asked), (
-        done.stdout
-    )
-    assert (
-        "srun-environment cpus-per-gpu=" in asked and "srun-environment cpus-per-gpu=4" not in asked
-    )
 
 
 def test_the_slurm_job_is_a_valid_script():

@@ -4,10 +4,8 @@ cache.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -115,22 +113,6 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(
     assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
     assert other.lock() == first.lock()
     assert other.changed() == ""
-
-
-def test_what_dvc_and_git_keep_names_no_machine_place_or_run(first: Clone) -> None:
-    """Both clones of the test above share a host; so the words themselves are looked for."""
-    log = (first.folder / "reports" / "train" / "log.jsonl").read_text(encoding="utf-8")
-    key = json.loads(log.splitlines()[0])["run"]
-    commit = first.run("git", "rev-parse", "HEAD").strip()
-    words = [key, commit, str(first.folder), socket.gethostname()]
-    words = [word.encode() for word in words if len(word) > 5]
-    outs = [
-        out["path"] for stage in first.lock()["stages"].values() for out in stage.get("outs", [])
-    ]
-    kept = [file for out in outs for file in [first.folder / out, *(first.folder / out).rglob("*")]]
-    files = [file for file in kept if file.is_file()]
-    assert len(files) > 20
-    assert [(file, word) for file in files for word in words if word in file.read_bytes()] == []
 
 
 def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path) -> None:

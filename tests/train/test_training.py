@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -295,37 +291,3 @@ class TestRequests:
             best = begin("run", lambda config: {}, keys, folder)
             assert ("nothing to do" in capsys.readouterr().out) == known
             assert str(tmp_path) not in json.dumps(best)
-
-
-# Seconds after which launched ranks hang: more than the time-out of a collective (120), the last
-# shipping to MLflow (60) and four starts of Python with torch on two cores that others keep busy.
-HANGS = 600
-
-
-def launched(arguments: list, processes: int, **options) -> subprocess.Popen:
-    environment = {**train_environment(), "NPROC_PER_NODE": str(processes)}
-    command = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE, **options
-    )
-
-
-def train_environment() -> dict:
-    import os
-
-    return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-class TestLaunched:
-    def test_sigterm_leaves_a_checkpoint_and_143(self, tmp_path, request_of):
-        arguments = request_of("run", steps=100000, val_every=1000, save_every=1000)
-        process = launched(arguments, 2)
-        curves = tmp_path / "run-reports" / "curves" / "train.csv"
-        deadline = time.monotonic() + HANGS
-        while not curves.is_file() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(signal.SIGTERM)
-        _, err = process.communicate(timeout=HANGS)
-        assert process.returncode == 143, err
-        assert "Traceback" not in err
-        assert len(list((tmp_path / "run").glob("*/step-*.safetensors"))) == 1

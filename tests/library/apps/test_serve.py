@@ -1,4 +1,4 @@
-"""The page of `superglue-match --serve`: its answers, and a real browser that uses it."""
+"""The page of `superglue-match --serve`: its answers, and who may ask."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import base64
 import dataclasses
 import io
 import json
-import shutil
 import socket
-import sys
 import threading
 import time
 
@@ -109,49 +107,3 @@ def test_it_listens_on_this_machine_alone_and_a_taken_port_is_one_line(matcher, 
         assert probe.connect_ex(("127.0.0.2", port)) != 0
     with pytest.raises(RequestError, match=f"--port {port}"):
         serve.run(matcher, port)
-
-
-@pytest.fixture
-def page(port):
-    """The page in a browser, which must complain of nothing."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    path = shutil.which("chromium") or shutil.which("google-chrome")
-    if path is None:
-        pytest.skip("needs Chromium")
-    complaints = []
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        opened = browser.new_page(viewport={"width": 390, "height": 800})
-        opened.on("console", lambda message: complaints.append(message.text))
-        opened.on("pageerror", lambda error: complaints.append(str(error)))
-        opened.goto(f"http://{serve.HOST}:{port}")
-        yield opened
-        assert opened.evaluate("document.documentElement.scrollWidth") <= 390
-        browser.close()
-    assert complaints == []
-
-
-def test_a_browser_uses_the_page(page, views, tmp_path):
-    playwright = sys.modules["playwright.sync_api"]
-    uploads = [
-        {"name": f"{side}.png", "mimeType": "image/png", "buffer": data}
-        for side, data in enumerate(views)
-    ]
-    page.set_input_files("#image0", uploads[:1])
-    assert "One more image" in page.inner_text("#said")
-    page.set_input_files("#image1", uploads[1:])
-    page.wait_for_selector("#picture:visible", timeout=60_000)
-    every = page.inner_text("#said")
-    assert "homography inliers" in every and page.inner_text("#name1") == "1.png"
-    page.fill("#threshold", "0.5")
-    expect = playwright.expect
-    expect(page.locator("#said")).not_to_contain_text(every.splitlines()[0])
-    expect(page.locator("#said")).to_contain_text("homography inliers")
-    assert page.inner_text("#value") == "0.50"
-    for view in ("overlay.jpg", "blink.gif"):
-        page.select_option("#view", view)
-        assert page.evaluate("picture.decode().then(() => picture.naturalWidth)") == 600
-    with page.expect_download() as download:
-        page.click("text=matches.json")
-    download.value.save_as(tmp_path / "m.json")
-    assert json.loads((tmp_path / "m.json").read_text())["image_size0"] == [600, 400]

@@ -17,7 +17,6 @@ from superglue_sift.apps import cli
 from superglue_sift.errors import RequestError, exit_code
 from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc
-from superglue_sift.interop.colmap import CENTRE, ColmapDatabase
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 
@@ -170,27 +169,6 @@ def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
 
 
 # COLMAP
-
-
-def test_a_database_holds_what_was_written(matched, tmp_path):
-    pycolmap = pytest.importorskip("pycolmap")
-    path = tmp_path / "database.db"
-    camera = pycolmap.Camera.create_from_model_name(0, "PINHOLE", FOCAL, *SIZE)
-    with ColmapDatabase(path, camera=camera) as database:
-        verified = database.add("a.jpg", "b.jpg", *matched)
-    assert verified > 15
-    with pytest.raises(RequestError, match=r"database\.db"):
-        ColmapDatabase(path)
-    read = pycolmap.Database.open(path)
-    assert [each.focal_length_x for each in read.read_all_cameras()] == [FOCAL]
-    ids = [read.read_image_with_name(name).image_id for name in ("a.jpg", "b.jpg")]
-    assert np.allclose(read.read_keypoints(ids[0])[:, :2] - CENTRE, matched.found.keypoints0)
-    assert np.array_equal(read.read_matches(*ids), matched.found.matches)
-    assert len(read.read_two_view_geometry(*ids).inlier_matches) == verified
-    descriptors = read.read_descriptors(ids[1]).data
-    assert descriptors.shape == (len(matched.features1.records), 128)
-    assert np.allclose(np.linalg.norm(descriptors.astype(float), axis=1), 512, rtol=0.1)
-    read.close()
 
 
 def test_photographs_that_colmap_cannot_read_are_named_before_matching_and_get_a_guessed_camera(
