@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -125,24 +123,3 @@ class TestTable:
     def test_wrong_requests_are_named(self, arguments, said):
         with pytest.raises(RequestError, match=said):
             benchmark.main([*arguments, "--device", "cpu"])
-
-
-@pytest.mark.slow
-def test_the_first_picture_of_the_readme_is_what_its_command_draws(root, tmp_path, capsys):
-    from benchmarks.dev import first_picture
-
-    assert first_picture.main([str(tmp_path / "m.jpg")]) == 0
-    ours, baseline = (
-        tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+)", capsys.readouterr().out)
-    )
-    assert ours[0] > 2 * baseline[0] and ours[0] / ours[1] > baseline[0] / baseline[1] + 0.2
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    assert (
-        f"{ours[0]} of {ours[1]} matches right; below the ratio test, {baseline[0]} of"
-        f" {baseline[1]}" in readme
-    )
-    drawn, shipped = (
-        cv2.imread(str(path)) for path in (tmp_path / "m.jpg", root / "docs" / "matches.jpg")
-    )
-    assert drawn.shape == shipped.shape and np.abs(drawn.astype(int) - shipped).mean() < 2
-    assert (root / "docs" / "matches.jpg").stat().st_size < 300_000

@@ -10,32 +10,10 @@ import torch
 from made_scenes import SHIFT, TURN, write_sequence
 
 from benchmarks.dev import colmap_slot
-from benchmarks.dev.colmap_slot import Scored, Side, right_at
+from benchmarks.dev.colmap_slot import Scored, right_at
 from pipeline import errors
-from superglue_sift import Features, load_model, onnx, torch_compat
+from superglue_sift import load_model, onnx, torch_compat
 from superglue_sift.weights import shipped_weights
-
-
-def test_colmap_hands_over_the_features_of_its_database():
-    rng = np.random.default_rng(0)
-    angle = rng.uniform(-3, 3, 20)
-    sigma = rng.uniform(1, 9, 20)
-    shape = np.stack([np.cos(angle), -np.sin(angle), np.sin(angle), np.cos(angle)], 1)
-    keypoints = np.hstack([rng.uniform(1, 99, (20, 2)), shape * sigma[:, None]]).astype(np.float32)
-    rooted = rng.gamma(1.0, size=(20, 128))
-    unit = rooted / np.linalg.norm(rooted, axis=1, keepdims=True)
-    side = Side(keypoints, np.minimum(unit * 512, 255).round().astype(np.uint8), (640, 480))
-    given = colmap_slot.inputs_of(side)
-    np.testing.assert_allclose(given["scales"][0], sigma, rtol=1e-5)
-    np.testing.assert_allclose(given["oris"][0], angle, rtol=1e-4)
-    features = Features.of_colmap(*side)
-    expected = onnx.colmap_inputs_of(features, features)
-    for name, value in given.items():
-        there = expected[name + "0"]
-        if name == "oris":
-            value = value % (2 * np.pi)
-        # our descriptors are rounded once more
-        assert np.abs(value - there).mean() < (0.01 if name == "desc" else 1e-3)
 
 
 def test_right_matches_at_a_precision():

@@ -95,21 +95,6 @@ def test_folders_without_sequences(tmp_path, small):
         HPatchesPairs(tmp_path)
 
 
-def test_unreadable_image_is_named(tmp_path, small):
-    folder = write_sequence(tmp_path / "a", small, {2: SHIFT})
-    (folder / "2.png").write_bytes((folder / "2.png").read_bytes()[:500])
-    with pytest.raises(RequestError, match=r"2\.png: damaged PNG"):
-        HPatchesPairs(tmp_path).load(0)
-
-
-def test_real_sequences(shared_data):
-    source = HPatchesPairs(shared_data / "pairs" / "oxford_affine")
-    assert [name for name, _ in source.scenes] == [
-        "bark", "bikes", "boat", "graf", "leuven", "trees", "ubc", "wall",
-    ]  # fmt: skip
-    assert sum(len(sequence.homographies) for sequence in source.sequences) == 40
-
-
 @pytest.mark.parametrize("size, side", [((1, 500), 480), ((40, 16_001), 0)])
 def test_an_image_that_would_be_too_long_is_named(size, side):
     with pytest.raises(RequestError, match=r"strip\.png: .* at most 16000 are possible"):

@@ -92,37 +92,6 @@ def compare(*results, **thresholds):
     return compared, table_of(compared.rows)
 
 
-def test_of_poses_the_matching_score_is_found_at_the_ratio_tests_precision():
-    """Four matches of ours by falling confidence: right, right, wrong, right, of eight keypoints;
-    two pairs alike.
-    """
-    right = np.array([True, True, False, True])
-    scored = {OURS: ScoredMatches(np.array([0.9, 0.8, 0.7, 0.6]), right, right, 8)}
-    counts = {name: MatchCounts(4, 3, 8, 3) for name in MATCHERS}
-    counts[RATIO_TEST] = MatchCounts(3, 2, 8, 2)
-    errors = {Measure("error", "pose"): 1.0}
-    results = [
-        PairResult(
-            (n, 0),
-            {
-                m: PairRow(str(n), f"scene {n}", m, 8, 9, own, errors, {})
-                for m, own in counts.items()
-            },
-            scored,
-        )
-        for n in range(2)
-    ]
-    rows = metrics.compare(results, {OURS: 0.2}).rows
-    found = {row.name: row.value for row in rows}
-    assert found["ratio_test.precision"] == pytest.approx(2 / 3, abs=ROUNDED)
-    assert found["ratio_test.matching_score"] == 0.25
-    # all four have precision 3/4, above 2/3; the two surest have the ratio test's matching score
-    # and no wrong one
-    assert found["superglue.matching_score_at_ratio_precision"] == 3 / 8
-    assert found["superglue.precision_at_ratio_matching_score"] == 1.0
-    assert not any("recall" in name for name in found)
-
-
 def test_paired_differences_see_what_separate_intervals_cannot():
     rng = np.random.default_rng(3)
     hard = rng.uniform(0, 9, 40)  # pairs differ much, matchers by a constant 0.3 px

@@ -163,19 +163,6 @@ def test_operating_points_are_those_of_trying_every_threshold(cases, least):
     assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
 
 
-def test_two_pictures_show_what_ours_gains():
-    """Errors from 10 px on are one failure: beyond them nothing is gained; the right matches decide
-    between equals.
-    """
-    cases = [(1.0, 1.5, 15), (9.5, math.inf, 15), (3.0, 2.0, 15), (0.5, 12.0, 15), (0.5, 10.0, 16)]
-    rows = [
-        {OURS: row(ours, 20, correct), "ratio_test": row(other, 20, 15)}
-        for ours, other, correct in cases
-    ]
-    assert content.choose_gains(rows) == [("gain-median", 0), ("gain-most", 4)]
-    assert content.choose_gains(rows[:1]) == [("gain-median", 0), ("gain-most", 0)]
-
-
 def test_rows_fall_into_bins_once_per_condition():
     scored = {OURS: made_scored([0.9, 0.8, 0.7], [1, 1, 0], [1, 1, 0], 4)}
     counts = scoring.MatchCounts(20, 15, 30, 12)

@@ -172,16 +172,6 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
     )
 
 
-def test_wrong_requests_are_named(run, image_folder, tmp_path):
-    with pytest.raises(RequestError, match=r"val_path: is the same as fetch\.path"):
-        run(source="folder", path=str(image_folder), val_path=str(image_folder / "nested" / ".."))
-
-
-def test_the_sample_goes_when_other_images_come(run, image_folder):
-    assert (run() / "sample" / "camera.png").is_file()
-    assert not (run(source="folder", path=str(image_folder)) / "sample").exists()
-
-
 def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RequestError, match="file/out: cannot be created: Not a directory"):

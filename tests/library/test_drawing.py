@@ -70,15 +70,6 @@ def test_of_many_matches_those_spread_over_the_image_are_lines_and_the_others_po
     assert (dots.astype(int).sum(axis=1) > 0).all()
 
 
-def test_the_legend_names_what_is_there_and_nothing_else():
-    colour = "colour: place in the first image"
-    assert drawing.legend([panel([1], [1.0], [False])]) == colour
-    assert drawing.legend([panel([], [])]) == ""
-    many = [panel(range(200), np.ones(200), np.arange(200) == 3, wrong_means="off")]
-    lines = "lines: 100 matches spread over the image, dots: the others"
-    assert drawing.legend(many) == f"{colour};   red crosses: off;   {lines}"
-
-
 def test_panels_lie_below_each_other_and_photographs_stay_in_colour(tmp_path):
     image0 = np.full((60, 80), 90, np.uint8)
     image1 = np.full((50, 70, 3), (10, 90, 200), np.uint8)

@@ -279,17 +279,12 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
     [
         (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
         (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
-        (lambda matcher, folder: matcher.extract(np.zeros((9, 9, 4), np.uint8)), r"\(9, 9, 4\)"),
         (
             lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)),
             r"\(9, 9, 3\): must be \(H, W\)",
         ),
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (
-            lambda matcher, folder: Matcher.load(folder / "no.safetensors"),
-            "no.safetensors: no such model",
-        ),
         (
             lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
             "not a SuperGlue model",
@@ -302,15 +297,8 @@ def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Fea
             lambda matcher, folder: Matcher.load(threshold=1.5),
             "threshold 1.5: must be between 0 and 1",
         ),
-        (lambda matcher, folder: Matcher.load(resize=-1), "resize -1: must be 0 or more"),
         (lambda matcher, folder: Matcher.load(frame="lying"), "frame 'lying'"),
         (lambda matcher, folder: Matcher.load(accept=3), "accept: only with scene=True"),
-        (
-            lambda matcher, folder: matcher.match(*[np.zeros((9, 9), np.uint8)] * 2).show(
-                [[0]], [[0]]
-            ),
-            "type list",
-        ),
         (
             lambda matcher, folder: matcher.extract([[0, 1]]),
             "type list: must be a file, a PIL image, an array or a tensor",
@@ -334,7 +322,6 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
         ({"heads": 3}, r"heads = 3: must divide dim \(128\)"),
         ({"dim": 4096}, r"descriptor_projection\.weight: has \(128, 128\)"),
         ({"dim": 1e9}, "dim = 1000000000.0"),
-        ({"sinkhorn_iterations": 10**9}, "sinkhorn_iterations = 1000000000"),
         ({"norm": "none"}, "norm 'none'"),
         ({"descriptor": {}}, r"descriptor \{\}"),
         ({"hidden": 1}, "hidden"),

@@ -29,13 +29,6 @@ def test_the_strongest_are_kept_in_order_and_positions_are_distinct(photo, limit
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 500), (16, 16), (240, 320)])
-@pytest.mark.parametrize("value", [0, 128, 255])
-def test_views_without_structure_give_none(shape, value):
-    records = extract(np.full(shape, value, np.uint8), 10)
-    assert records.shape == (0,) and records.dtype == ORIENTED
-
-
 def test_keypoints_lie_on_the_structure_without_a_bias():
     """OpenCV's default upscaling puts them 0.25 px too far right and down."""
     rng = np.random.default_rng(0)

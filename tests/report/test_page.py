@@ -183,8 +183,3 @@ def test_a_few_pairs_are_marked_and_not_compared():
     text = render(robustness=[hard(30, name="recall", recall_pairs=5)])
     few = '<span class="duel ">90.0 <span>| 80.0</span></span><br><small>5* with true matches'
     assert few in text
-
-
-def test_the_legend_names_only_the_verdicts_that_are_there():
-    text = render(differences=[GAIN._replace(verdict="worse")])
-    assert re.findall(r'<i class="(better|worse|few)"></i>', text) == ["worse"]

@@ -120,16 +120,6 @@ def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
     assert report.next_steps(tmp_path, model)[-1].endswith(f"{command} --extractor mine:orb")
 
 
-def test_in_an_image_no_hint_names_make(evaluated, capsys, monkeypatch):
-    monkeypatch.setenv("IMAGE_STACK", "modern")
-    model = write_model(evaluated / "model.safetensors")
-    report.main(["--evaluation", str(evaluated), "--model", str(model)])
-    printed = capsys.readouterr().out
-    assert "docker run ... ui" in printed and "docker run ... match A.jpg B.jpg" in printed
-    assert "make " not in printed and ".venv" not in printed
-    assert errors.spell_command("repro", preset="sample") == "docker run ... repro --preset sample"
-
-
 def test_the_page_is_opened_where_there_is_a_browser(evaluated, capsys, monkeypatch):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)

@@ -85,15 +85,6 @@ def test_what_does_nothing_here_is_said(make_params):
     [
         ("auto", "float32", precision.Choice("bfloat16", "auto: dim"), False, NO_AMX, "float32"),
         ("auto", "bfloat16", precision.Choice("float32", "auto: dim"), False, NO_AMX, "bfloat16"),
-        ("auto", "float32", precision.Choice("bfloat16", "auto: AMX"), False, AMX, "float32"),
-        (
-            "auto",
-            "bfloat16",
-            precision.Choice("float32", "auto: no AMX"),
-            False,
-            set(),
-            "float32",
-        ),  # emulated there
         ("auto", "float16", precision.Choice("float32", "auto: no AMX"), False, NO_AMX, "float32"),
         ("auto", "float32", precision.Choice("bfloat16", "auto: Ampere"), True, NO_AMX, "bfloat16"),
         ("float32", "bfloat16", precision.Choice("float32", "as asked"), False, AMX, "float32"),

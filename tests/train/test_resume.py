@@ -175,6 +175,9 @@ def model_of(out: Path) -> Dict[str, bytes]:
     }
 
 
+OF_REPORTS = ("log_every", "save_every", "val_every", "val_pairs", "profile_steps")
+
+
 class TestWhatMayChange:
     """A training resumes where its weights so far are those that the new parameters would have
     given.
@@ -190,32 +193,13 @@ class TestWhatMayChange:
                 True,
             ),
             ({"schedule": "constant_decay", "decay_start": 40}, 50, {"decay_start": 50}, False),
-            ({"schedule": "constant_decay", "decay_start": 40}, 50, {"steps": 49}, False),
             ({"schedule": "wsd", "decay_start": 60}, 50, {"steps": 500, "decay_start": 450}, True),
-            ({"schedule": "wsd", "decay_start": 40}, 50, {"steps": 500}, False),
             ({"schedule": "cosine"}, 50, {"steps": 500}, False),
             ({"schedule": "cosine"}, 50, {"decay_start": 7}, True),  # which it does not read
             ({}, 50, {"lr": 0.001}, False),
-            (
-                {},
-                50,
-                {
-                    "log_every": 7,
-                    "save_every": 7,
-                    "val_every": 7,
-                    "val_pairs": 7,
-                    "profile_steps": 7,
-                },
-                True,
-            ),
-            (
-                {},
-                50,
-                {"accumulate": 2, "compile": True, "checkpoint_layers": True, "parallel": "single"},
-                True,
-            ),
+            ({}, 50, dict.fromkeys(OF_REPORTS, 7), True),
+            ({}, 50, {"accumulate": 2, "compile": True, "checkpoint_layers": True}, True),
             ({"norm": "batch"}, 50, {"accumulate": 2}, False),  # statistics of half as many pairs
-            ({}, 50, {"seed": 1}, False),
             ({}, 50, {"batch": 16}, False),
         ],
     )

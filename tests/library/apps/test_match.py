@@ -50,11 +50,8 @@ def test_matches_picture_and_json(work, capsys):
     "words, message",
     [
         ("a.png nowhere.png", "nowhere.png: cannot be read"),
-        ("a.png text.jpg", "text.jpg"),
         ("a.png b.jpg --model nowhere.safetensors", "nowhere.safetensors: no such model"),
-        ("a.png b.jpg --max-keypoints 0", "--max-keypoints 0"),
         ("a.png b.jpg --threshold 2", "--threshold 2.0"),
-        ("a.png b.jpg --resize -5", "--resize -5"),
         ("a.png b.jpg --out m.pdf", "m.pdf: must end in"),
         ("a.png b.jpg --json text.jpg/m.json", "text.jpg/m.json: cannot be written"),
         ("a.png b.jpg --out folder.png", "folder.png: cannot be written: Is a directory"),
