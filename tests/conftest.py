@@ -1,8 +1,6 @@
 """Fixtures shared by all tests: small photographs, sections of params.yaml, real data where it is
-at hand.
+at hand. Tests are not type-checked, so they and their helpers have no annotations.
 """
-
-from __future__ import annotations
 
 import os
 
@@ -11,7 +9,6 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator
 
 import numpy as np
 import pytest
@@ -26,7 +23,7 @@ SHARED = ROOT.parent / "shared"
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
+def same_environment():
     """Restore the environment after each test: a RANK left in it would make the next test wait for
     peers.
     """
@@ -38,13 +35,13 @@ def same_environment() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def root() -> Path:
+def root():
     """The repository."""
     return ROOT
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
+def shared_data():
     """`../shared/data`: real photographs and image pairs next to the clone; skips without them."""
     folder = SHARED / "data"
     if not folder.is_dir():
@@ -53,7 +50,7 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="session")
-def photo() -> np.ndarray:
+def photo():
     """A real gray photograph, uint8 (H, W) = (400, 600), one that ships inside scikit-image."""
     from skimage import color, data
 
@@ -61,7 +58,7 @@ def photo() -> np.ndarray:
 
 
 @pytest.fixture(scope="session")
-def color_photo() -> np.ndarray:
+def color_photo():
     """A real colour photograph, uint8 RGB (300, 451, 3), one that ships inside scikit-image."""
     from skimage import data
 
@@ -69,7 +66,7 @@ def color_photo() -> np.ndarray:
 
 
 @pytest.fixture
-def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> Path:
+def image_folder(tmp_path, photo, color_photo):
     """A folder of four readable images: JPEG, PNG and WebP, gray and colour, one of them nested."""
     import cv2
 
@@ -87,7 +84,7 @@ def image_folder(tmp_path: Path, photo: np.ndarray, color_photo: np.ndarray) -> 
 
 
 @pytest.fixture(scope="session")
-def make_params() -> Callable[..., Any]:
+def make_params():
     """`make_params("train", steps=3)`: a checked section, the sample preset with these keys
     changed.
 
@@ -99,14 +96,14 @@ def make_params() -> Callable[..., Any]:
 
     sections = params.load_all(ROOT / "presets" / "sample.yaml")
 
-    def changed(tree: Dict[str, Any], changes: Dict[str, Any]) -> Dict[str, Any]:
+    def changed(tree, changes):
         merged = dict(tree)
         for key, value in changes.items():
             nested = isinstance(value, dict) and isinstance(tree.get(key), dict)
             merged[key] = changed(tree[key], value) if nested else value
         return merged
 
-    def make(section: str, **changes: Any) -> Any:
+    def make(section, **changes):
         base = {"init_from": "", "precision": "float32"} if section == "train" else {}
         tree = changed({**sections[section].model_dump(), **base}, changes)
         options = {name: tree.pop(name) for name in TrainOptions.model_fields if name in tree}
@@ -116,7 +113,7 @@ def make_params() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def empty_mlflow_store(tmp_path_factory) -> Path:
+def empty_mlflow_store(tmp_path_factory):
     """An MLflow store with tables, to be copied: creating one takes seconds."""
     from mlflow.tracking import MlflowClient
 
@@ -126,7 +123,7 @@ def empty_mlflow_store(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
+def mlflow_store(empty_mlflow_store, tmp_path, monkeypatch):
     """Address of a new local MLflow store."""
     (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -134,7 +131,7 @@ def mlflow_store(empty_mlflow_store, tmp_path: Path, monkeypatch) -> str:
     return uri
 
 
-def pytest_collection_modifyitems(items: Any) -> None:
+def pytest_collection_modifyitems(items):
     """Skip tests marked `gpu` where no CUDA device is, with the reason."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:

@@ -1,13 +1,10 @@
 """A local HTTP server of a file, with faults on request."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Dict, List, Optional
 
 
 class FaultyServer:
@@ -18,14 +15,13 @@ class FaultyServer:
     `sent` counts body bytes, `requests` the Range headers asked for, `cuts` the bodies broken off.
     """
 
-    def __init__(self, data: bytes, head: bool = True, ranges: bool = True) -> None:
+    def __init__(self, data, ranges=True):
         self.data = data
-        self.head = head
         self.ranges = ranges
-        self.faults: List[Any] = []
+        self.faults = []
         self.pace = 0.0  # seconds between two pieces of 64 KiB
         self.sent = self.cuts = 0
-        self.requests: List[Optional[str]] = []
+        self.requests = []
         self.etag = f'"{hashlib.md5(data).hexdigest()}"'
         self._lock = threading.Lock()
         outer = self
@@ -33,13 +29,10 @@ class FaultyServer:
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
-            def do_GET(self) -> None:
+            def do_GET(self):
                 outer._get(self)
 
-            def do_HEAD(self) -> None:
-                outer._head(self)
-
-            def log_message(self, *_: Any) -> None:
+            def log_message(self, *_):
                 pass
 
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -47,11 +40,11 @@ class FaultyServer:
         threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self._http.server_port}"
 
-    def close(self) -> None:
+    def close(self):
         self._http.shutdown()
         self._http.server_close()
 
-    def _headers(self, request: Any, code: int, length: int, **more: str) -> None:
+    def _headers(self, request, code, length, **more):
         request.send_response(code)
         request.send_header("Content-Length", str(length))
         request.send_header("ETag", self.etag)
@@ -61,13 +54,7 @@ class FaultyServer:
             request.send_header(name.replace("_", "-"), value)
         request.end_headers()
 
-    def _head(self, request: Any) -> None:
-        if self.head:
-            self._headers(request, 200, len(self.data))
-        else:
-            self._headers(request, 501, 0)
-
-    def _get(self, request: Any) -> None:
+    def _get(self, request):
         with self._lock:
             self.requests.append(request.headers.get("Range"))
             fault = self.faults.pop(0) if self.faults else None
@@ -76,7 +63,7 @@ class FaultyServer:
         else:
             self._serve(request, fault)
 
-    def _span(self, request: Any) -> Any:
+    def _span(self, request):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", request.headers.get("Range") or "")
         same = request.headers.get("If-Range", self.etag) == self.etag
         if not wanted or not self.ranges or not same:
@@ -85,9 +72,9 @@ class FaultyServer:
         end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
         return (206, start, end) if start < len(self.data) else (416, 0, 0)
 
-    def _serve(self, request: Any, cut: Optional[int] = None) -> None:
+    def _serve(self, request, cut=None):
         code, start, end = self._span(request)
-        more: Dict[str, str] = {}
+        more = {}
         if code == 206:
             more["Content_Range"] = f"bytes {start}-{end - 1}/{len(self.data)}"
         self._headers(request, code, end - start, **more)
@@ -99,7 +86,7 @@ class FaultyServer:
             with self._lock:
                 self.cuts += 1
 
-    def _send(self, request: Any, body: bytes, step: int = 1 << 16, pause: float = 0.0) -> None:
+    def _send(self, request, body, step=1 << 16, pause=0.0):
         for at in range(0, len(body), step):
             try:
                 request.wfile.write(body[at : at + step])
@@ -112,26 +99,26 @@ class FaultyServer:
 
     # --- faults
 
-    def fault_503(self, request: Any) -> None:
+    def fault_503(self, request):
         self._headers(request, 503, 0, Retry_After="1")
 
-    def fault_416(self, request: Any) -> None:
+    def fault_416(self, request):
         self._headers(request, 416, 0, Content_Range=f"bytes */{len(self.data)}")
 
-    def fault_404(self, request: Any) -> None:
+    def fault_404(self, request):
         self._headers(request, 404, 0)
 
-    def fault_new_etag(self, request: Any) -> None:
+    def fault_new_etag(self, request):
         """The same file under another ETag, from here on; breaks off."""
         self.etag = f'"{len(self.requests)}"'
         self._serve(request, 1000)
 
-    def fault_whole(self, request: Any) -> None:
+    def fault_whole(self, request):
         """200 and the whole file, whatever was asked."""
         self._headers(request, 200, len(self.data))
         self._send(request, self.data)
 
-    def fault_short_length(self, request: Any) -> None:
+    def fault_short_length(self, request):
         """A Content-Length that lies, by half, and a body as short."""
         _, start, end = self._span(request)
         half = (end - start) // 2
@@ -140,7 +127,7 @@ class FaultyServer:
         )
         self._send(request, self.data[start : start + half])
 
-    def fault_slow(self, request: Any) -> None:
+    def fault_slow(self, request):
         """A few bytes now and then, for ever."""
         code, start, end = self._span(request)
         total = f"bytes {start}-{end - 1}/{len(self.data)}"

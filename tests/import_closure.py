@@ -5,13 +5,10 @@ A stage depends on packages (folders) or single files that together hold every m
 imports, but for `CHANGES_NO_OUTPUT`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Sequence
 
 from ruamel.yaml import YAML
 
@@ -37,7 +34,7 @@ CHANGES_NO_OUTPUT = (
 )
 
 
-def module_file(module: str) -> Optional[str]:
+def module_file(module):
     """The file of a module; None for a name inside a module and for modules of other projects."""
     if module.split(".")[0] not in PACKAGES:
         return None
@@ -47,11 +44,11 @@ def module_file(module: str) -> Optional[str]:
     )
 
 
-def imports(path: Path, module: str) -> List[str]:
+def imports(path, module):
     """Modules (or names in them) of the project that the file imports, except under `if
     TYPE_CHECKING`.
     """
-    names: List[str] = []
+    names = []
     for node in _nodes(
         ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES
     ):
@@ -64,7 +61,7 @@ def imports(path: Path, module: str) -> List[str]:
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
 
-def _nodes(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
+def _nodes(node, into_functions):
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
@@ -74,14 +71,14 @@ def _nodes(node: ast.AST, into_functions: bool) -> Iterator[ast.AST]:
         yield from _nodes(child, into_functions)
 
 
-def closure(modules: Sequence[str], without: Sequence[str] = ()) -> Dict[str, str]:
+def closure(modules, without=()):
     """Module name -> path, for these modules and all that they import of the project, also in
     functions.
 
     The modules and packages of `without` and the `__init__.py` of the two packages are not
     followed.
     """
-    found: Dict[str, str] = {}
+    found = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
@@ -100,7 +97,7 @@ def closure(modules: Sequence[str], without: Sequence[str] = ()) -> Dict[str, st
     return found
 
 
-def modules_in(command: str) -> List[str]:
+def modules_in(command):
     """The modules of the project that a command runs: `python -m pipeline.launch pipeline.train`
     runs two.
     """
@@ -110,7 +107,7 @@ def modules_in(command: str) -> List[str]:
     ]
 
 
-def code_of(command: str) -> List[str]:
+def code_of(command):
     """Files whose change can change the output of a command: what it imports, with more in it than
     a docstring.
     """
@@ -120,19 +117,19 @@ def code_of(command: str) -> List[str]:
     )
 
 
-def _has_code(path: Path) -> bool:
+def _has_code(path):
     return any(
         not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
         for node in ast.parse(path.read_text(encoding="utf-8")).body
     )
 
 
-def covers(dependency: str, path: str) -> bool:
+def covers(dependency, path):
     """Whether the file, or its package, is this dependency."""
     return path == dependency or path.startswith(dependency + "/")
 
 
-def differences(tree: Dict) -> List[str]:
+def differences(tree):
     """One line for each file that no dependency of its stage contains, and for each useless
     dependency.
     """
@@ -153,7 +150,7 @@ def differences(tree: Dict) -> List[str]:
     return lines
 
 
-def main() -> int:
+def main():
     tree = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
     lines = differences(tree)
     print("\n".join(lines) or "dvc.yaml: the dependencies hold all that the stages import")

@@ -6,11 +6,8 @@ of tensors as many as torch's kernel for lists needs, attention as one like the 
 and allocations count as none.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
-from typing import Any, Counter, Optional, Sequence
 from unittest import mock
 
 import torch
@@ -43,9 +40,9 @@ class Launches(TorchDispatchMode):
     no memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.counted: Counter[str] = collections.Counter()
+        self.counted = collections.Counter()
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         found = function(*arguments, **(keywords or {}))
@@ -58,13 +55,13 @@ class Launches(TorchDispatchMode):
         return found
 
 
-def _first(values: Any) -> Optional[Tensor]:
+def _first(values):
     while isinstance(values, (list, tuple)) and values:
         values = values[0]
     return values if isinstance(values, Tensor) else None
 
 
-def _launches(name: str, arguments: Sequence[Any], found: Any) -> int:
+def _launches(name, arguments, found):
     if not name.startswith("_foreach"):
         return 1
     lists = [
@@ -79,18 +76,18 @@ class _Attention(torch.autograd.Function):
     """The shapes of attention, in one launch."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx, q, k, v):
         ctx.save_for_backward(q, k, v)
         B, H, N, d = q.shape
         return q.new_zeros((B, N, H, d)).transpose(1, 2)  # the kernels' order in memory
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, grad):
         q, k, v = ctx.saved_tensors
         return torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def batch_of(counts: Sequence[int]) -> PairBatch:
+def batch_of(counts):
     """Pairs of views of `counts` keypoints each, on `meta`."""
     records = [
         torch.empty((len(counts), max(counts), ORIENTED.itemsize), dtype=torch.uint8, device=META)
@@ -101,7 +98,7 @@ def batch_of(counts: Sequence[int]) -> PairBatch:
     return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
 
 
-def launches_of_a_step(counts: Sequence[int]) -> Counter[str]:
+def launches_of_a_step(counts):
     """Network, truth, loss, gradient, clipping, Muon and moving average: D = 128, 9 + 9 layers,
     neighbours, T = 30.
     """

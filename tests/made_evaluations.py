@@ -1,13 +1,8 @@
 """A small workspace for the stage `evaluate`, and runs of it."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
-from typing import Any, Dict, List
 
-import numpy as np
 from made_scenes import write_image_set, write_model
 
 from pipeline import errors
@@ -26,7 +21,7 @@ evaluate:
 """
 
 
-def make_workspace(folder: Path, photo: np.ndarray) -> Path:
+def make_workspace(folder, photo):
     """A folder with params.yaml, a model, and two held-out images."""
     (folder / "params.yaml").write_text(PARAMS)
     write_model(folder / "model.safetensors")
@@ -35,24 +30,24 @@ def make_workspace(folder: Path, photo: np.ndarray) -> Path:
     return folder
 
 
-def words(folder: Path, *extra: Any, out: str = "out") -> List[str]:
+def words(folder, *extra, out="out"):
     """The command line of an evaluation in a workspace."""
     named = {"model": "model.safetensors", "params": "params.yaml", "images": "images", "out": out}
     paths = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
     return [str(word) for word in (*paths, "--device", "cpu", "--threshold", "0.1", *extra)]
 
 
-def run(folder: Path, *extra: Any, out: str = "out") -> int:
+def run(folder, *extra, out="out"):
     """The exit code of an evaluation."""
     return errors.run(evaluate.main, words(folder, *extra, out=out))
 
 
-def read_metrics(folder: Path, out: str = "out") -> Dict[str, Any]:
+def read_metrics(folder, out="out"):
     """metrics.json of an evaluation."""
     return json.loads((folder / out / "metrics.json").read_text())
 
 
-def read_csv(path: Path) -> List[Dict[str, str]]:
+def read_csv(path):
     """The lines of a CSV file."""
     with path.open() as file:
         return list(csv.DictReader(file))

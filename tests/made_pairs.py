@@ -1,20 +1,18 @@
 """Synthetic keypoints, their batches, and networks whose every layer does something."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
 import torch
 
-from superglue_sift.batch import Pair, PairBatch, from_pairs
+from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue
 
 SIZE = (320, 240)
 
 
-def records(rng: np.random.Generator, count: int) -> np.ndarray:
+def records(rng, count):
     """`count` synthetic keypoints inside a 320x240 view."""
     made = np.zeros(count, KEYPOINT)
     made["x"] = rng.uniform(0, 319, count)
@@ -26,16 +24,16 @@ def records(rng: np.random.Generator, count: int) -> np.ndarray:
     return made
 
 
-def pair(rng: np.random.Generator, count0: int, count1: int) -> Pair:
+def pair(rng, count0, count1):
     return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE)
 
 
-def related(pairs: list, H=None) -> PairBatch:
+def related(pairs, H=None):
     """A batch of these pairs, each under the homography; None: the identity."""
     return from_pairs(pairs, np.stack([np.eye(3) if H is None else H] * len(pairs)))
 
 
-def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
+def scrambled(config, seed=0):
     """A network whose every layer does something (an untrained one starts as the identity)."""
     torch.manual_seed(seed)
     model = SuperGlue(config)
@@ -46,7 +44,7 @@ def scrambled(config: SuperGlueConfig, seed: int = 0) -> SuperGlue:
     return model.eval()
 
 
-def of_pair(log_P: torch.Tensor, m: int, n: int) -> torch.Tensor:
+def of_pair(log_P, m, n):
     """The (m + 1, n + 1) log assignment of a pair, without its padding."""
     rows = torch.cat([log_P[:m], log_P[-1:]])
     return torch.cat([rows[:, :n], rows[:, -1:]], 1)

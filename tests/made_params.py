@@ -1,14 +1,10 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
-from __future__ import annotations
-
-from typing import Any, Dict, List
-
 from pipeline.parameters.params import flag
 from pipeline.parameters.schema import TrainOptions
 
 
-def file_of(sections: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
+def file_of(sections):
     """The tree of a file with these sections: views in one place, no options of the training."""
     tree = {name: dict(values) for name, values in sections.items()}
     for name in TrainOptions.model_fields:
@@ -20,7 +16,7 @@ def file_of(sections: Dict[str, Dict[str, Any]]) -> Dict[str, Any]:
     return tree
 
 
-def words_of(train: Dict[str, Any]) -> List[str]:
+def words_of(train):
     """The options among these values of the section `train`, as on a command line."""
     usual = {name: field.default for name, field in TrainOptions.model_fields.items()}
     changed = [name for name in usual if train.get(name, usual[name]) != usual[name]]

@@ -2,11 +2,7 @@
 image sets.
 """
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Dict, Optional, Sequence
 
 import cv2
 import numpy as np
@@ -21,7 +17,7 @@ SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])
 TURN = np.array([[0.92, -0.26, 70], [0.26, 0.92, -40], [1e-4, -5e-5, 1]])
 
 
-def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
+def write_model(path, about=None, **changes):
     """An untrained network: the softmax nearest-neighbour matcher it starts as.
 
     about: more of its description; changes: of its configuration.
@@ -39,7 +35,7 @@ def write_model(path: Path, about: Optional[dict] = None, **changes) -> Path:
     return path
 
 
-def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.ndarray]) -> Path:
+def write_sequence(folder, image, homographies):
     """A sequence in HPatches layout: image 1 and its warps, with their homographies."""
     folder.mkdir(parents=True)
     cv2.imwrite(str(folder / "1.png"), image)
@@ -50,9 +46,7 @@ def write_sequence(folder: Path, image: np.ndarray, homographies: Dict[int, np.n
     return folder
 
 
-def write_image_set(
-    folder: Path, images: Dict[str, np.ndarray], split: str, broken: Sequence[str] = ()
-) -> Path:
+def write_image_set(folder, images, split, broken=()):
     """What `fetch` leaves, for these images in one split; names in `broken` hold no image."""
     originals = folder / "originals"
     originals.mkdir(parents=True)

@@ -1,16 +1,10 @@
 """Date bars, logos and watermarks, drawn on gray photographs as cameras and agencies do."""
 
-from __future__ import annotations
-
-from typing import Callable, Dict
-
 import cv2
 import numpy as np
 
 
-def write(
-    image: np.ndarray, words: str, x: float, y: float, size: float = 0.7, gray: int = 255
-) -> None:
+def write(image, words, x, y, size=0.7, gray=255):
     """Write words from the pixel (x, y); lengths are those of a photograph 640 px wide."""
     thick = max(1, round(2.8 * size))
     cv2.putText(
@@ -18,7 +12,7 @@ def write(
     )
 
 
-def bar(image: np.ndarray, number: int) -> np.ndarray:
+def bar(image, number):
     """A black bar at the top with the date and time of photograph `number`."""
     image = image.copy()
     unit = max(image.shape) / 640
@@ -33,7 +27,7 @@ def bar(image: np.ndarray, number: int) -> np.ndarray:
     return image
 
 
-def corner(image: np.ndarray, number: int) -> np.ndarray:
+def corner(image, number):
     """The name of an agency at the lower right."""
     image = image.copy()
     unit = max(image.shape) / 640
@@ -42,4 +36,4 @@ def corner(image: np.ndarray, number: int) -> np.ndarray:
     return image
 
 
-STAMPS: Dict[str, Callable[[np.ndarray, int], np.ndarray]] = {"bar": bar, "corner": corner}
+STAMPS = {"bar": bar, "corner": corner}

@@ -1,10 +1,7 @@
 """Small trainings on synthetic views, and networks whose every layer does something."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, List
 
 from made_params import file_of, words_of
 from made_views import made_keypoints
@@ -29,11 +26,11 @@ SMALL = {
 }
 
 
-def request_maker(folder: Path, make_params: Callable[..., Any]) -> Callable[..., List[str]]:
+def request_maker(folder, make_params):
     """`request(out, **train_keys)`: arguments of pipeline.train on views in `folder`."""
     keypoints = made_keypoints(folder / "keypoints")
 
-    def make(out: str, **keys: Any) -> List[str]:
+    def make(out, **keys):
         values = make_params("train", **{**SMALL, **keys}).model_dump()
         file = folder / f"{out}.yaml"
         file.write_text(json.dumps(file_of({"train": values})))  # JSON is YAML
@@ -44,27 +41,27 @@ def request_maker(folder: Path, make_params: Callable[..., Any]) -> Callable[...
     return make
 
 
-def home(out: Path) -> Path:
+def home(out):
     """The folder of the only training in `out`."""
     (folder,) = (path for path in out.iterdir() if path.is_dir())
     return folder
 
 
-def newest(out: Path) -> Path:
+def newest(out):
     """The newest checkpoint of all trainings in `out`."""
     return max(out.rglob("step-*.safetensors"), key=lambda path: path.name)
 
 
-def read_weights(path: Path) -> Dict[str, bytes]:
+def read_weights(path):
     """The tensors of a model file."""
     return {name: tensor.numpy().tobytes() for name, tensor in load_model_file(path)[0].items()}
 
 
-def stop_after(monkeypatch: Any, step: int) -> None:
+def stop_after(monkeypatch, step):
     """As if SIGTERM had come during `step`."""
     inner = trainer.Training._step
 
-    def take_step(self: Any, *arguments: Any) -> None:
+    def take_step(self, *arguments):
         inner(self, *arguments)
         if self.state.step == step:
             self.stop.requested = True
@@ -72,7 +69,7 @@ def stop_after(monkeypatch: Any, step: int) -> None:
     monkeypatch.setattr(trainer.Training, "_step", take_step)
 
 
-def interrupt(arguments: List[str], monkeypatch: Any, step: int = 4) -> Dict[str, bytes]:
+def interrupt(arguments, monkeypatch, step=4):
     """A training stopped at `step`; what its newest checkpoint holds."""
     with monkeypatch.context() as patch:
         stop_after(patch, step)

@@ -1,9 +1,6 @@
 """Stores of synthetic views with known truth: the same points seen through random homographies."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 
@@ -14,7 +11,7 @@ from superglue_sift.sift import ORIENTED
 SIZE = (320, 240)
 
 
-def made_records(rng: np.random.Generator, xy: np.ndarray, descriptors: np.ndarray) -> np.ndarray:
+def made_records(rng, xy, descriptors):
     """ORIENTED records at `xy` (n, 2) px, with noisy copies of `descriptors` (n, 128), each of one
     orientation.
     """
@@ -28,7 +25,7 @@ def made_records(rng: np.random.Generator, xy: np.ndarray, descriptors: np.ndarr
     return records
 
 
-def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> store.ImageViews:
+def made_image(rng, name, views, points):
     """One image: `points` points, of which each view sees those inside it, in another order."""
     xy = rng.uniform(0, 1, (points, 2)) * SIZE
     descriptors = rng.integers(0, 160, (points, 128))
@@ -48,9 +45,7 @@ def made_image(rng: np.random.Generator, name: str, views: int, points: int) -> 
     return store.ImageViews(name, SIZE, np.stack(homographies), records)
 
 
-def made_store(
-    folder: Path, images: int = 5, views: int = 3, points: int = 40, seed: int = 0
-) -> Path:
+def made_store(folder, images=5, views=3, points=40, seed=0):
     """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +57,7 @@ def made_store(
     return folder
 
 
-def made_keypoints(folder: Path, seed: int = 0) -> Path:
+def made_keypoints(folder, seed=0):
     """What the stage keypoints leaves behind: a train and a val store."""
     made_store(folder / "train", seed=seed)
     made_store(folder / "val", images=3, seed=seed + 1)

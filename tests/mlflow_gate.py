@@ -1,7 +1,5 @@
 """Tracking servers that misbehave: one that never answers, and MLflow's own behind a gate."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -13,18 +11,18 @@ from pathlib import Path
 class Silent:
     """A server on a free port that accepts every connection and never answers."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port=0):
         self.listener = socket.create_server(("127.0.0.1", port))
         self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.taken: list = []
+        self.taken = []
         threading.Thread(target=self._take, daemon=True).start()
 
-    def _take(self) -> None:
+    def _take(self):
         with contextlib.suppress(OSError):  # closed
             while True:
                 self.taken.append(self.listener.accept()[0])
 
-    def close(self) -> None:
+    def close(self):
         # Close alone leaves the thread, and so the port, in accept
         self.listener.shutdown(socket.SHUT_RDWR)
         for each in (self.listener, *self.taken):
@@ -38,7 +36,7 @@ class Gate:
     reply.
     """
 
-    def __init__(self, uri: str, port: int = 0) -> None:
+    def __init__(self, uri, port=0):
         os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
         os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(
             Path(uri[len("sqlite:///") :]).parent / "served"
@@ -73,7 +71,7 @@ class Gate:
         start_response("500 Broken", [("Content-Type", "text/plain")])
         return [b"broken on purpose"]
 
-    def start(self) -> None:
+    def start(self):
         import logging
 
         from werkzeug.serving import WSGIRequestHandler, make_server
@@ -87,7 +85,7 @@ class Gate:
         self.server = make_server("127.0.0.1", self.port, self, threaded=True, request_handler=Once)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def stop(self) -> None:
+    def stop(self):
         self.mode = "error"  # nothing hangs any longer
         if self.server is not None:
             self.server.shutdown()

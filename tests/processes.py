@@ -1,10 +1,7 @@
 """Run a function in several processes that form a gloo group, and collect what they return."""
 
-from __future__ import annotations
-
 import os
 import traceback
-from typing import Any, Callable, Dict, List
 
 import torch
 import torch.multiprocessing as mp
@@ -20,7 +17,7 @@ CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "pipeline.processes.distributed"])
 
 
-def _work(environment: Dict[str, str], function: Callable, arguments: tuple, answers) -> None:
+def _work(environment, function, arguments, answers):
     os.environ.clear()
     os.environ.update(environment)
     rank = int(environment["RANK"])
@@ -32,7 +29,7 @@ def _work(environment: Dict[str, str], function: Callable, arguments: tuple, ans
         answers.put((rank, None, traceback.format_exc()))
 
 
-def in_group(world_size: int, function: Callable, *arguments: Any) -> List[Any]:
+def in_group(world_size, function, *arguments):
     """`function(context, *arguments)` on each rank; its answers in rank order. AssertionError when
     a rank fails.
 

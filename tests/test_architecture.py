@@ -2,15 +2,12 @@
 one place.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
 from import_closure import imports
@@ -39,7 +36,7 @@ EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolma
 # Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the
 # library. A name with a dot is that module alone. Files at the top that are not listed are
 # commands, which may import every package.
-MAY_IMPORT: Dict[str, Set[str]] = {
+MAY_IMPORT = {
     "errors": set(),
     "files": set(),
     "compat": set(),
@@ -60,17 +57,17 @@ MAY_IMPORT: Dict[str, Set[str]] = {
 }
 
 
-def module_of(name: str) -> str:
+def module_of(name):
     """`pipeline/views/render.py` -> `pipeline.views.render`."""
     return name[: -len(".py")].replace("/", ".").replace(".__init__", "")
 
 
-def package_of(module: str) -> str:
+def package_of(module):
     """`pipeline.views.render` -> `views`, `pipeline.train` -> `train`, `pipeline` -> ``."""
     return [*module.split("."), ""][1]
 
 
-def crossings(name: str) -> List[str]:
+def crossings(name):
     """Modules of other packages that the file imports."""
     module = module_of(name)
     found = []
@@ -83,7 +80,7 @@ def crossings(name: str) -> List[str]:
     return found
 
 
-def allowed(package: str, other: str) -> bool:
+def allowed(package, other):
     """Whether a file of `package` may import the module `other`."""
     target = other.split(".", 1)[1]
     if any(target == name or name.startswith(target + ".") for name in GROUND):
@@ -97,7 +94,7 @@ def allowed(package: str, other: str) -> bool:
     )
 
 
-def imported(name: str) -> Set[str]:
+def imported(name):
     """Files of the project that the file imports, also inside functions."""
     found = set()
     for other in imports(ROOT / name, module_of(name)):
@@ -107,7 +104,7 @@ def imported(name: str) -> Set[str]:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 10), reason="Python 3.9 does not list its own modules")
-def test_the_library_stands_alone() -> None:
+def test_the_library_stands_alone():
     wrong = [
         f"{name}:{node.lineno} imports {word}"
         for name in FILES
@@ -118,7 +115,7 @@ def test_the_library_stands_alone() -> None:
     assert wrong == []
 
 
-def test_a_package_imports_only_what_it_may() -> None:
+def test_a_package_imports_only_what_it_may():
     wrong = [
         f"{name} imports {other}"
         for name in FILES
@@ -129,7 +126,7 @@ def test_a_package_imports_only_what_it_may() -> None:
     assert wrong == []
 
 
-def test_the_network_stands_below_the_rest_of_the_library() -> None:
+def test_the_network_stands_below_the_rest_of_the_library():
     network = ("superglue", "attention", "sinkhorn", "network_inputs", "batch", "truth")
     below = {f"superglue_sift/{name}.py" for name in (*network, "sift", "geometry", "torch_compat")}
     ours = [name for name in FILES if name.startswith("superglue_sift/")]
@@ -143,7 +140,7 @@ def test_the_network_stands_below_the_rest_of_the_library() -> None:
     assert [one for one in wrong if one[1]] == []
 
 
-def test_imports_run_in_no_circle() -> None:
+def test_imports_run_in_no_circle():
     graph = {name: imported(name) for name in FILES if not name.endswith("__init__.py")}
     try:
         TopologicalSorter(graph).prepare()
@@ -151,7 +148,7 @@ def test_imports_run_in_no_circle() -> None:
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_every_package_is_known() -> None:
+def test_every_package_is_known():
     folders = {
         path.name for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()
     }
@@ -163,7 +160,7 @@ def test_every_package_is_known() -> None:
 
 
 @pytest.mark.parametrize("package", ["superglue_sift", "pipeline"])
-def test_the_maps_name_what_exists(package: str) -> None:
+def test_the_maps_name_what_exists(package):
     """The docstring of each package names its modules and folders; CONTRIBUTING the folders."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for init in sorted((ROOT / package).rglob("__init__.py")):
@@ -175,7 +172,7 @@ def test_the_maps_name_what_exists(package: str) -> None:
         assert left_out == set(), f"{init} or CONTRIBUTING.md leaves them out"
 
 
-def depth(node: ast.AST) -> int:
+def depth(node):
     """How deep blocks are nested; `elif` counts as its `if`, an inner function from 0."""
     deepest = 0
     for child in ast.iter_child_nodes(node):
@@ -187,7 +184,7 @@ def depth(node: ast.AST) -> int:
     return deepest
 
 
-def test_files_and_functions_stay_small_and_have_a_subject() -> None:
+def test_files_and_functions_stay_small_and_have_a_subject():
     wrong = [name for name in FILES if re.search(r"\b(utils?|helpers|common|misc)\.py$", name)]
     for name in FILES:
         lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
@@ -200,7 +197,7 @@ def test_files_and_functions_stay_small_and_have_a_subject() -> None:
     assert wrong == []
 
 
-def test_one_statement_a_line() -> None:
+def test_one_statement_a_line():
     """`a, b = x, y` is two statements, except where one value is an earlier target: a swap."""
     for name in FILES:
         for node in ast.walk(TREES[name]):
@@ -214,7 +211,7 @@ def test_one_statement_a_line() -> None:
                 assert written & read or starred, f"{name}:{node.lineno} packs a tuple"
 
 
-def test_nothing_happens_at_import() -> None:
+def test_nothing_happens_at_import():
     quiet = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
     for name in FILES:
         for node in TREES[name].body:
@@ -228,7 +225,7 @@ def test_nothing_happens_at_import() -> None:
             assert runs_nothing, f"{name}:{node.lineno} does work at import"
 
 
-def called(tree: ast.AST) -> Iterator[Tuple[str, ast.AST]]:
+def called(tree):
     """Dotted names that are imported, as written."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -237,7 +234,7 @@ def called(tree: ast.AST) -> Iterator[Tuple[str, ast.AST]]:
             yield from ((f"{node.module}.{alias.name}", node) for alias in node.names)
 
 
-def tracked() -> List[Path]:
+def tracked():
     done = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -246,7 +243,7 @@ def tracked() -> List[Path]:
     return [ROOT / name for name in done.stdout.decode().split("\0") if name]
 
 
-def test_no_tracked_file_is_large() -> None:
+def test_no_tracked_file_is_large():
     """The shipped weights alone may be: 8 MB at most, so that a clone stays quick."""
     weights = ROOT / "pretrained" / "superglue-sift.safetensors"
     assert weights.stat().st_size < 8e6

@@ -1,12 +1,9 @@
 """dvc.yaml is the table of contents: its stages, what they depend on, and what they leave."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
 
 import import_closure
 from ruamel.yaml import YAML
@@ -14,15 +11,13 @@ from ruamel.yaml import YAML
 from pipeline.parameters.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-TREE: Dict[str, Any] = YAML(typ="safe", pure=True).load(
-    (ROOT / "dvc.yaml").read_text(encoding="utf-8")
-)
+TREE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
 # The MLflow run that metrics are added to, another in every clone and after each training;
 # downloads, which a clone that pulls need not have.
 NAMED_ONLY = ("reports/train/log.jsonl", "data/archives")
 
 
-def paths(entries: List[Any]) -> Dict[str, Dict[str, Any]]:
+def paths(entries):
     """Path -> flags of a list of outs, metrics or plots."""
     return {
         path: flags
@@ -31,15 +26,15 @@ def paths(entries: List[Any]) -> Dict[str, Dict[str, Any]]:
     }
 
 
-def left_by(stage: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
+def left_by(stage):
     return {**paths(stage.get("outs", [])), **paths(stage.get("metrics", []))}
 
 
-def test_dependencies_hold_every_file_that_can_change_an_output() -> None:
+def test_dependencies_hold_every_file_that_can_change_an_output():
     assert import_closure.differences(TREE) == []
 
 
-def test_what_the_training_really_loads_is_among_its_dependencies() -> None:
+def test_what_the_training_really_loads_is_among_its_dependencies():
     """The same, asked of the interpreter: import the stage and look at what it loaded."""
     stage = TREE["stages"]["train"]
     modules = import_closure.modules_in(stage["cmd"])
@@ -62,7 +57,7 @@ def test_what_the_training_really_loads_is_among_its_dependencies() -> None:
             assert any(import_closure.covers(held, path) for held in stage["deps"]), path
 
 
-def test_a_missing_and_a_useless_dependency_are_named() -> None:
+def test_a_missing_and_a_useless_dependency_are_named():
     stages = {
         "train": {**TREE["stages"]["train"], "deps": ["data/keypoints", "pipeline/presets.py"]}
     }
@@ -72,7 +67,7 @@ def test_a_missing_and_a_useless_dependency_are_named() -> None:
     assert not [line for line in lines if "progress" in line or "tracking" in line]
 
 
-def test_paths_on_the_command_line_are_those_declared() -> None:
+def test_paths_on_the_command_line_are_those_declared():
     for name, stage in TREE["stages"].items():
         words = [
             word
@@ -86,7 +81,7 @@ def test_paths_on_the_command_line_are_those_declared() -> None:
             )
 
 
-def test_git_keeps_what_the_cache_of_dvc_does_not() -> None:
+def test_git_keeps_what_the_cache_of_dvc_does_not():
     left = {}
     for stage in TREE["stages"].values():
         left.update(left_by(stage))
@@ -96,7 +91,7 @@ def test_git_keeps_what_the_cache_of_dvc_does_not() -> None:
     assert ignored == cached and len(cached) < len(left)
 
 
-def test_dvc_reads_the_file_whose_stages_are_the_sections_of_params_in_order() -> None:
+def test_dvc_reads_the_file_whose_stages_are_the_sections_of_params_in_order():
     command = [sys.executable, "-m", "dvc", "stage", "list", "--names-only"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
     sections = [name for name in SECTIONS if name != "views"]

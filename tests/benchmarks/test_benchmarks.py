@@ -1,7 +1,5 @@
 """The speed table: equal work on both sides, rows that cannot run say why."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

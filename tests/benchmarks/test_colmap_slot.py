@@ -1,9 +1,5 @@
 """benchmarks.dev.colmap_slot: what COLMAP hands over, and the table."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -28,7 +24,7 @@ def test_right_matches_at_a_precision():
 class InTorch:
     """The file, in torch."""
 
-    def __init__(self, _file: Path):
+    def __init__(self, _file):
         self.network = onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.3)
 
     @torch.no_grad()

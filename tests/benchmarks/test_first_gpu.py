@@ -2,8 +2,6 @@
 written at once.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -11,7 +9,7 @@ from benchmarks.dev import first_gpu
 from benchmarks.dev.first_gpu import Part
 
 
-def python(code: str) -> list:
+def python(code):
     return [sys.executable, "-c", code]
 
 

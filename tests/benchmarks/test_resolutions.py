@@ -1,7 +1,5 @@
 """benchmarks.dev.resolutions: the table of docs/matching.md."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

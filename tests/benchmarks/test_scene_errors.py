@@ -1,7 +1,5 @@
 """benchmarks.dev.scenes: cameras against true ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

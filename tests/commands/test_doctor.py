@@ -1,7 +1,5 @@
 """The doctor's judgements, on machines that are not here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,9 +1,6 @@
 """The exported model: the same answers, and everything one should know about it."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from pipeline.provenance import trained_on
 from superglue_sift.weights import load_model, load_model_file, save_model_file, weights_of
 
 
-def write_best(folder: Path, **about) -> None:
+def write_best(folder, **about):
     """What a training leaves behind."""
     info = {"train": {"lr": 0.1}, "validation": {"f1": 0.5}, "trained_on": trained_on.digest(())}
     write_model(folder / "best.safetensors", about={**info, **about})
@@ -30,7 +27,7 @@ def work(tmp_path, root):
     return tmp_path
 
 
-def run(folder: Path, *extra) -> int:
+def run(folder, *extra):
     words = ["--model", folder / "best.safetensors", "--metrics", folder / "metrics.json"]
     words += ["--out", folder / "models", "--params", folder / "params.yaml", *extra]
     return errors.run(export.main, [str(word) for word in words])

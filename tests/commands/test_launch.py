@@ -2,8 +2,6 @@
 namespaces.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -104,7 +102,7 @@ class TestRequest:
             launch.main(["pipeline.fetch"])
 
 
-def launcher(arguments, prefix=(), **environment) -> subprocess.Popen:
+def launcher(arguments, prefix=(), **environment):
     own = {
         "OMP_NUM_THREADS": "1",
         "NPROC_PER_NODE": "2",
@@ -132,7 +130,7 @@ def whole(bench, name, keys=()):
     ]
 
 
-def survived(bench, fault: str):
+def survived(bench, fault):
     """Output of the launcher for a run that ended well after each fault struck once; and the number
     of faults.
     """
@@ -256,14 +254,14 @@ class TestFaults:
         assert digest(bench.folder / "run") == bench.clean(2)
 
 
-def ranks_of(folder: Path) -> list:
+def ranks_of(folder):
     found = subprocess.run(
         ["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False
     )
     return found.stdout.split()
 
 
-def wait_until(true, seconds: float) -> None:
+def wait_until(true, seconds):
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not so within {seconds} s"
@@ -317,7 +315,7 @@ def nodes():
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
 
-def start_node(nodes, i: int, arguments, spread: str, processes: int = 1) -> subprocess.Popen:
+def start_node(nodes, i, arguments, spread, processes=1):
     prefix, address, interface = nodes[i]
     return launcher(
         arguments, prefix, NNODES=spread, RDZV_ENDPOINT=f"{nodes[0][1]}:29411", LOCAL_ADDR=address,
@@ -352,5 +350,5 @@ class TestNodes:
         assert newest_step(bench.folder / "run") == 600
 
 
-def newest_step(checkpoints: Path) -> int:
+def newest_step(checkpoints):
     return max((int(file.stem[5:]) for file in checkpoints.glob("*/step-*.safetensors")), default=0)

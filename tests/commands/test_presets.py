@@ -2,13 +2,10 @@
 right.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import zlib
 from pathlib import Path
-from typing import Any, List
 
 import cv2
 import numpy as np
@@ -27,12 +24,12 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFERED = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))
 
 
-def use(target: Path, *arguments: str) -> int:
+def use(target, *arguments):
     """Run the command on a new params.yaml; returns its exit code."""
     return errors.run(presets.main, ["--params", str(target), "use", *arguments])
 
 
-def keys(model: Any, prefix: str = "") -> List[str]:
+def keys(model, prefix=""):
     """Every key of a section, nested ones included, as `homography.scale_min`."""
     found = []
     for name, field in model.model_fields.items():
@@ -42,13 +39,13 @@ def keys(model: Any, prefix: str = "") -> List[str]:
     return found
 
 
-def test_committed_params_are_the_sample_preset_rendered() -> None:
+def test_committed_params_are_the_sample_preset_rendered():
     rendered = presets.render("sample")
     assert (ROOT / "params.yaml").read_text(encoding="utf-8") == rendered
     assert (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8") == rendered
 
 
-def keys_of(name: str) -> List[str]:
+def keys_of(name):
     """The keys of a preset, without the views of `evaluate`, which are those of `views` again."""
     tree = YAML(typ="safe", pure=True).load(
         (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -57,7 +54,7 @@ def keys_of(name: str) -> List[str]:
 
 
 @pytest.mark.parametrize("name", OFFERED)
-def test_every_preset_has_the_same_few_keys(name: str) -> None:
+def test_every_preset_has_the_same_few_keys(name):
     known = {f"{section}.{key}" for section, model in SECTIONS.items() for key in keys(model)}
     known -= {f"train.{key}" for key in TrainOptions.model_fields} | {
         "views.homography",
@@ -69,7 +66,7 @@ def test_every_preset_has_the_same_few_keys(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OFFERED)
-def test_every_preset_is_copied(name: str, tmp_path: Path, image_folder: Path) -> None:
+def test_every_preset_is_copied(name, tmp_path, image_folder):
     target = tmp_path / "params.yaml"
     folder = ["--images", str(image_folder)] if name in ("folder", "pretrained") else []
     assert use(target, name, *folder) == 0
@@ -81,9 +78,7 @@ def test_every_preset_is_copied(name: str, tmp_path: Path, image_folder: Path) -
     assert preset.startswith(f"# Preset {name}: ")
 
 
-def test_own_images_are_written_as_absolute_paths(
-    tmp_path: Path, image_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_images_are_written_as_absolute_paths(tmp_path, image_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     held_out = tmp_path / "held out: #1"
     shutil.copytree(image_folder, held_out)
@@ -99,7 +94,7 @@ def test_own_images_are_written_as_absolute_paths(
     assert fetch.content == containers.digest(str(image_folder), str(held_out))
 
 
-def test_a_changed_folder_changes_the_content(tmp_path: Path, image_folder: Path) -> None:
+def test_a_changed_folder_changes_the_content(tmp_path, image_folder):
     target = tmp_path / "params.yaml"
     assert use(target, "--images", str(image_folder)) == 0
     before = params.load("fetch", target)
@@ -115,7 +110,7 @@ def test_a_changed_folder_changes_the_content(tmp_path: Path, image_folder: Path
     assert not presets.refresh(target)  # no folder
 
 
-def test_a_file_that_holds_the_preset_keeps_its_edits(tmp_path: Path, image_folder: Path) -> None:
+def test_a_file_that_holds_the_preset_keeps_its_edits(tmp_path, image_folder):
     target = tmp_path / "params.yaml"
     assert use(target, "--images", str(image_folder)) == 0
     target.write_text(
@@ -136,11 +131,8 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(tmp_path: Path, image_fold
 
 
 def test_photographs_that_the_initial_weights_know_are_refused_at_once(
-    tmp_path: Path,
-    image_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    tmp_path, image_folder, monkeypatch, capsys
+):
     known = [
         f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}"
         for file in list_images(image_folder)
@@ -180,13 +172,8 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
     ],
 )
 def test_a_wrong_request_is_one_line_and_changes_nothing(
-    arguments: List[str],
-    said: str,
-    tmp_path: Path,
-    image_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    arguments, said, tmp_path, image_folder, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "one", "small"):
         (tmp_path / name).mkdir()
@@ -205,9 +192,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert sorted(tmp_path.rglob("*")) == sorted([*before, target])
 
 
-def test_a_preset_with_a_wrong_key_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_with_a_wrong_key_is_named(tmp_path, monkeypatch):
     folder = tmp_path / "presets"
     shutil.copytree(ROOT / "presets", folder)
     sample = (folder / "sample.yaml").read_text(encoding="utf-8")

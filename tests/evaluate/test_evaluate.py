@@ -1,7 +1,5 @@
 """The stage from end to end on tiny images with an untrained model, and what it refuses."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Reading folders in HPatches layout: what is accepted, what is refused and in which words."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import cv2

@@ -2,8 +2,6 @@
 no interval.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

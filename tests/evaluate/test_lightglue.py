@@ -1,7 +1,5 @@
 """LightGlue as a baseline: with a fake package, so that nothing is installed or downloaded."""
 
-from __future__ import annotations
-
 import sys
 import types
 

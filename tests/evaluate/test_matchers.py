@@ -1,7 +1,5 @@
 """The baselines against OpenCV."""
 
-from __future__ import annotations
-
 import cv2
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Metrics against closed forms, cases computed by hand, and independent computations."""
 
-from __future__ import annotations
-
 import cv2
 import numpy as np
 import pytest

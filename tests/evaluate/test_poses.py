@@ -1,7 +1,5 @@
 """Pose metrics on synthetic scenes with exact cameras."""
 
-from __future__ import annotations
-
 import json
 import math
 

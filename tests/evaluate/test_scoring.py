@@ -2,8 +2,6 @@
 homographies.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

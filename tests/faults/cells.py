@@ -1,10 +1,7 @@
 """A training small enough to be killed many times."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
 
 from made_params import file_of, words_of
 from made_views import made_keypoints
@@ -35,12 +32,12 @@ TRAIN = {
 class Workbench:
     """A folder with synthetic views, and the arguments of trainings on them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.keypoints = made_keypoints(folder / "keypoints")
-        self._clean: Dict[tuple, str] = {}
+        self._clean = {}
 
-    def arguments(self, keys: Tuple[Tuple[str, Any], ...] = ()) -> List[str]:
+    def arguments(self, keys=()):
         """Command line of pipeline.train, without --out and --reports."""
         section = params.load_all(ROOT / "presets" / "sample.yaml")["train"].model_dump()
         section.update(TRAIN)
@@ -49,7 +46,7 @@ class Workbench:
         file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
         return ["--keypoints", str(self.keypoints), "--params", str(file), *words_of(section)]
 
-    def clean(self, ranks: int, keys: Tuple[Tuple[str, Any], ...] = ()) -> str:
+    def clean(self, ranks, keys=()):
         """Digest of the same training without a fault."""
         from faults.group import until_done
 

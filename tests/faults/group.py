@@ -6,8 +6,6 @@ A group is started as by torchrun (RANK, WORLD_SIZE, a gloo group over loopback)
 starts it again whenever a process died, as the launcher does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import multiprocessing
 import os
@@ -15,8 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import List, NamedTuple
 
 from faults import inject
 from pipeline import errors, tracking
@@ -38,9 +35,7 @@ class Outcome(NamedTuple):
     hung: bool
 
 
-def begin(
-    main: Callable[..., int], arguments: Sequence[str], log: Path, folder: Path, **environment: str
-):
+def begin(main, arguments, log, folder, **environment):
     """Start a process that becomes a command: `main(arguments)` in `folder`, printing into `log`.
 
     main: a function of a module. Returns the process when it is about to call it.
@@ -54,7 +49,7 @@ def begin(
     return process
 
 
-def _become(main, arguments, log, folder, environment, ready) -> None:
+def _become(main, arguments, log, folder, environment, ready):
     os.setsid()  # as torchrun's ranks have it
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
@@ -69,7 +64,7 @@ def _become(main, arguments, log, folder, environment, ready) -> None:
     sys.exit(errors.run(main, list(arguments)))
 
 
-def start(ranks: int, main: Callable[..., int], arguments, log, folder=".", **environment) -> List:
+def start(ranks, main, arguments, log, folder=".", **environment):
     """Start the ranks of a group; their processes."""
     if ranks > 1:
         environment = {"WORLD_SIZE": str(ranks), **rendezvous(), **environment}
@@ -79,12 +74,12 @@ def start(ranks: int, main: Callable[..., int], arguments, log, folder=".", **en
     ]
 
 
-def rendezvous() -> Dict[str, str]:
+def rendezvous():
     """Where the ranks of a group meet: a free port of this machine."""
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "60"}
 
 
-def wait(processes: List, limit: float = HANG_SECONDS) -> Outcome:
+def wait(processes, limit=HANG_SECONDS):
     """Wait for all; those that are still there after `limit` seconds are killed."""
     deadline = time.monotonic() + limit
     for each in processes:
@@ -103,15 +98,13 @@ class Killed(NamedTuple):
     codes: List[List[int]]
 
 
-def until_done(
-    folder: Path, arguments: Sequence[str], ranks: int, fault: str = "", **environment: str
-) -> Killed:
+def until_done(folder, arguments, ranks, fault="", **environment):
     """Start a group until the training is done. AssertionError if it hangs or does not get done."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     faults = {"SG_FAULT": fault, "SG_FAULT_ONCE": str(folder), **environment}
     whole = [*arguments, "--out", f"{folder}/checkpoints", "--reports", f"{folder}/reports"]
-    codes: List[List[int]] = []
+    codes = []
     while not codes or any(codes[-1]):
         outcome = wait(start(ranks, train.main, whole, folder / "log", **faults))
         codes.append(outcome.codes)
@@ -119,7 +112,7 @@ def until_done(
     return Killed(digest(folder / "checkpoints"), codes)
 
 
-def digest(checkpoints: Path) -> str:
+def digest(checkpoints):
     """SHA-256 over all tensors of the newest checkpoint and of the best model."""
     newest = max(checkpoints.glob("*/step-*.safetensors"), key=lambda path: path.name)
     found = hashlib.sha256()

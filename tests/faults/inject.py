@@ -9,15 +9,12 @@ Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process g
 number). Phases, in the order of a step: `PHASES`.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import math
 import os
 import signal
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
 
 SIGNALS = {
     name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")
@@ -27,10 +24,10 @@ KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full
 COMPUTING = ("load_batch", "forward", "backward", "opt_step", "eval")
 PHASES = (*COMPUTING, "ckpt_fsync", "ckpt_replace", "ckpt_prune")
 
-_now: Dict[str, Any] = {"step": 0, "saving": False}
+_now = {"step": 0, "saving": False}
 
 
-def at(phase: str, step: Optional[int] = None) -> bool:
+def at(phase, step=None):
     """Inject the faults planned for this place. True if the caller has to carry one out (nan).
 
     Raises ValueError for a kind that is not known.
@@ -49,7 +46,7 @@ def at(phase: str, step: Optional[int] = None) -> bool:
     return struck
 
 
-def _is_first_time(index: int) -> bool:
+def _is_first_time(index):
     folder = os.environ.get("SG_FAULT_ONCE")
     if folder:
         # a fault without a rank strikes every rank once
@@ -61,7 +58,7 @@ def _is_first_time(index: int) -> bool:
     return True
 
 
-def _strike(kind: str) -> bool:
+def _strike(kind):
     if kind in SIGNALS:
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind.startswith(GROUP):
@@ -75,7 +72,7 @@ def _strike(kind: str) -> bool:
     return kind == "nan"
 
 
-def install() -> None:
+def install():
     """Patch this process, if SG_FAULT names faults."""
     if not os.environ.get("SG_FAULT"):
         return
@@ -98,18 +95,18 @@ def install() -> None:
         _wrap(owner, name, functools.partial(_write, phase))
 
 
-def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+def _wrap(owner, name, around):
     """Replace `owner.name` by a function that calls `around(the function, its arguments)`."""
     inner = getattr(owner, name)
 
     @functools.wraps(inner)
-    def wrapped(*arguments: Any, **named: Any) -> Any:
+    def wrapped(*arguments, **named):
         return around(inner, *arguments, **named)
 
     setattr(owner, name, wrapped)
 
 
-def _step(inner: Callable[..., Any], self: Any, *arguments: Any) -> Any:
+def _step(inner, self, *arguments):
     _now["step"] = self.state.step
     optimizer = self.state.optimizer
     if "step" not in vars(optimizer):
@@ -117,7 +114,7 @@ def _step(inner: Callable[..., Any], self: Any, *arguments: Any) -> Any:
     return inner(self, *arguments)
 
 
-def _forward(inner: Callable[..., Any], *arguments: Any) -> Any:
+def _forward(inner, *arguments):
     is_poisoned = at("forward")
     total, parts = inner(*arguments)
     at("backward")
@@ -127,7 +124,7 @@ def _forward(inner: Callable[..., Any], *arguments: Any) -> Any:
     return total, parts
 
 
-def _save(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+def _save(inner, *arguments, **named):
     _now["saving"] = True
     try:
         return inner(*arguments, **named)
@@ -135,7 +132,7 @@ def _save(inner: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         _now["saving"] = False
 
 
-def _write(phase: str, inner: Callable[..., Any], first: Any, *arguments: Any, **named: Any) -> Any:
+def _write(phase, inner, first, *arguments, **named):
     if _now["saving"] and (phase != "ckpt_prune" or first.name.startswith("step-")):
         at(phase)
     return inner(first, *arguments, **named)

@@ -1,7 +1,5 @@
 """Faults at a named place of a training; docs/faults.md lists what they promise."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -24,7 +22,7 @@ def training(bench):
     """`training(ranks, fault)`: exit codes of one start of a training, and what it printed."""
     shutil.rmtree(bench.folder / "one", ignore_errors=True)
 
-    def begin(ranks: int, fault: str = "", main=train.main):
+    def begin(ranks, fault="", main=train.main):
         folders = ["--out", f"{bench.folder}/one", "--reports", f"{bench.folder}/one-r"]
         log = bench.folder / "one.log"
         log.write_text("")

@@ -4,8 +4,6 @@ Its bytes must then be those of an undisturbed run. `make random-faults N=1000` 
 is a function of its number, except for the load of the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -14,8 +12,7 @@ import random
 import shutil
 import signal
 import time
-from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, NamedTuple, Tuple
 
 import cv2
 import psutil
@@ -36,7 +33,7 @@ from superglue_sift.apps import cli
 
 COUNT = int(os.environ.get("RANDOM_FAULTS", "3"))
 STARTS = 4  # at most, after the fault
-SMALL: Dict[str, Dict[str, Any]] = {
+SMALL = {
     "fetch": {"source": "folder", "path": "photos", "val_fraction": 0.4},
     "keypoints": {"views_per_image": 3, "width": 160, "height": 120, "max_keypoints": 48},
     "train": {**TRAIN, "steps": 10},
@@ -60,7 +57,7 @@ class Stage(NamedTuple):
     loaders: str = "0"
 
 
-def extract(argv: Sequence[str]) -> int:
+def extract(argv):
     """`keypoints` with one image in a shard."""
     shards.SHARD_IMAGES = 1
     return keypoints.main(argv)
@@ -109,11 +106,11 @@ STAGES = [
 class Base:
     """Inputs of every stage, made by those before it; bytes and seconds of undisturbed runs."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.log = folder / "log"
-        self.seconds: Dict[Stage, float] = {}
-        self.expected: Dict[Stage, Dict[str, str]] = {}
+        self.seconds = {}
+        self.expected = {}
         base = folder / "base"
         (base / "photos").mkdir(parents=True)
         names = "coffee chelsea astronaut rocket camera brick grass gravel"
@@ -131,12 +128,12 @@ class Base:
             self.seconds[stage] = time.monotonic() - began
             self.expected[stage] = digests(place, stage.made)
 
-    def start(self, stage: Stage, folder: Path) -> List[Any]:
+    def start(self, stage, folder):
         words = stage.words.split()
         loaders = {"SG_LOADER_PROCESSES": stage.loaders}
         return start(stage.ranks, stage.main, words, self.log, folder, **loaders)
 
-    def make_folder(self, stage: Stage) -> Path:
+    def make_folder(self, stage):
         """A folder with the inputs of the stage; always the same place, which results may name."""
         folder = self.folder / "cell"
         shutil.rmtree(folder, ignore_errors=True)
@@ -147,7 +144,7 @@ class Base:
         return folder
 
 
-def family(pid: int) -> List[psutil.Process]:
+def family(pid):
     """A process and all below it."""
     with contextlib.suppress(psutil.Error):
         own = psutil.Process(pid)
@@ -155,7 +152,7 @@ def family(pid: int) -> List[psutil.Process]:
     return []
 
 
-def digests(folder: Path, patterns: Sequence[str]) -> Dict[str, str]:
+def digests(folder, patterns):
     """SHA-256 of files by name."""
     return {
         path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -164,7 +161,7 @@ def digests(folder: Path, patterns: Sequence[str]) -> Dict[str, str]:
     }
 
 
-def is_finished(path: Path) -> bool:
+def is_finished(path):
     """A shard is, when its note was written behind it, or store.json in place of the notes."""
     notes = (path.with_suffix(".json"), path.parent / "store.json")
     return not path.name.startswith("shard-") or any(note.is_file() for note in notes)

@@ -1,9 +1,6 @@
 """features/store.py: written once, mapped, verified; what is damaged is named."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ from superglue_sift.sift import ORIENTED
 pytestmark = pytest.mark.cu111
 
 
-def records(count: int, rng: np.random.Generator) -> np.ndarray:
+def records(count, rng):
     return np.frombuffer(rng.bytes(count * ORIENTED.itemsize), ORIENTED)
 
 
@@ -37,7 +34,7 @@ def make_images(counts, seed=0):
     ]
 
 
-def write(folder: Path, images, per_shard=2, views=2):
+def write(folder, images, per_shard=2, views=2):
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [images[start : start + per_shard] for start in range(0, len(images), per_shard)]
     rows = [

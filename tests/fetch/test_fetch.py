@@ -2,8 +2,6 @@
 wrong.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -24,7 +22,7 @@ from pipeline.image_sets.sources import open_manifest
 def run(tmp_path, make_params, monkeypatch):
     """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
 
-    def run_stage(out="out", mirror="", **changes) -> Path:
+    def run_stage(out="out", mirror="", **changes):
         monkeypatch.setenv(download.MIRROR, mirror)
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
         monkeypatch.setattr(fetch.params, "load_all", lambda *_: {})
@@ -101,7 +99,7 @@ def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run, image_fol
     assert names(folder, "val") and names(folder, "test")
 
 
-def write_photographs(folder: Path, numbers) -> Path:
+def write_photographs(folder, numbers):
     folder.mkdir(exist_ok=True)
     for number in numbers:
         (folder / f"{number:03d}.jpg").write_bytes(f"{number:5000d}".encode())

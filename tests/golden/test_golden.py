@@ -4,12 +4,9 @@
 meant to move them.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
 
 import numpy as np
 import pytest
@@ -30,14 +27,14 @@ TOLERANCE = 1e-5  # of a loss
 EXACT = 2e-7  # of a probability in float64, stored with seven digits
 ROUNDED = 2e-4  # of a probability in float32, which rounds scores of 40: these pairs' by up to 1e-4
 STEPS = 10
-NETWORKS: Dict[str, Dict[str, Any]] = {
+NETWORKS = {
     "layer norm": {},
     "batch norm": {"norm": "batch"},
     "neighbours and rotary": {"neighbours": True, "rotary": True},
 }
 
 
-def compute_losses(folder: Path, **changes: Any) -> List[float]:
+def compute_losses(folder, **changes):
     """The mean loss of each of ten steps of gradient descent; image 1 of the store has no
     keypoints.
     """
@@ -59,7 +56,7 @@ def compute_losses(folder: Path, **changes: Any) -> List[float]:
     return losses
 
 
-def made_pairs() -> List[Pair]:
+def made_pairs():
     """Three pairs of different sizes, and one with an empty side."""
     rng = np.random.default_rng(7)
     pairs = []
@@ -69,7 +66,7 @@ def made_pairs() -> List[Pair]:
     return [*pairs, Pair(pairs[0].records0, pairs[0].records1[:0], SIZE, SIZE)]
 
 
-def compute_assignments(exact: bool) -> List[Dict[str, List[float]]]:
+def compute_assignments(exact):
     """With the shipped weights, of each pair: the largest entry of each row but the last, its
     place, the dustbins.
 
@@ -97,7 +94,7 @@ def compute_assignments(exact: bool) -> List[Dict[str, List[float]]]:
 
 
 @pytest.fixture(scope="module")
-def golden() -> Dict[str, Any]:
+def golden():
     return json.loads(FILE.read_text())
 
 
@@ -118,7 +115,7 @@ def test_assignments_of_the_shipped_weights(golden, exact):
             assert np.allclose(found[name], stored[name], rtol=0, atol=EXACT if exact else ROUNDED)
 
 
-def _round(values: Any) -> Any:
+def _round(values):
     """All numbers with seven digits after the point."""
     if isinstance(values, dict):
         return {name: _round(value) for name, value in values.items()}
@@ -127,7 +124,7 @@ def _round(values: Any) -> Any:
     return round(values, 7)
 
 
-def _write() -> None:
+def _write():
     with tempfile.TemporaryDirectory() as folder:
         losses = {
             name: compute_losses(Path(folder) / name, **changes)

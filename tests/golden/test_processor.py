@@ -7,8 +7,6 @@ libraries then choose their code as there, while the instructions stay this proc
 is meant to move them. "agreed" names the processors that have computed these hashes so far.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -18,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
 
 import pytest
 from ruamel.yaml import YAML
@@ -77,7 +74,7 @@ print(homographies.hexdigest(), keypoints.hexdigest())
 """
 
 
-def environment(processor: str, folder: Path) -> Dict[str, str]:
+def environment(processor, folder):
     """Variables of a program on `processor`, without those by which libraries choose their code."""
     values = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
     values.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MLFLOW_TRACKING_URI="")
@@ -100,7 +97,7 @@ def environment(processor: str, folder: Path) -> Dict[str, str]:
     return values
 
 
-def compute_keypoints(values: Dict[str, str]) -> Dict[str, str]:
+def compute_keypoints(values):
     """Hashes of homographies and keypoints in a new process with these variables."""
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, env=values, capture_output=True, text=True, check=True)
@@ -108,7 +105,7 @@ def compute_keypoints(values: Dict[str, str]) -> Dict[str, str]:
     return dict(zip(("homographies", "keypoints"), done.stdout.split()))
 
 
-def compute_stages(values: Dict[str, str], folder: Path) -> Dict[str, str]:
+def compute_stages(values, folder):
     """Hashes of the outputs of preset `ci`, by the commands of dvc.yaml, in a new folder."""
     folder.mkdir()
     shutil.copy(ROOT / "presets" / "ci.yaml", folder / "params.yaml")
@@ -126,7 +123,7 @@ def compute_stages(values: Dict[str, str], folder: Path) -> Dict[str, str]:
     return hashes
 
 
-def hash_files(folder: Path, pattern: str) -> str:
+def hash_files(folder, pattern):
     """SHA-256 of the names and contents of files; of weights only the tensors."""
     total = hashlib.sha256()
     paths = sorted(folder.glob(pattern))
@@ -141,7 +138,7 @@ def hash_files(folder: Path, pattern: str) -> str:
     return total.hexdigest()
 
 
-def describe_processor() -> str:
+def describe_processor():
     """`GenuineIntel, Intel(R) Xeon(R) Processor, family 6, model 207, with AVX-512`."""
     lines = [line.partition(":") for line in portable.CPU_INFO.read_text().splitlines()]
     about = {name.strip(): value.strip() for name, _, value in lines}
@@ -150,12 +147,12 @@ def describe_processor() -> str:
     return f"{repro.processor()}, {kind}"
 
 
-def versions() -> Dict[str, str]:
+def versions():
     return repro.pin((*repro.COMPUTING, "pillow", "scikit-image"))
 
 
 @pytest.fixture(scope="module")
-def stored() -> Dict[str, Any]:
+def stored():
     """`processor.json`; skips where its hashes do not hold."""
     if platform.machine() != "x86_64":
         pytest.skip("the hashes are those of x86-64")
@@ -186,11 +183,11 @@ def test_all_stages_have_the_hashes_of_other_processors(stored, processor, tmp_p
     assert not other and found.keys() == stored["stages"].keys()
 
 
-def write() -> None:
+def write():
     """Write the hashes of this processor, and which processors have the same."""
     before = json.loads(FILE.read_text()) if FILE.exists() else {}
-    agreed: List[str] = []
-    now: Dict[str, Any] = {}
+    agreed = []
+    now = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, processor in enumerate((THIS, *IMITATED)):

@@ -1,10 +1,7 @@
 """DALI and torchvision give the pixels, order and verdicts of Pillow."""
 
-from __future__ import annotations
-
 import io
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from pipeline.keypoints.image import decoder
 from superglue_sift.images import BadImage
 
 
-def find_missing(name: str) -> str:
+def find_missing(name):
     """Why a decoder cannot be used here, or ""."""
     try:
         decoder(name)
@@ -43,14 +40,14 @@ both = pytest.mark.parametrize(
 )
 
 
-def encode(pixels: np.ndarray, mode: str = "RGB", **options) -> bytes:
+def encode(pixels, mode="RGB", **options):
     stream = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(stream, "JPEG", **options)
     return stream.getvalue()
 
 
 @pytest.fixture
-def images(tmp_path: Path, color_photo: np.ndarray) -> ImageSet:
+def images(tmp_path, color_photo):
     """23 files: JPEG of every kind, others that Pillow reads, and some that nobody can."""
     turned = Image.Exif()
     turned[274] = 6
@@ -78,7 +75,7 @@ def images(tmp_path: Path, color_photo: np.ndarray) -> ImageSet:
     return ImageSet(entries, {"photographs": str(folder)})
 
 
-def check_same(found, images: ImageSet, leave_out=()) -> None:
+def check_same(found, images, leave_out=()):
     """The entries in order, with Pillow's pixels or reason."""
     entries = images.entries("train")
     found = list(found)

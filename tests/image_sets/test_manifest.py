@@ -1,7 +1,5 @@
 """Which images there are: folders, the manifest, reading them back from folders and archives."""
 
-from __future__ import annotations
-
 import os
 import zipfile
 

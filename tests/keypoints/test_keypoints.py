@@ -1,14 +1,11 @@
 """The stage `keypoints`: same bytes whoever works, bad images listed, nothing done twice."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -30,7 +27,7 @@ IN_SHARDS_OF_3 = (
 )
 
 
-def words(tmp_path: Path, out: str, *more: str) -> list:
+def words(tmp_path, out, *more):
     """Command line of the stage."""
     places = {"params": "params.yaml", "images": "images", "reports": "reports", "out": out}
     named = [word for name, to in places.items() for word in (f"--{name}", str(tmp_path / to))]
@@ -38,7 +35,7 @@ def words(tmp_path: Path, out: str, *more: str) -> list:
 
 
 @pytest.fixture
-def pictures(tmp_path, photo) -> Path:
+def pictures(tmp_path, photo):
     """Nine small readable pictures."""
     folder = tmp_path / "pictures"
     folder.mkdir()
@@ -56,7 +53,7 @@ def stage(tmp_path, make_params, root, monkeypatch):
     """
     monkeypatch.setattr(shards, "SHARD_IMAGES", 3)
 
-    def run(folder, out="kp", workers=1, **changes) -> Path:
+    def run(folder, out="kp", workers=1, **changes):
         held = {"source": "folder", "path": str(folder), "val_fraction": 0.4}
         tree = {
             "fetch": make_params("fetch", **held).model_dump(),
@@ -73,7 +70,7 @@ def stage(tmp_path, make_params, root, monkeypatch):
     return run
 
 
-def files(folder: Path):
+def files(folder):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
@@ -154,7 +151,7 @@ def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
 
 
-def make_bad(folder: Path, photo) -> dict:
+def make_bad(folder, photo):
     """Bad files of every kind next to good ones; returns a part of the reason expected for each."""
     data = cv2.imencode(".jpg", photo)[1].tobytes()
     png = cv2.imencode(".png", photo)[1].tobytes()

@@ -1,7 +1,5 @@
 """superglue_sift/drawing.py: what the colours, lines and points of a picture of matches say."""
 
-from __future__ import annotations
-
 import cv2
 import numpy as np
 

@@ -2,8 +2,6 @@
 matches.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -38,7 +36,7 @@ KAZE = "superglue_sift.opencv_features:kaze"
 UPRIGHT = "test_extractors:upright"
 
 
-def upright(gray: np.ndarray, max_keypoints: int) -> dict:
+def upright(gray, max_keypoints):
     """Corners with the pixels around them: no scale, no angle, 9 floats, as tensors."""
     corners = cv2.goodFeaturesToTrack(gray, max_keypoints, 0.01, 4)
     places = np.zeros((0, 2), np.float32) if corners is None else corners[:, 0]
@@ -66,7 +64,7 @@ def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_an
     assert extractor(np.zeros((64, 64), np.uint8), 10).dtype == extractor.dtype
 
 
-def found(count: int = 3, **changes) -> dict:
+def found(count=3, **changes):
     answer = {
         "keypoints": np.arange(2.0 * count).reshape(count, 2),
         "scores": np.ones(count),
@@ -111,7 +109,7 @@ def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
     assert torch.allclose(unit0 @ unit1.T, torch.from_numpy(1 - hamming / 128).float(), atol=1e-6)
 
 
-def untrained(path: Path, name: str, **changes) -> Path:
+def untrained(path, name, **changes):
     kind, dim = kind_of(extractors.load(name).dtype)
     config = SuperGlueConfig(
         dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes

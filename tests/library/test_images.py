@@ -1,7 +1,5 @@
 """Decoding of image files, and what it refuses."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tracemalloc
@@ -18,11 +16,11 @@ from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
 
 
-def encode(pixels, extension=".jpg", *options) -> bytes:
+def encode(pixels, extension=".jpg", *options):
     return cv2.imencode(extension, pixels, list(options))[1].tobytes()
 
 
-def reason(data: bytes) -> str:
+def reason(data):
     with pytest.raises(BadImage) as caught:
         decode_gray(data, "x.jpg")
     return caught.value.reason
@@ -134,19 +132,19 @@ def test_what_is_no_image_or_hides_its_size_is_named(data, said):
 
 
 @pytest.fixture
-def undecoded(monkeypatch) -> None:
+def undecoded(monkeypatch):
     """Fail when pixels are decoded."""
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("decoded"))
 
 
-def png_of(*chunks: tuple) -> bytes:
+def png_of(*chunks):
     body = (
         struct.pack(">I", len(d)) + k + d + struct.pack(">I", zlib.crc32(k + d)) for k, d in chunks
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(body)
 
 
-def header_of(width: int, height: int) -> tuple:
+def header_of(width, height):
     return b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0)
 
 
@@ -164,7 +162,7 @@ def test_a_png_bomb_is_refused_wherever_its_header_is(chunks, undecoded):
     assert "too large: 30000x30000" in reason(data)
 
 
-def tiff_of(*tags: tuple) -> bytes:
+def tiff_of(*tags):
     """A TIFF whose directory has these tags, and whose pixels are 100 MB of zeros, compressed."""
     data = zlib.compress(bytes(100_000_000))
     at = 14 + 12 * len(tags)
@@ -194,7 +192,7 @@ def test_any_bytes_give_pixels_or_bad_image(data, start):
         assert "\n" not in bad.reason
 
 
-def claiming(extension: str, width: int, height: int) -> bytes:
+def claiming(extension, width, height):
     """A whole small image whose header promises another size."""
     data = bytearray(encode(np.zeros((16, 24), np.uint8), extension))
     if extension == ".jpg":

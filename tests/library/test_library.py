@@ -2,8 +2,6 @@
 images.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
@@ -50,14 +48,14 @@ def test_the_wheel_is_small_and_holds_the_library_alone(tmp_path, root):
 
 
 @pytest.fixture(scope="module")
-def matcher(tmp_path_factory) -> Matcher:
+def matcher(tmp_path_factory):
     return Matcher.load(
         write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu"
     )
 
 
 @pytest.fixture
-def turned(photo) -> np.ndarray:
+def turned(photo):
     return cv2.warpPerspective(photo, TURN, (600, 400))
 
 
@@ -124,7 +122,7 @@ def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, 
     assert found.show(photo).pixels.any()
 
 
-def assert_same(one, other) -> None:
+def assert_same(one, other):
     for name in set(one._fields) - {"images"}:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
@@ -267,7 +265,7 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         )
 
 
-def features(count: int, width: int, value: float = 9.0, scales: int = 5) -> Features:
+def features(count, width, value=9.0, scales=5):
     one = np.ones(count)
     return Features.of(
         np.zeros((count, 2)), np.ones(scales), one, one, np.full((count, width), value), (64, 64)

@@ -1,7 +1,5 @@
 """What a result says of its matches: the geometry that they fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 SIZE = (1024, 768)
 
 
-def made_result(enlarged: float, aligned: bool = True) -> MatchResult:
+def made_result(enlarged, aligned=True):
     """150 matches that scatter by 0.7 px in images of SIZE, and 50 wrong ones; then enlarged."""
     rng = np.random.default_rng(0)
     points0 = rng.uniform(0, SIZE, (200, 2))

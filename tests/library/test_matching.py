@@ -1,7 +1,5 @@
 """Truth, loss and homographies, against values a person can check."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
@@ -25,13 +23,13 @@ pytestmark = pytest.mark.cu111
 IDENTITY = np.eye(3)
 
 
-def points(*xy) -> np.ndarray:
+def points(*xy):
     return np.array(xy, float).reshape(-1, 2)
 
 
 class TestTruth:
     @staticmethod
-    def truth(keypoints0, keypoints1, H=IDENTITY) -> Truth:
+    def truth(keypoints0, keypoints1, H=IDENTITY):
         """Of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
         sides = []
         for keypoints in (keypoints0, keypoints1):
@@ -128,10 +126,10 @@ class TestLoss:
 class TestHomography:
     H = np.array([[1.2, 0.1, 5.0], [-0.05, 0.9, -3.0], [1e-4, 2e-4, 1.0]])
 
-    def error_of(self, H) -> float:
+    def error_of(self, H):
         return geometry.corner_error(H, self.H, SIZE)
 
-    def matches(self, seed: int, count: int = 200):
+    def matches(self, seed, count=200):
         """Exact matches in 300 px, and a generator."""
         rng = np.random.default_rng(seed)
         p = rng.uniform(0, 300, (count, 2))

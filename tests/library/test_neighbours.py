@@ -2,8 +2,6 @@
 equal to the ragged.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

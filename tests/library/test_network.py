@@ -1,7 +1,5 @@
 """The network: transport, attention, norms, batches, and what holds for all of it together."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -2,11 +2,7 @@
 numbers of keypoints.
 """
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
-from typing import Dict, List, Sequence
 
 import cv2
 import numpy as np
@@ -18,7 +14,6 @@ from made_scenes import TURN, write_model
 from superglue_sift import (
     Matcher,
     Pair,
-    PairBatch,
     RequestError,
     from_pairs,
     load_model,
@@ -36,7 +31,7 @@ IN_TORCH = 1e-4
 IN_ONNX_RUNTIME = 1e-3
 
 
-def made_pair(m: int, n: int, rng: np.random.Generator) -> Pair:
+def made_pair(m, n, rng):
     """A pair half of whose keypoints correspond, moved and with noise in their descriptors."""
     made = pair(rng, m, n)
     shared = min(m, n) // 2
@@ -48,7 +43,7 @@ def made_pair(m: int, n: int, rng: np.random.Generator) -> Pair:
     return made
 
 
-def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
+def inputs(batch):
     """A PairBatch under the names of the ONNX graph."""
     values = {}
     batch = choose_orientations(batch)
@@ -64,9 +59,7 @@ def inputs(batch: PairBatch) -> Dict[str, np.ndarray]:
     return values
 
 
-def assert_same(
-    model, run, pairs: Sequence[Pair], threshold: float, tolerance: float, doubtful: float = 0.0
-) -> int:
+def assert_same(model, run, pairs, threshold, tolerance, doubtful=0.0):
     """Compare with torch; returns the number of matches.
 
     tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by
@@ -98,7 +91,7 @@ VARIANTS = [
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours-rotary", "batch-norm"])
-def small(request, tmp_path_factory) -> Path:
+def small(request, tmp_path_factory):
     """The file of an untrained model."""
     changes = {"layers": 2, **request.param}
     return write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **changes)
@@ -107,7 +100,7 @@ def small(request, tmp_path_factory) -> Path:
 SHAPES = [[(5, 7)], [(0, 0)], [(0, 5)], [(5, 0)], [(2, 1)], [(60, 40), (0, 9), (33, 1)]]
 
 
-def session(path: Path):
+def session(path):
     """(inputs by name) -> outputs, by ONNX Runtime on one thread."""
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     options = runtime.SessionOptions()
@@ -116,7 +109,7 @@ def session(path: Path):
     return lambda values: made_session.run(None, values)
 
 
-def needs_onnx() -> None:
+def needs_onnx():
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name, reason=f"needs {name}")
     if not torch_compat.can_export():
@@ -127,7 +120,7 @@ def in_torch(module):
     """(inputs by name) -> outputs, by a module that takes them in order."""
 
     @torch.no_grad()
-    def run(values: Dict[str, np.ndarray]) -> List[np.ndarray]:
+    def run(values):
         return [
             found.numpy() for found in module(*(torch.from_numpy(values[k]) for k in onnx.INPUTS))
         ]
@@ -135,7 +128,7 @@ def in_torch(module):
     return run
 
 
-def assert_same_on_all_shapes(model, run, tolerance: float = IN_TORCH) -> None:
+def assert_same_on_all_shapes(model, run, tolerance=IN_TORCH):
     """Of a model that matches the synthetic pairs."""
     rng = np.random.default_rng(0)
     found = [

@@ -1,9 +1,5 @@
 """The file for COLMAP keeps its contract and gives what the matcher gives."""
 
-from __future__ import annotations
-
-from typing import Dict, List
-
 import cv2
 import numpy as np
 import pytest
@@ -24,12 +20,12 @@ needs_sym_min = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def network() -> onnx.ColmapSuperGlue:
+def network():
     return onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.2)
 
 
 @pytest.fixture(scope="module")
-def sides(photo) -> List[Features]:
+def sides(photo):
     """A photograph and a view of it, 2,400 px wide: SIFT's keypoints without a response."""
     found = []
     for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400))):
@@ -44,7 +40,7 @@ def sides(photo) -> List[Features]:
 
 
 @torch.no_grad()
-def run(module, values: Dict[str, np.ndarray]) -> List[np.ndarray]:
+def run(module, values):
     return [found.numpy() for found in module(*map(torch.from_numpy, values.values()))]
 
 
@@ -127,7 +123,7 @@ def test_the_file_keeps_the_contract_of_colmap(network, sides, tmp_path):
     assert doubtful <= 5
 
 
-def assert_fast_everywhere(graph) -> None:
+def assert_fast_everywhere(graph):
     """No test for nan of all attention weights, which takes half of the time; no product with a
     transposed float64 matrix, which ONNX Runtime before 1.23 cannot compute.
     """

@@ -1,7 +1,5 @@
 """superglue_sift/network_inputs.py: by which of its two orientations a keypoint is matched."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import numpy as np
@@ -19,13 +17,13 @@ from superglue_sift.sift import KEYPOINT, ORIENTED
 SIZE = (320, 240)
 
 
-def one_hot(*places: int) -> np.ndarray:
+def one_hot(*places):
     made = np.zeros(128, np.uint8)
     made[list(places)] = 200
     return made
 
 
-def keypoints(*descriptors) -> np.ndarray:
+def keypoints(*descriptors):
     """A keypoint for each (first, second) descriptor; its angles are 10 and 90 degrees."""
     records = np.zeros(len(descriptors), ORIENTED)
     records["x"] = np.arange(len(descriptors))
@@ -74,7 +72,7 @@ def test_keypoints_of_one_orientation_and_of_other_features_stay_as_they_are():
 def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
     rng = np.random.default_rng(seed)
 
-    def view(count: int) -> np.ndarray:
+    def view(count):
         records = keypoints(*[(rng.integers(0, 9, 128), None) for _ in range(count)])
         has = rng.random(count) < 0.5
         records["second_descriptor"][has] = rng.integers(0, 9, (int(has.sum()), 128))

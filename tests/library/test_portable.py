@@ -1,14 +1,11 @@
 """The variables by which libraries choose their code are set before the libraries are loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List
 
 import pytest
 import torch
@@ -38,7 +35,7 @@ except SystemExit:
 """
 
 
-def run_python(*words: str, **variables: str) -> str:
+def run_python(*words, **variables):
     """What a new process prints to stdout, without the variables of this one that count."""
     names = (*portable.NETWORK, "OPENCV_IPP", "OPENCV_LOG_LEVEL", "OPENCV_CPU_DISABLE")
     values = {name: value for name, value in os.environ.items() if name not in names}
@@ -49,7 +46,7 @@ def run_python(*words: str, **variables: str) -> str:
     return done.stdout
 
 
-def params_file(folder: Path, precision: str) -> Path:
+def params_file(folder, precision):
     text = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8")
     changed, count = re.subn("^  precision: .*", f"  precision: {precision}", text, flags=re.M)
     assert count == 1
@@ -72,7 +69,7 @@ def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     file = params_file(tmp_path, precision)
     words = [stage, "--params", str(file), missing, str(tmp_path / "missing")]
     printed = run_python(WATCH, *words, OMP_NUM_THREADS="7")
-    seen: Dict[str, Dict[str, str]] = json.loads(printed.splitlines()[-1])
+    seen = json.loads(printed.splitlines()[-1])
     assert set(seen) == {"torch", "numpy", "cv2"}
     for values in seen.values():
         found = {name: values.get(name) for name in portable.NETWORK}
@@ -119,5 +116,5 @@ def test_compiled_code_is_of_one_processor(make_params):
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
     script = "import cv2, superglue_sift; print(cv2.ipp.useIPP(), cv2.setLogLevel(3))"
     assert run_python(script).split() == ["False", "3"]
-    known: List[Any] = run_python("import cv2; print(cv2.ipp.useIPP())").split()
+    known = run_python("import cv2; print(cv2.ipp.useIPP())").split()
     assert known == ["True"]  # so the line above means something

@@ -1,7 +1,5 @@
 """Alignment of matches to a fraction of a pixel, on views whose homographies are known exactly."""
 
-from __future__ import annotations
-
 import cv2
 import numpy as np
 import pytest
@@ -18,7 +16,7 @@ SHIFT = np.array([[1.0, 0, 6.3], [0, 1, -4.6], [0, 0, 1]])
 RAYLEIGH = np.sqrt(2 * np.log(2))  # median length of an error with deviation 1 along each axis
 
 
-def texture(H: np.ndarray) -> np.ndarray:
+def texture(H):
     """(240, 320) uint8: what a camera at H sees of a sum of sines, exact at every place."""
     rng = np.random.default_rng(0)
     frequency = rng.normal(0, 0.35, (150, 2))
@@ -29,7 +27,7 @@ def texture(H: np.ndarray) -> np.ndarray:
     return np.clip(128 + 45 * values, 0, 255).round().astype(np.uint8).reshape(SIZE[::-1])
 
 
-def scatter(H: np.ndarray, count: int = 150, size=SIZE, px: float = 0.5):
+def scatter(H, count=150, size=SIZE, px=0.5):
     """Records of points whose patches both images hold, and of their places by H, off by `px`."""
     rng = np.random.default_rng(1)
     points = rng.uniform(20, np.array(SIZE) - 21, (6 * count, 2))
@@ -39,20 +37,20 @@ def scatter(H: np.ndarray, count: int = 150, size=SIZE, px: float = 0.5):
     return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
 
 
-def records_at(points: np.ndarray) -> np.ndarray:
+def records_at(points):
     records = np.zeros(len(points), KEYPOINT)
     records["x"], records["y"] = points.T
     records["scale"] = 4.0
     return records
 
 
-def errors_of(found, H: np.ndarray) -> np.ndarray:
+def errors_of(found, H):
     """(K,) px, without matches that were not aligned."""
     off = geometry.transform(found.aligned0.astype(float), H) - found.aligned1
     return np.linalg.norm(off, axis=1)[np.isfinite(found.deviations)]
 
 
-def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
+def add_noise(image, deviation):
     noise = np.random.default_rng(int(image[0, 0])).normal(0, deviation, image.shape)
     return np.clip(image + noise, 0, 255).astype(np.uint8)
 
@@ -97,7 +95,7 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     assert np.median(errors_of(refine.align(*images, *scatter(TURN)), TURN)) > 2 * error
 
 
-def measure_deviations(folder, blur: float, count: int) -> np.ndarray:
+def measure_deviations(folder, blur, count):
     """Errors over deviations of all matches of photographs with a view of them that is blurred.
 
     The view has noise of two gray levels: it is warped from the same exposure, so that noise would

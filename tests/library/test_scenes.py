@@ -2,8 +2,6 @@
 cameras they give.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 
@@ -20,7 +18,7 @@ from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
 
-def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray:
+def records_of(descriptors, second=None):
     """SIFT records with these descriptors (n, 128), at distinct positions."""
     records = np.zeros(len(descriptors), sift.ORIENTED)
     records["x"] = records["y"] = np.arange(len(descriptors))
@@ -30,7 +28,7 @@ def records_of(descriptors: np.ndarray, second: np.ndarray = None) -> np.ndarray
     return records
 
 
-def plain_matches(rows0: np.ndarray, rows1: np.ndarray, limit: float) -> set:
+def plain_matches(rows0, rows1, limit):
     """Mutual nearest neighbours that pass both tests both ways, in the plainest way."""
     distance = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
     found = set()
@@ -72,7 +70,7 @@ def test_the_second_orientation_matches_too():
     assert len(classical.ratio_matches(alone, alone)[0]) == 0  # no ratio
 
 
-def made_pair(right: int, wrong: int, seed: int = 0):
+def made_pair(right, wrong, seed=0):
     """Two sides whose first `right` keypoints are the same points in depth, and matches of these
     and `wrong` others.
     """

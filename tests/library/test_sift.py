@@ -1,7 +1,5 @@
 """superglue_sift/sift.py: records, positions, and the choice of keypoints."""
 
-from __future__ import annotations
-
 import cv2
 import numpy as np
 import pytest

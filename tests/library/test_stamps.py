@@ -2,8 +2,6 @@
 they show.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import cv2
@@ -18,9 +16,7 @@ SIZE = (640, 480)
 TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 
 
-def result_of(
-    points0: np.ndarray, points1: np.ndarray, more: int = 600, sizes=(SIZE, SIZE)
-) -> MatchResult:
+def result_of(points0, points1, more=600, sizes=(SIZE, SIZE)):
     """All these points matched in order, among `more` other keypoints anywhere in both images."""
     rng = np.random.default_rng(7)
     sides = [
@@ -33,13 +29,11 @@ def result_of(
     )
 
 
-def points_in(
-    left: float, top: float, right: float, bottom: float, count: int, seed: int = 0
-) -> np.ndarray:
+def points_in(left, top, right, bottom, count, seed=0):
     return np.random.default_rng(seed).uniform([left, top], [right, bottom], (count, 2))
 
 
-def scatter(points: np.ndarray, seed: int = 1) -> np.ndarray:
+def scatter(points, seed=1):
     return points + np.random.default_rng(seed).normal(0, 0.3, points.shape)
 
 
@@ -120,11 +114,11 @@ def test_a_mirror_image_has_no_homography():
 
 
 @pytest.fixture(scope="module")
-def place() -> Matcher:
+def place():
     return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
 
 
-def photographs(shared_data, count: int) -> list:
+def photographs(shared_data, count):
     paths = sorted((shared_data / "coco" / "val").glob("*.jpg"))[:count]
     return [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
 
@@ -152,7 +146,7 @@ def test_a_stamp_does_not_hide_the_place(shared_data, place, name):
         cv2.dilate((a != b).astype(np.uint8), np.ones((25, 25))) > 0 for a, b in zip(images, drawn)
     ]
 
-    def right(found: MatchResult) -> np.ndarray:
+    def right(found):
         """(K,) bool: right, and not where the stamps are."""
         off = np.linalg.norm(
             geometry.transform(found.points0.astype(float), H) - found.points1, axis=1

@@ -2,8 +2,6 @@
 user has set it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -16,7 +14,7 @@ from superglue_sift import threads
 SCRIPT = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for an entry point
 
 
-def spins_of(words, **said) -> str:
+def spins_of(words, **said):
     """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
     kept = {name: value for name, value in os.environ.items() if name not in threads.WAIT_VARIABLES}
     environment = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
@@ -28,7 +26,7 @@ def spins_of(words, **said) -> str:
     return found.group(1)
 
 
-def entry_point(root) -> str:
+def entry_point(root):
     """The script of `superglue-match`."""
     words = re.search(
         r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE

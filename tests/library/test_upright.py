@@ -2,8 +2,6 @@
 carries them.
 """
 
-from __future__ import annotations
-
 import json
 
 import cv2
@@ -24,14 +22,14 @@ CORNERS = {1: "top left", 2: "top right", 3: "bottom right", 4: "bottom left",
 SIZE = (60, 40)
 
 
-def marked() -> np.ndarray:
+def marked():
     """(40, 60, 3): black, white at the top left."""
     image = np.zeros((*SIZE[::-1], 3), np.uint8)
     image[:10, :15] = 255
     return image
 
 
-def save(path, pixels: np.ndarray, orientation: int) -> None:
+def save(path, pixels, orientation):
     """Write BGR or gray pixels as they are, with this orientation in their EXIF data."""
     from PIL import Image
 
@@ -43,7 +41,7 @@ def save(path, pixels: np.ndarray, orientation: int) -> None:
     Image.fromarray(pixels if pixels.ndim == 2 else pixels[..., ::-1]).save(path, kind, **options)
 
 
-def white_corner(image: np.ndarray) -> str:
+def white_corner(image):
     rows, columns = np.nonzero((image if image.ndim == 2 else image[..., 0]) > 128)
     height, width = image.shape[:2]
     return (
@@ -99,7 +97,7 @@ def turned_files(tmp_path, views):
     return tmp_path / "a.png", tmp_path / "b.png"
 
 
-def run(*words) -> int:
+def run(*words):
     return errors.run(cli.main, [str(word) for word in words])
 
 

@@ -2,12 +2,9 @@
 rule.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict
 
 import pytest
 from hypothesis import given
@@ -22,11 +19,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="function")
-def tree() -> Dict[str, Any]:
+def tree():
     return YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
 
 
-def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> str:
+def message(tree, change):
     """What `parse` says of the tree after `change`."""
     changed = copy.deepcopy(tree)
     change(changed)
@@ -73,20 +70,18 @@ def message(tree: Dict[str, Any], change: Callable[[Dict[str, Any]], Any]) -> st
         ),
     ],
 )
-def test_a_wrong_value_is_named_with_the_rule(
-    tree: Dict[str, Any], section: str, key: str, value: Any, said: str
-) -> None:
+def test_a_wrong_value_is_named_with_the_rule(tree, section, key, value, said):
     assert f"params.yaml: {said}" in message(
         tree, lambda changed: changed[section].update({key: value})
     )
 
 
-def test_a_missing_key_is_named(tree: Dict[str, Any]) -> None:
+def test_a_missing_key_is_named(tree):
     said = message(tree, lambda changed: changed["train"].pop("lr"))
     assert said == "params.yaml: train.lr is missing; copy its line from presets/sample.yaml"
 
 
-def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
+def test_a_nested_key_is_named_in_full(tree):
     nested = lambda changed: changed["views"]["homography"]  # noqa: E731
     known = next(iter(tree["views"]["homography"]))
     said = message(tree, lambda changed: nested(changed).update({known + "x": 0.5}))
@@ -97,7 +92,7 @@ def test_a_nested_key_is_named_in_full(tree: Dict[str, Any]) -> None:
     )
 
 
-def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
+def test_an_unknown_section_is_named(tree):
     assert (
         message(tree, lambda t: t.update(trian={}))
         == "params.yaml: trian: unknown section; did you mean train?"
@@ -108,9 +103,7 @@ def test_an_unknown_section_is_named(tree: Dict[str, Any]) -> None:
     )
 
 
-def test_every_section_is_checked_whichever_is_asked_for(
-    tree: Dict[str, Any], tmp_path: Path
-) -> None:
+def test_every_section_is_checked_whichever_is_asked_for(tree, tmp_path):
     path = tmp_path / "params.yaml"
     text = (ROOT / "params.yaml").read_text(encoding="utf-8")
     path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"), encoding="utf-8")
@@ -128,7 +121,7 @@ def test_every_section_is_checked_whichever_is_asked_for(
         ("keypoints: {}\n", "keypoints.decoder is missing"),
     ],
 )
-def test_a_broken_file_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+def test_a_broken_file_is_one_line(tmp_path, text, said):
     path = tmp_path / "params.yaml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(RequestError) as caught:
@@ -137,7 +130,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path, text: str, said: str) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_names_the_fix(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_fix(tmp_path):
     with pytest.raises(RequestError, match="no such file; `make repro PRESET=sample` writes one"):
         params.load("train", tmp_path / "params.yaml")
     with pytest.raises(RequestError, match="cannot be read"):
@@ -155,7 +148,7 @@ def test_a_missing_file_names_the_fix(tmp_path: Path) -> None:
     ),
     st.sampled_from([*SECTIONS, "nothing"]),
 )
-def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> None:
+def test_no_content_whatever_gives_a_traceback(content, section):
     for tree in (
         content,
         {"line\nbreak": content},
@@ -168,21 +161,21 @@ def test_no_content_whatever_gives_a_traceback(content: Any, section: str) -> No
             assert "\n" not in str(error)
 
 
-def test_no_key_has_a_default() -> None:
+def test_no_key_has_a_default():
     """DVC compares the keys of params.yaml: a changed default would re-run nothing."""
     for name, section in SECTIONS.items():
         keys = keys_of(section, name)
         assert [key for key, field in keys.items() if not field.is_required()] == []
 
 
-def test_options_of_the_command_line_reach_the_training(tree: Dict[str, Any]) -> None:
+def test_options_of_the_command_line_reach_the_training(tree):
     given = vars(params.option_parser().parse_args(["--save-every", "3", "--deterministic"]))
     train = params.parse(tree, "params.yaml", given)["train"]
     assert isinstance(train, TrainParams)
     assert (train.save_every, train.deterministic, train.parallel) == (3, True, "ddp")
 
 
-def test_evaluate_takes_what_it_does_not_say_from_views(tree: Dict[str, Any]) -> None:
+def test_evaluate_takes_what_it_does_not_say_from_views(tree):
     alike = params.parse(tree, "params.yaml")["evaluate"]
     tree["evaluate"] = {**tree["evaluate"], "views": {"photometric": {"blur": 3.0}}}
     other = params.parse(tree, "params.yaml")["evaluate"]
@@ -194,11 +187,11 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree: Dict[str, Any]) ->
     )
 
 
-def keys_of(section: Any, name: str) -> Dict[str, Any]:
+def keys_of(section, name):
     """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its
     field, ...}.
     """
-    keys: Dict[str, Any] = {}
+    keys = {}
     for key, field in section.model_fields.items():
         if not (
             (section is TrainParams and key in TrainOptions.model_fields)
@@ -213,7 +206,7 @@ def keys_of(section: Any, name: str) -> Dict[str, Any]:
     return keys
 
 
-def test_every_key_that_the_docs_name_exists() -> None:
+def test_every_key_that_the_docs_name_exists():
     known = {key for name, section in SECTIONS.items() for key in (name, *keys_of(section, name))}
     names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
     seen = 0

@@ -1,7 +1,5 @@
 """Collectives in groups of one, two and three processes over gloo."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -22,7 +20,7 @@ from superglue_sift.attention import TokenBatchNorm, synchronize
 SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3]}  # tokens of each rank; a rank may have none
 
 
-def collectives(context) -> dict:
+def collectives(context):
     rank = context.rank
     return {
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
@@ -36,7 +34,7 @@ def collectives(context) -> dict:
     }
 
 
-def everything(context, x: np.ndarray, shares: list) -> dict:
+def everything(context, x, shares):
     return {"collectives": collectives(context), "norm": batch_norm(context, x, shares)}
 
 
@@ -69,12 +67,12 @@ def test_collectives(answers):
         assert answer["main"] is (rank == 0)
 
 
-def threads() -> int:
+def threads():
     """Of this process, those of gloo among them."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def left(context) -> tuple:
+def left(context):
     """Numbers of threads: in the group, after leaving it with a model, and as the process ends."""
     model = distributed.wrap(torch.nn.Linear(2, 2))
     model(torch.ones(1, 2)).sum().backward()
@@ -98,7 +96,7 @@ def test_threads_end_with_the_process_and_not_before():
         assert end <= after - 3  # two that run collectives and one of each connection
 
 
-def absent(context) -> str:
+def absent(context):
     """Rank 1 does not come to the barrier in time."""
     if context.rank == 1:
         time.sleep(6)
@@ -115,14 +113,14 @@ def test_a_barrier_gives_up(monkeypatch):
     assert in_group(2, absent) == ["given up", "late"]
 
 
-def ended(pid: int) -> bool:
+def ended(pid):
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def fails(rank: int, port: int, pids) -> None:
+def fails(rank, port, pids):
     """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it
     is gone.
     """
@@ -155,7 +153,7 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others():
     assert not pids.empty() and pids.get() is True
 
 
-def batch_norm(context, x: np.ndarray, shares: list) -> dict:
+def batch_norm(context, x, shares):
     """Statistics and gradients of this rank's tokens under a synchronised norm."""
     begin = sum(shares[: context.rank])
     own = torch.from_numpy(x[begin : begin + shares[context.rank]]).requires_grad_()

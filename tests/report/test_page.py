@@ -1,7 +1,5 @@
 """The HTML page, and what it says of hard pairs."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

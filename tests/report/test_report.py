@@ -1,12 +1,9 @@
 """Tables, and the command that prints the comparison."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from made_scenes import write_model
@@ -95,7 +92,7 @@ def test_a_value_is_rounded_once(tmp_path):
 
 
 @pytest.fixture
-def evaluated(tmp_path) -> Path:
+def evaluated(tmp_path):
     """The folder of an evaluation."""
     assert table_of(ROWS) == TABLE
     model = {"file": "m", "sha256": "0123456789", "step": 1}

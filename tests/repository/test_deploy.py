@@ -1,7 +1,5 @@
 """Launch files for a cluster, against what the schedulers accept."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -15,11 +13,11 @@ KUBEFLOW = ROOT / "deploy" / "kubeflow"
 SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
 
 
-def read(name: str) -> dict:
+def read(name):
     return YAML(typ="safe").load((KUBEFLOW / f"{name}.yaml").read_text())
 
 
-def pod_of(job: dict) -> dict:
+def pod_of(job):
     spec = job["spec"]
     owner = spec if job["kind"] == "Job" else spec["pytorchReplicaSpecs"]["Worker"]
     return owner["template"]["spec"]

@@ -3,8 +3,6 @@
 docker/ci.sh builds and tries the images, and checks the compose files against their schema.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -25,7 +23,7 @@ STACKS = ("cu111", "modern")
 PATIENCE = 120  # seconds: a guard, for a busy machine
 
 
-def pins(name: str) -> dict:
+def pins(name):
     """{package: version} of a lock."""
     text = (ROOT / name).read_text().lower()
     return dict(re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", text, re.MULTILINE))
@@ -85,7 +83,7 @@ TRAINER = """
 """
 
 
-def write_program(path: Path, text: str) -> None:
+def write_program(path, text):
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)

@@ -2,11 +2,8 @@
 bounds.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Any, Dict
 
 import pytest
 from packaging.requirements import Requirement
@@ -18,11 +15,11 @@ import superglue_sift
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def yaml_of(name: str) -> Dict[str, Any]:
+def yaml_of(name):
     return YAML(typ="safe").load((ROOT / name).read_text(encoding="utf-8"))
 
 
-def requirements_of(section: str) -> Dict[str, Requirement]:
+def requirements_of(section):
     """The requirements in one list of pyproject.toml, by name."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     entries = re.search(rf"^{section} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL).group(1)

@@ -2,11 +2,8 @@
 must be.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-from typing import Dict, List
 
 import pytest
 from packaging.requirements import Requirement
@@ -17,13 +14,13 @@ PYTHON = {"modern": "3.11", "cu111": "3.9"}
 LOCKS = ["modern", "modern-dev", "modern-extras", "cu111", "cu111-dev"]
 
 
-def locked(name: str) -> Dict[str, str]:
+def locked(name):
     """Package -> version of a lock."""
     text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
 
-def wanted(name: str, stack: str) -> List[Requirement]:
+def wanted(name, stack):
     """The requirements of an .in file that hold on a stack."""
     lines = (
         line.split("#")[0].strip()
@@ -35,7 +32,7 @@ def wanted(name: str, stack: str) -> List[Requirement]:
 
 
 @pytest.mark.parametrize("name", LOCKS)
-def test_a_lock_holds_what_its_list_asks_for(name: str) -> None:
+def test_a_lock_holds_what_its_list_asks_for(name):
     stack, _, source = name.partition("-")
     source = source or "same"
     lock = locked(name)
@@ -47,14 +44,14 @@ def test_a_lock_holds_what_its_list_asks_for(name: str) -> None:
         assert Version(lock[name]) in requirement.specifier, requirement
 
 
-def test_the_stacks_agree_where_a_difference_would_show() -> None:
+def test_the_stacks_agree_where_a_difference_would_show():
     modern = locked("modern")
     cu111 = locked("cu111")
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name
 
 
-def test_the_installer_takes_the_torch_of_the_list() -> None:
+def test_the_installer_takes_the_torch_of_the_list():
     text = (REQUIREMENTS / "install.sh").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^(TORCH\w*)=(\S+)", text, re.MULTILINE))
     torch = next(each for each in wanted("same.in", "modern") if each.name == "torch")

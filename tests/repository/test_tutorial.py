@@ -2,8 +2,6 @@
 gave.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ from pathlib import Path
 import pytest
 
 
-def placed(notebook) -> float:
+def placed(notebook):
     """Largest error of the six cameras in percent of their path, from the output of the last
     cell.
     """

@@ -2,8 +2,6 @@
 cache.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -23,16 +21,16 @@ pytestmark = pytest.mark.slow
 class Clone:
     """A clone with a separate MLflow store and cache, as on another machine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
 
     @classmethod
-    def of(cls, other: Clone, folder: Path) -> Clone:
+    def of(cls, other, folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         subprocess.run(["git", "clone", "-q", str(other.folder), str(folder)], check=True)
         return cls(folder)
 
-    def run(self, *command: str, **environment: str) -> str:
+    def run(self, *command, **environment):
         """Output of a command that must not fail."""
         path = f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"
         store = f"sqlite:///{self.folder.parent / (self.folder.name + '.db')}"
@@ -53,10 +51,10 @@ class Clone:
         assert done.returncode == 0, f"{' '.join(command)}\n{said[-5000:]}"
         return said
 
-    def dvc(self, *words: str, **environment: str) -> str:
+    def dvc(self, *words, **environment):
         return self.run(str(PYTHON), "-m", "dvc", *words, **environment)
 
-    def commit(self, message: str) -> None:
+    def commit(self, message):
         self.run("git", "add", "-A")
         who = [
             "-c",
@@ -68,21 +66,21 @@ class Clone:
         ]
         self.run("git", *who, "commit", "-q", "-m", message)
 
-    def changed(self) -> str:
+    def changed(self):
         return self.run("git", "status", "--porcelain")
 
-    def lock(self) -> dict:
+    def lock(self):
         return YAML(typ="safe", pure=True).load(
             (self.folder / "dvc.lock").read_text(encoding="utf-8")
         )
 
 
-def stages_run(said: str) -> list:
+def stages_run(said):
     return [name for name in STAGES if f"Running stage '{name}'" in said]
 
 
 @pytest.fixture(scope="module")
-def first(tmp_path_factory) -> Clone:
+def first(tmp_path_factory):
     """A clone of the working tree with preset `ci`, run and committed."""
     folder = tmp_path_factory.mktemp("first") / "clone"
     listed = subprocess.run(
@@ -103,9 +101,7 @@ def first(tmp_path_factory) -> Clone:
     return clone
 
 
-def test_two_clones_at_different_places_end_with_the_same_bytes(
-    first: Clone, tmp_path: Path
-) -> None:
+def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path):
     other = Clone.of(first, tmp_path / "elsewhere" / "another name")
     said = other.dvc(
         "repro", "--no-run-cache", TZ="Asia/Tokyo", LANG="C", DVC_EXP_NAME="named-otherwise"
@@ -115,7 +111,7 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(
     assert other.changed() == ""
 
 
-def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path) -> None:
+def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path):
     other = Clone.of(first, tmp_path / "other")
     for clone in (first, other):
         clone.dvc("remote", "add", "--local", "-d", "store", str(tmp_path / "store"))

@@ -1,7 +1,5 @@
 """The registered model as people use it: loaded by MLflow."""
 
-from __future__ import annotations
-
 import base64
 from pathlib import Path
 
@@ -26,7 +24,7 @@ def images(root):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
+def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model") / "model"
     save_model(
         folder, "", "", [str(shipped_weights()), str(shipped_weights().parent / "README.md")]
@@ -34,7 +32,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def file_text(image: np.ndarray) -> str:
+def file_text(image):
     return base64.b64encode(cv2.imencode(".png", image)[1].tobytes()).decode()
 
 

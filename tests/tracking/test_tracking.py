@@ -1,7 +1,5 @@
 """Tracking: the log comes first, every point arrives, and no server can hold up or end the work."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def store(mlflow_store) -> str:
+def store(mlflow_store):
     return mlflow_store
 
 
@@ -287,7 +285,7 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
     bench = Workbench(tmp_path)
     reports = tmp_path / "hanging-r"
 
-    def trained(name: str) -> str:
+    def trained(name):
         # MLflow's handlers, which run in this process, put their own store into the environment
         monkeypatch.setenv("MLFLOW_TRACKING_URI", gate.uri)
         folders = [

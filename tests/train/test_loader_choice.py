@@ -1,7 +1,5 @@
 """Where batches come from: the store or synthetic pairs, and locked pages for a GPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 
@@ -18,7 +16,7 @@ from superglue_sift.batch import PairBatch
 FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]
 
 
-def equal(one, other) -> bool:
+def equal(one, other):
     return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in FIELDS)
 
 

@@ -2,8 +2,6 @@
 with their parent.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -31,18 +29,18 @@ from pipeline.train.pairs.workers import StepSize
 pytestmark = pytest.mark.cu111
 
 
-def made_by(store: Store, step: int):
+def made_by(store, step):
     """A step's batch, in a function that every start method can carry."""
     return loader.load_batch(
         store, PairOrder(0, len(store), store.views_per_image).step(step, 4), 30
     )
 
 
-def reported(step: int) -> tuple:
+def reported(step):
     return os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
-def sleeping(step: int) -> int:
+def sleeping(step):
     if step:
         time.sleep(1000)
     return os.getpid()
@@ -80,7 +78,7 @@ def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
     assert not multiprocessing.active_children()
 
 
-def left_while_it_hands_over(step: int) -> None:
+def left_while_it_hands_over(step):
     """Connect to the thread that hands over file descriptors, and leave as a main process that ends
     does.
     """
@@ -94,7 +92,7 @@ def test_one_whose_main_process_left_prints_no_traceback(capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def raising(step: int) -> None:
+def raising(step):
     raise RuntimeError("not the loader")
 
 

@@ -2,8 +2,6 @@
 taken up.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -71,7 +69,7 @@ def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_ada
     assert muon == 8
 
 
-def stepped(context) -> np.ndarray:
+def stepped(context):
     """All weights after two steps on the same gradients."""
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(dim=32, heads=2, layers=2))

@@ -2,11 +2,8 @@
 nothing.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,7 +33,7 @@ def bench(tmp_path, monkeypatch):
     return Workbench(tmp_path)
 
 
-def run(bench, name: str = "run", **keys) -> dict:
+def run(bench, name="run", **keys):
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / name
     shutil.rmtree(out, ignore_errors=True)
@@ -51,21 +48,21 @@ def run(bench, name: str = "run", **keys) -> dict:
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 
-def weights(tensors: dict) -> np.ndarray:
+def weights(tensors):
     return np.concatenate(
         [t.numpy().ravel() for n, t in sorted(tensors.items()) if n.startswith("model.")]
     )
 
 
 @pytest.fixture(scope="module")
-def usual(tmp_path_factory) -> np.ndarray:
+def usual(tmp_path_factory):
     """The weights of the training that no option has changed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
-def one_batch(folder: Path, keypoints: int = 40):
+def one_batch(folder, keypoints=40):
     store = Store(made_store(folder))
     return load_batch(store, PairOrder(0, 5, 3).step(0, 6), keypoints)
 

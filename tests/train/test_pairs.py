@@ -1,7 +1,5 @@
 """Order, batches and the loader: what is trained on when, exactly, whoever asks."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np
@@ -118,7 +116,7 @@ class TestLoader:
         thread.join()
 
 
-def misses(batch) -> np.ndarray:
+def misses(batch):
     """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
     there, px.
     """

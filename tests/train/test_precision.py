@@ -1,7 +1,5 @@
 """The precision that `train.precision` selects on a device, and its message."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

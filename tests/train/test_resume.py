@@ -1,11 +1,7 @@
 """Nothing a training has reached is lost: each has a folder, which is resumed or finished."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from pathlib import Path
-from typing import Dict
 
 import pytest
 from made_trainings import home, interrupt, newest, read_weights
@@ -17,7 +13,7 @@ from superglue_sift.weights import load_model_file
 
 
 @pytest.fixture
-def whole(tmp_path, request_of) -> Dict[str, bytes]:
+def whole(tmp_path, request_of):
     """What the best model of a training is that nobody interrupts."""
     assert train.main(request_of("whole")) == 0
     return read_weights(tmp_path / "whole" / "best.safetensors")
@@ -166,7 +162,7 @@ class TestPublished:
             assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
 
 
-def model_of(out: Path) -> Dict[str, bytes]:
+def model_of(out):
     """Weights and optimiser of the newest checkpoint."""
     return {
         name: value
@@ -252,7 +248,7 @@ class TestWhatMayChange:
         self, tmp_path, request_of, monkeypatch, capsys
     ):
 
-        def under(torch: str, code: str) -> None:
+        def under(torch, code):
             monkeypatch.setattr(identity, "versions", lambda: {"torch": torch, "code": code})
 
         under("1.0", "abc")

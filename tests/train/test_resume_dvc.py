@@ -2,14 +2,11 @@
 that was killed.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict
 
 import pytest
 from made_params import file_of, words_of
@@ -29,7 +26,7 @@ KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 class Clone:
     """A clone with the stage `train` of dvc.yaml, on synthetic views."""
 
-    def __init__(self, folder: Path, make_params: Any) -> None:
+    def __init__(self, folder, make_params):
         self.folder = folder
         self.make_params = make_params
         made_keypoints(folder / "data" / "keypoints")
@@ -47,7 +44,7 @@ class Clone:
             subprocess.run(command, cwd=folder, check=True, env=self.environment())
         self.commit()
 
-    def environment(self, **more: str) -> Dict[str, str]:
+    def environment(self, **more):
         names = {
             f"GIT_{who}_{what}": "t@t"
             for who in ("AUTHOR", "COMMITTER")
@@ -61,7 +58,7 @@ class Clone:
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
         return {**os.environ, **names, **store, **own, **more}
 
-    def params(self, **keys: Any) -> None:
+    def params(self, **keys):
         """Write params.yaml with these keys of `train`."""
         sections = {
             "train": self.make_params("train", **{**SMALL, **keys}).model_dump(),
@@ -70,16 +67,16 @@ class Clone:
         (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
         self.options = " ".join(words_of(sections["train"]))
 
-    def commit(self) -> None:
+    def commit(self):
         subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
         subprocess.run(
             ["git", "commit", "-qm", "x"], cwd=self.folder, check=True, env=self.environment()
         )
 
-    def dvc_command(self, *arguments: str) -> list:
+    def dvc_command(self, *arguments):
         return [sys.executable, "-m", "dvc", *arguments]
 
-    def dvc(self, *arguments: str, code: int = 0, **environment: str) -> str:
+    def dvc(self, *arguments, code=0, **environment):
         done = subprocess.run(
             self.dvc_command(*arguments),
             cwd=self.folder,
@@ -91,21 +88,21 @@ class Clone:
         assert bool(done.returncode) == bool(code), done.stdout
         return done.stdout
 
-    def killed(self) -> Dict[str, bytes]:
+    def killed(self):
         """A training killed at step 5; what its checkpoint holds."""
         self.dvc("repro", code=1, SG_FAULT=KILL)
         return read_weights(newest(self.folder / "checkpoints"))
 
-    def best(self) -> Dict[str, bytes]:
+    def best(self):
         return read_weights(self.folder / "checkpoints" / "best.safetensors")
 
 
 @pytest.fixture
-def clone(tmp_path, make_params) -> Clone:
+def clone(tmp_path, make_params):
     return Clone(tmp_path, make_params)
 
 
-def files_of(folder: Path) -> Dict[str, bytes]:
+def files_of(folder):
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")

@@ -1,7 +1,5 @@
 """What differs between the stacks gives the same numbers on both."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,9 +1,6 @@
 """No model is tested on photographs that it was trained on, unless that is asked for and marked."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from made_evaluations import PARAMS, read_csv
@@ -24,7 +21,7 @@ from superglue_sift.weights import SHIPPED
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
 
 
-def entry(name: str, size: int = 100, crc32: str = "0badcafe") -> Entry:
+def entry(name, size=100, crc32="0badcafe"):
     return Entry(name, "test", "images", name, size, crc32)
 
 
@@ -61,14 +58,14 @@ def work(tmp_path, photo):
     return tmp_path
 
 
-def run(folder: Path, *extra: str) -> int:
+def run(folder, *extra):
     """An evaluation without alignment, which has no part in what is left out and takes half of the
     time.
     """
     return run_evaluation(folder, "--no-refine", *extra)
 
 
-def evaluated(folder: Path, out: str = "out"):
+def evaluated(folder, out="out"):
     """By matcher, the photographs its metrics are of."""
     rows = [(row["matcher"], row["scene"]) for row in read_csv(folder / out / "pairs.csv")]
     return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
@@ -146,7 +143,7 @@ def training(tmp_path, make_params, mlflow_store):
             shard["photographs"] = [str(first + number) for number in range(len(shard["images"]))]
         (folder / split / store.INDEX).write_text(json.dumps(content))
 
-    def make(init_from: Path, *more: str) -> list:
+    def make(init_from, *more):
         small = {
             "dim": 16,
             "heads": 2,

@@ -1,7 +1,5 @@
 """Training: the same gradient on any number of ranks, the same weights after any interruption."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -30,9 +28,7 @@ from superglue_sift.weights import save_model_file
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def one_step(
-    context, folder: str, norm: str, shares: list, accumulate: int, seed: int = 0
-) -> np.ndarray:
+def one_step(context, folder, norm, shares, accumulate, seed=0):
     """All weights after two SGD steps, rank r taking `shares[r]` of the pairs; through the real
     step.
     """
@@ -62,7 +58,7 @@ def one_step(
 NORMS = ("layer", "batch")
 
 
-def each_way(context, folder: str, shares: list) -> np.ndarray:
+def each_way(context, folder, shares):
     """`one_step` with each norm, and with accumulation; one after the other, since a group takes
     long to start.
     """

@@ -1,7 +1,5 @@
 """The mark that a training has to beat: the F1 of the ratio test on its validation pairs."""
 
-from __future__ import annotations
-
 import made_views
 import numpy as np
 import pytest
@@ -20,17 +18,17 @@ from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth
 
 
-def objective() -> MatchingObjective:
+def objective():
     return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
 
 
-def mark_of(context, folder: str) -> float:
+def mark_of(context, folder):
     store = Store(folder)
     samples = validation_pairs(0, len(store), store.views_per_image, 12)
     return ratio_test_f1(objective(), HeldOut(store, samples, 48, context))
 
 
-def by_hand(folder: str) -> float:
+def by_hand(folder):
     """The best F1 over the ratios of the bins, pair by pair with the matcher of the evaluation."""
     store = Store(folder)
     batch = choose_orientations(

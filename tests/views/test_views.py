@@ -1,7 +1,5 @@
 """views/: border-free homographies, what rendering does to content, photometric distortion."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

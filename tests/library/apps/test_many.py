@@ -1,7 +1,5 @@
 """Many pairs: a folder, a list, a video; stopped work is resumed, bad images are listed."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -23,7 +21,7 @@ from superglue_sift.match_result import MatchResult
 
 
 @pytest.fixture
-def work(tmp_path, photo, color_photo) -> Path:
+def work(tmp_path, photo, color_photo):
     """A model and a folder of two views each of two scenes, one of them nested."""
     write_model(tmp_path / "model.safetensors")
     (tmp_path / "photos" / "cats").mkdir(parents=True)
@@ -35,25 +33,25 @@ def work(tmp_path, photo, color_photo) -> Path:
     return tmp_path
 
 
-def run(folder: Path, *words: object) -> int:
+def run(folder, *words):
     extra = ["--model", folder / "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
     return errors.exit_code(cli.main, [str(word) for word in [*words, *extra]])
 
 
-def match(work: Path, folder: str, *words: object) -> int:
+def match(work, folder, *words):
     """Match the folder of photographs."""
     return run(work, work / "photos", "--out-dir", work / folder, *words)
 
 
-def npz_names(folder: Path) -> set:
+def npz_names(folder):
     return {path.name for path in folder.glob("*_matches.npz")}
 
 
-def all_files(folder: Path) -> dict:
+def all_files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def forbid_matching(monkeypatch) -> None:
+def forbid_matching(monkeypatch):
     monkeypatch.setattr(
         "superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice")
     )
@@ -305,7 +303,7 @@ def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
 def test_pairs_that_are_accepted_with_a_third_are_proposed_best_first():
     known = retrieval.Expansion("abcde")
 
-    def add(pair: str, score: int) -> None:
+    def add(pair, score):
         known(*pair, SimpleNamespace(pair_score=score, accepted=score >= 10))
 
     for pair, score in (("ba", 50), ("bc", 30), ("cd", 40), ("de", 9), ("ad", 0)):

@@ -1,7 +1,5 @@
 """Matching two images from the command line."""
 
-from __future__ import annotations
-
 import json
 
 import cv2

@@ -1,7 +1,5 @@
 """The page of `superglue-match --serve`: its answers, and who may ask."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import io
@@ -23,7 +21,7 @@ HOME = "http://127.0.0.1:8010"
 
 
 @pytest.fixture(scope="module")
-def matcher(tmp_path_factory) -> Matcher:
+def matcher(tmp_path_factory):
     return Matcher.load(write_model(tmp_path_factory.mktemp("model") / "m.safetensors"), "cpu")
 
 
@@ -44,7 +42,7 @@ def post(client, *files, headers=None, home=HOME, **more):
     return client.post("/match", data={**named, **more}, base_url=home, headers=headers)
 
 
-def gray(data: bytes) -> np.ndarray:
+def gray(data):
     return cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
 
 
@@ -87,7 +85,7 @@ def test_what_is_refused(client, views):
 
 
 @pytest.fixture(scope="module")
-def port(matcher) -> int:
+def port(matcher):
     """The port of a running server, as the command starts it."""
     with socket.socket() as probe:
         probe.bind((serve.HOST, 0))

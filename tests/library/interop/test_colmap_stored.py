@@ -1,7 +1,5 @@
 """The features of a COLMAP database are OpenCV's, and are matched without touching the rest."""
 
-from __future__ import annotations
-
 import contextlib
 import sqlite3
 from pathlib import Path
@@ -24,7 +22,7 @@ WORDS = ["--device", "cpu", "--no-scene"]
 
 
 @pytest.fixture(scope="module")
-def extracted(photo, tmp_path_factory) -> Path:
+def extracted(photo, tmp_path_factory):
     """COLMAP's SIFT of a photograph, of a turned view of it, and of a part of it."""
     folder = tmp_path_factory.mktemp("stored")
     views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)), photo[:300, :400])
@@ -38,14 +36,14 @@ def extracted(photo, tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def database(extracted, tmp_path, monkeypatch) -> Path:
+def database(extracted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path("x.db")
     path.write_bytes(extracted.read_bytes())
     return path
 
 
-def read(path: Path, name: str):
+def read(path, name):
     """Keypoints and descriptors of an image, as COLMAP has them."""
     with pycolmap.Database.open(str(path)) as content:
         number = content.read_image_with_name(name).image_id

@@ -2,11 +2,9 @@
 installed.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
-from typing import List, NamedTuple, Tuple
+from typing import List, NamedTuple
 
 import cv2
 import numpy as np
@@ -33,12 +31,12 @@ class Matched(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def matcher() -> Matcher:
+def matcher():
     return Matcher.load(device="cpu", max_keypoints=400)
 
 
 @pytest.fixture(scope="module")
-def matched(matcher, photo) -> Matched:
+def matched(matcher, photo):
     sides = [
         matcher.extract(np.ascontiguousarray(crop)) for crop in (photo[:, :420], photo[:, 100:])
     ]
@@ -47,7 +45,7 @@ def matched(matcher, photo) -> Matched:
     return Matched(*sides, found)
 
 
-def same(found: MatchResult, other: MatchResult) -> None:
+def same(found, other):
     order, other_order = (np.argsort(each.matches[:, 0]) for each in (found, other))
     assert np.array_equal(found.matches[order], other.matches[other_order])
     assert np.allclose(found.scores[order], other.scores[other_order], atol=1e-6)
@@ -123,17 +121,17 @@ class BaseModel(torch.nn.Module):
     default_conf: dict = {}  # noqa: RUF012
     required_inputs: List[str] = []  # noqa: RUF012
 
-    def __init__(self, conf: dict) -> None:
+    def __init__(self, conf):
         super().__init__()
         self._init({**self.default_conf, **conf})
 
-    def forward(self, data: dict) -> dict:
+    def forward(self, data):
         assert set(self.required_inputs) <= set(data)
         return self._forward(data)
 
 
 @pytest.fixture
-def base_model(monkeypatch) -> Tuple[type, bool]:
+def base_model(monkeypatch):
     """hloc's BaseModel where hloc is installed, else one with the same interface."""
     try:
         from hloc.utils.base_model import BaseModel as theirs
