@@ -34,29 +34,6 @@ def test_dependencies_hold_every_file_that_can_change_an_output():
     assert import_closure.differences(TREE) == []
 
 
-def test_what_the_training_really_loads_is_among_its_dependencies():
-    """The same, asked of the interpreter: import the stage and look at what it loaded."""
-    stage = TREE["stages"]["train"]
-    modules = import_closure.modules_in(stage["cmd"])
-    script = (
-        "import importlib, sys; [importlib.import_module(name) for name in"
-        f" {modules!r}];print('\\n'.join(name for name in sys.modules if name.split('.')[0] in"
-        f" {import_closure.PACKAGES!r}))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, check=True
-    )
-    # With what they load in their turn
-    of_no_matter = import_closure.closure(import_closure.CHANGES_NO_OUTPUT)
-    for module in done.stdout.decode().split():
-        path = import_closure.module_file(module)
-        excluded = any(
-            module.startswith(f"{package}.") for package in import_closure.CHANGES_NO_OUTPUT
-        )
-        if not (path.endswith("__init__.py") or module in of_no_matter or excluded):
-            assert any(import_closure.covers(held, path) for held in stage["deps"]), path
-
-
 def test_a_missing_and_a_useless_dependency_are_named():
     stages = {
         "train": {**TREE["stages"]["train"], "deps": ["data/keypoints", "pipeline/presets.py"]}

@@ -89,16 +89,6 @@ def test_files_pixels_and_features_give_the_same_matches(
     np.testing.assert_array_equal(features[0].keypoints, expected.keypoints0)
 
 
-def test_a_result_is_one_short_line(matcher, photo, turned):
-    found = matcher.match(photo, turned)
-    assert repr(found).startswith(
-        f"MatchResult({len(found.matches)} matches above 0.20; 600x400 px"
-    )
-    assert "above 0.90" in repr(found.above(0.9).above(0.5))
-    count = len(found.keypoints0)
-    assert repr(matcher.extract(photo)) == f"Features({count} keypoints; 600x400 px)"
-
-
 def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     path = tmp_path / "a.png"

@@ -1,35 +1,14 @@
-"""Nearest neighbours by descriptor as the network sees them: known values, and the padded form
-equal to the ragged.
-"""
+"""Nearest neighbours by descriptor as the network sees them: known values."""
 
 import math
 
 import pytest
 import torch
-from made_views import SIZE, made_store
 
-from pipeline.features.store import Store
-from superglue_sift.batch import Images, Keypoints, Pair, from_pairs
-from superglue_sift.network_inputs import (
-    choose_orientations,
-    geometry_of,
-    neighbour_features,
-    root_sift,
-)
+from superglue_sift.batch import Images
+from superglue_sift.network_inputs import neighbour_features
 
 pytestmark = pytest.mark.cu111
-
-
-def pairs_of(store):
-    """Pairs of 40 to 68 keypoints, and three with none, one and two in one of the views."""
-    views = [store.view(image, view).records for image in (0, 2, 4) for view in (0, 1)]
-    some = [Pair(a, b, SIZE, SIZE) for a, b in zip(views[::2], views[1::2])]
-    return some + [Pair(views[0][:n], views[1], SIZE, SIZE) for n in (0, 1, 2)]
-
-
-@pytest.fixture
-def batch(tmp_path):
-    return from_pairs(pairs_of(Store(made_store(tmp_path))))
 
 
 def found_of(degrees0, degrees1):
@@ -57,21 +36,3 @@ def test_known_values_of_two_and_three_descriptors():
 def test_one_descriptor_alone_has_no_distinctive_neighbour():
     found = torch.cat(found_of([0.0], [60.0]))[:, :3]
     assert torch.allclose(found, torch.ones_like(found))
-
-
-def inputs_of(batch):
-    """Unit descriptors, geometry and images of a batch."""
-    keypoints = Keypoints.of([choose_orientations(batch)])
-    return root_sift(keypoints.descriptors), geometry_of(keypoints, True), keypoints.images
-
-
-def test_a_turn_of_both_images_leaves_what_relates_the_neighbours(batch):
-    descriptors, geometry, images = inputs_of(batch)
-    c = math.cos(1.0)
-    s = math.sin(1.0)
-    turn = torch.tensor([[c, s], [-s, c]])
-    turned = torch.cat([geometry[:, :2] @ turn, geometry[:, 2:4], geometry[:, 4:6] @ turn], 1)
-    before, after = (neighbour_features(descriptors, g, images) for g in (geometry, turned))
-    kept = [0, 1, 2, 5, 6, 7]
-    assert torch.allclose(before[:, kept], after[:, kept], atol=1e-5)
-    assert torch.allclose(before[:, 3:5] @ turn, after[:, 3:5], atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import in_group
 
-from pipeline.train.muon import Muon, blocks, from_blocks, orthogonalize
+from pipeline.train.muon import Muon, blocks, orthogonalize
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
@@ -34,18 +34,6 @@ def test_orthogonalized_keeps_the_directions_and_evens_their_lengths(shape):
     diagonal = found.diagonal(dim1=1, dim2=2)
     assert torch.allclose(found, torch.diag_embed(diagonal), atol=1e-8)
     assert (diagonal > 0).all() and (diagonal < 1.3).all() and diagonal.median() > 0.65
-
-
-def test_blocks_are_the_squares_of_a_matrix():
-    matrix = torch.arange(48.0).view(4, 12)
-    assert torch.equal(blocks(matrix, 4)[1], matrix[:, 4:8])
-    tall = torch.randn(12, 4)
-    assert torch.equal(blocks(tall, 4)[2], tall[8:])
-    assert torch.equal(
-        blocks(torch.arange(16.0).view(4, 4), 2)[:, 0, 0], torch.tensor([0.0, 2.0, 8.0, 10.0])
-    )
-    for each in (matrix, tall, torch.randn(8, 8)):
-        assert torch.equal(from_blocks(blocks(each, 4), each.shape), each)
 
 
 def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_adam(model):

@@ -153,23 +153,6 @@ class TestAugmentation:
         if (found[0] >= 0).any():
             assert np.median(misses(cut)[found[0].numpy() >= 0]) < 1.0
 
-    def test_a_turn_of_a_view_turns_positions_and_orientations_alike(self, store):
-        view = store.view(3, 0)
-        records, H, size, _ = Augmentation(rotation_deg=180).apply(view, seed=7, side=0)
-        degrees = np.mod(records["angle"] - view.records["angle"], 360.0)
-        assert np.allclose(degrees, degrees[0], atol=1e-3)
-        first, other = (
-            np.stack([r["x"], r["y"]], 1).astype(float) for r in (view.records, records)
-        )
-        before = first[5] - first[0]
-        after = other[5] - other[0]
-        angle = np.degrees(np.arctan2(after[1], after[0]) - np.arctan2(before[1], before[0]))
-        assert np.isclose(np.mod(angle - degrees[0] + 180, 360), 180, atol=1e-2)
-        assert np.allclose(
-            transform(first, H @ np.linalg.inv(view.H_image_to_view)), other, atol=1e-3
-        )
-        assert (other >= -0.5).all() and (other <= np.array(size) - 0.5).all()
-
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
         batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from made_params import file_of, words_of
-from made_trainings import SMALL, home, newest, read_weights
+from made_trainings import SMALL
 from made_views import made_keypoints
 from ruamel.yaml import YAML
 
@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"][
     "train"
 ]
+DVC = [sys.executable, "-m", "dvc"]
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
 
@@ -30,35 +31,17 @@ class Clone:
         self.folder = folder
         self.make_params = make_params
         made_keypoints(folder / "data" / "keypoints")
-        stage = {
-            **STAGE,
-            "cmd": f"{sys.executable} -m pipeline.train",  # in one process: a kill is a kill
-            "deps": ["data/keypoints"],
-        }
+        # in one process: a kill is a kill
+        stage = {**STAGE, "cmd": f"{sys.executable} -m pipeline.train", "deps": ["data/keypoints"]}
         (folder / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
-        (folder / ".gitignore").write_text(
-            "/data\n/checkpoints\n/reports/*/curves\n*.log\n*.jsonl\nmlflow.db\nrun.json\n"
-        )
-        self.params()
-        for command in (["git", "init", "-q"], self.dvc_command("init", "-q")):
-            subprocess.run(command, cwd=folder, check=True, env=self.environment())
+        ignored = "/data /checkpoints /reports/*/curves *.log *.jsonl mlflow.db run.json"
+        (folder / ".gitignore").write_text("\n".join(ignored.split()))
+        self.set_params()
+        self.run("git", "init", "-q")
+        self.run(*DVC, "init", "-q")
         self.commit()
 
-    def environment(self, **more):
-        names = {
-            f"GIT_{who}_{what}": "t@t"
-            for who in ("AUTHOR", "COMMITTER")
-            for what in ("NAME", "EMAIL")
-        }
-        store = {
-            "MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}",
-            "DVC_NO_ANALYTICS": "true",
-        }
-        path = f"{ROOT}/tests/faults/start:{ROOT}"
-        own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRAIN_OPTIONS": self.options}
-        return {**os.environ, **names, **store, **own, **more}
-
-    def params(self, **keys):
+    def set_params(self, **keys):
         """Write params.yaml with these keys of `train`."""
         sections = {
             "train": self.make_params("train", **{**SMALL, **keys}).model_dump(),
@@ -67,79 +50,61 @@ class Clone:
         (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
         self.options = " ".join(words_of(sections["train"]))
 
-    def commit(self):
-        subprocess.run(["git", "add", "-A"], cwd=self.folder, check=True)
-        subprocess.run(
-            ["git", "commit", "-qm", "x"], cwd=self.folder, check=True, env=self.environment()
-        )
-
-    def dvc_command(self, *arguments):
-        return [sys.executable, "-m", "dvc", *arguments]
-
-    def dvc(self, *arguments, code=0, **environment):
-        done = subprocess.run(
-            self.dvc_command(*arguments),
-            cwd=self.folder,
-            env=self.environment(**environment),
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
+    def run(self, *command, code=0, **environment):
+        own = {
+            "MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}",
+            "DVC_NO_ANALYTICS": "true",
+            "PYTHONPATH": f"{ROOT}/tests/faults/start:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "TRAIN_OPTIONS": self.options,
+        }
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        env = {**os.environ, **own, **environment}
+        done = subprocess.run(command, cwd=self.folder, env=env, **streams)
         assert bool(done.returncode) == bool(code), done.stdout
         return done.stdout
 
-    def killed(self):
-        """A training killed at step 5; what its checkpoint holds."""
-        self.dvc("repro", code=1, SG_FAULT=KILL)
-        return read_weights(newest(self.folder / "checkpoints"))
+    def commit(self):
+        self.run("git", "add", "-A")
+        who = ("-c", "user.name=t", "-c", "user.email=t@t")
+        self.run("git", *who, "commit", "-qm", "x")
+
+    def kill(self):
+        """Kill a training at step 5; its folder."""
+        before = set((self.folder / "checkpoints").glob("*/"))
+        self.run(*DVC, "repro", code=1, SG_FAULT=KILL)
+        (folder,) = set((self.folder / "checkpoints").glob("*/")) - before
+        return folder
 
     def best(self):
-        return read_weights(self.folder / "checkpoints" / "best.safetensors")
-
-
-@pytest.fixture
-def clone(tmp_path, make_params):
-    return Clone(tmp_path, make_params)
+        return (self.folder / "checkpoints" / "best.safetensors").read_bytes()
 
 
 def files_of(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_repro_with_force_goes_on_and_a_finished_training_stays_as_it_is(clone):
-    clone.killed()
-    assert "resuming at step 4 of 6" in clone.dvc("repro", "-f")
-    before = files_of(clone.folder / "checkpoints")
-    lock = (clone.folder / "dvc.lock").read_bytes()
-    assert "nothing to do" in clone.dvc("repro", "-f")
-    assert files_of(clone.folder / "checkpoints") == before
-    assert (clone.folder / "dvc.lock").read_bytes() == lock
-
-
-def test_checkout_leaves_the_checkpoints_of_a_killed_training(clone):
-    clone.dvc("repro")
+def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
+    clone = Clone(tmp_path, make_params)
+    clone.kill()
+    assert "resuming at step 4 of 6" in clone.run(*DVC, "repro", "-f")
+    finished = files_of(tmp_path / "checkpoints")
+    lock = (tmp_path / "dvc.lock").read_bytes()
+    assert "nothing to do" in clone.run(*DVC, "repro", "-f")
+    assert files_of(tmp_path / "checkpoints") == finished
+    assert (tmp_path / "dvc.lock").read_bytes() == lock
     clone.commit()
     first = clone.best()
-    finished = home(clone.folder / "checkpoints")
-    before = files_of(finished)
-    clone.params(lr=0.002)
-    clone.killed()
-    assert clone.best() != first
-    clone.dvc("checkout", "--force")
-    assert clone.best() == first  # that of dvc.lock
-    assert "resuming at step 4 of 6" in clone.dvc("repro")
-    assert clone.best() != first and files_of(finished) == before
-
-
-def test_an_experiment_leaves_a_killed_training_as_it_is(clone):
-    clone.killed()
-    killed = home(clone.folder / "checkpoints")
+    clone.set_params(lr=0.002)
+    killed = clone.kill()
     before = files_of(killed)
-    clone.dvc("exp", "run", "-S", "train.lr=0.002")
+    assert clone.best() != first
+    clone.run(*DVC, "checkout", "--force")
+    assert clone.best() == first  # that of dvc.lock
+    clone.run(*DVC, "exp", "run", "-S", "train.lr=0.003")
+    clone.set_params(lr=0.002)
     assert files_of(killed) == before
-    clone.params()  # as they were
-    assert "resuming at step 4 of 6" in clone.dvc("repro")
+    assert "resuming at step 4 of 6" in clone.run(*DVC, "repro")
+    assert clone.best() != first
+    names = {name for name in finished if "/step-" in name}
+    assert names and all(files_of(tmp_path)[name] == finished[name] for name in names)

@@ -320,24 +320,6 @@ def test_pairs_that_are_accepted_with_a_third_are_proposed_best_first():
     assert retrieval.Expansion("ab").propose() == []
 
 
-@pytest.mark.slow
-def test_auto_goes_on_to_the_neighbours_of_neighbours(shared_data, tmp_path, monkeypatch):
-    (tmp_path / "photos").mkdir()
-    for number in range(3, 9):
-        path = shared_data / "poses" / "strecha" / f"Herz-Jesus-P25_000{number}.jpg"
-        image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-        cv2.imwrite(str(tmp_path / "photos" / f"{number}.png"), cv2.resize(image, (576, 384)))
-    monkeypatch.setattr(pairing, "MAX_EXHAUSTIVE", 5)
-    monkeypatch.setitem(pairing.NEIGHBOURS, "nearest", 2)
-    words = f"{tmp_path}/photos --out-dir {tmp_path}/found --scene --device cpu".split()
-    counts = []
-    for rounds in (0, 2):
-        monkeypatch.setattr(retrieval, "ROUNDS", rounds)
-        assert errors.exit_code(cli.main, words) == 0
-        counts.append(len(npz_names(tmp_path / "found")))
-    assert 6 <= counts[0] < counts[1] <= 15
-
-
 @pytest.mark.parametrize(
     ("module", "words", "extra"),
     [("pycolmap", "photos --out-dir x --colmap x.db", "colmap"), ("flask", "--serve", "serve")],

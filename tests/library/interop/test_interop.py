@@ -4,7 +4,7 @@ installed.
 
 import sys
 from types import ModuleType
-from typing import List, NamedTuple
+from typing import NamedTuple
 
 import cv2
 import numpy as np
@@ -115,43 +115,22 @@ def test_files_of_hloc_come_back_and_match_the_same(matched, tmp_path, monkeypat
         hloc.read_features(tmp_path / "features.h5", names[0])
 
 
-class BaseModel(torch.nn.Module):
+class BaseModel:
     """hloc's, by its documented interface: the real one is not on the package index."""
 
-    default_conf: dict = {}  # noqa: RUF012
-    required_inputs: List[str] = []  # noqa: RUF012
-
     def __init__(self, conf):
-        super().__init__()
         self._init({**self.default_conf, **conf})
 
-    def forward(self, data):
-        assert set(self.required_inputs) <= set(data)
-        return self._forward(data)
 
-
-@pytest.fixture
-def base_model(monkeypatch):
-    """hloc's BaseModel where hloc is installed, else one with the same interface."""
-    try:
-        from hloc.utils.base_model import BaseModel as theirs
-
-        return theirs
-    except ImportError:
-        home = ModuleType("hloc.utils.base_model")
-        home.BaseModel = BaseModel
-        for name in ("hloc", "hloc.utils"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, home.__name__, home)
-        return BaseModel
-
-
-def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
-    monkeypatch.setitem(sys.modules, f"hloc.matchers.{hloc.NAME}", ModuleType("before"))
+def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
+    home = ModuleType("hloc.utils.base_model")
+    home.BaseModel = BaseModel
+    for name in ("hloc", "hloc.utils", f"hloc.matchers.{hloc.NAME}"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, home.__name__, home)
     plugin = hloc.register()
-    assert issubclass(plugin, base_model)
-    assert plugin.__module__ == "hloc.matchers.superglue_sift"
-    assert sys.modules[plugin.__module__].SuperGlueSIFT is plugin
+    assert issubclass(plugin, BaseModel)
+    assert sys.modules["hloc.matchers.superglue_sift"].SuperGlueSIFT is plugin
     data = {}
     for side, features in enumerate(matched[:2]):
         own = arrays.to_lightglue(features)
@@ -160,7 +139,8 @@ def test_hlocs_matcher_answers_as_ours(matched, base_model, monkeypatch):
         width, height = features.size
         data.update({f"{name}{side}": value for name, value in own.items()})
         data[f"image{side}"] = torch.empty(1, 1, height, width)
-    answer = plugin({"device": "cpu"})(data)
+    assert set(plugin.required_inputs) <= set(data)
+    answer = plugin({"device": "cpu"})._forward(data)
     expected = arrays.to_lightglue_matches(matched.found)["matches0"]
     assert (answer["matches0"] == expected).float().mean() > 0.97  # descriptors are rounded once
     assert answer["matching_scores0"].shape == expected.shape
