@@ -68,7 +68,7 @@ LEARN = Stage(
     train.main,
     "--params params.json --keypoints keypoints --out checkpoints --reports reports/train",
     ("keypoints",),
-    (BEST, "checkpoints/*/step-*.safetensors"),
+    (BEST, "checkpoints/*/step-00000010.safetensors"),  # a stop saves in between
 )
 STAGES = [
     Stage(
