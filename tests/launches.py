@@ -24,12 +24,8 @@ from superglue_sift.sift import ORIENTED
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
-VIEWS = """
-view _unsafe_view _reshape_alias transpose t permute unsqueeze squeeze expand slice select split
-split_with_sizes unbind detach alias as_strided diagonal lift_fresh
-"""
-EMPTY = "empty empty_like empty_strided new_empty new_empty_strided"
-NO_LAUNCH = {*VIEWS.split(), *EMPTY.split()}
+# Beside operators that torch itself declares as views
+NO_LAUNCH = "_unsafe_view lift_fresh empty empty_like empty_strided new_empty new_empty_strided"
 # Tensors of each list that one launch of a kernel over 1, 2, ... lists takes (torch's
 # MultiTensorApply.cuh).
 TENSORS_OF_A_LAUNCH = (110, 64, 48, 36, 30)
@@ -50,7 +46,8 @@ class Launches(TorchDispatchMode):
         if first is None:
             first = _first(arguments)
         name = str(function).split(".")[1]
-        if first is not None and first.device == META and name not in NO_LAUNCH:
+        launches = not function.is_view and name not in NO_LAUNCH.split()
+        if first is not None and first.device == META and launches:
             self.counted[name] += _launches(name, arguments, found)
         return found
 

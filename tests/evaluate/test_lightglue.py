@@ -96,11 +96,3 @@ def test_matches_come_with_its_own_scores(weights, pair):
     assert found.matches0[0] == -1 and found.scores0[0] == 0
     np.testing.assert_array_equal(found.matches0[1:], (first @ second.T).argmax(1)[1:])
     np.testing.assert_allclose(found.scores0[1:], 0.5 * (first @ second.T).max(1)[1:], rtol=1e-5)
-
-
-def test_it_is_given_pixels_diameters_and_radians(pair):
-    given = lightglue.features(pair.records0, pair.size0, "cpu")
-    assert given["descriptors"].shape == (1, 60, 128) and given["scales"].shape == (1, 60)
-    np.testing.assert_allclose(given["oris"][0], np.radians(pair.records0["angle"]), rtol=1e-5)
-    np.testing.assert_array_equal(given["keypoints"][0, :, 0], pair.records0["x"])
-    assert given["image_size"].tolist() == [list(map(float, pair.size0))]

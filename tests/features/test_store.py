@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
-from superglue_sift.extractors import Extractor, record_dtype
 from superglue_sift.sift import ORIENTED
 
 pytestmark = pytest.mark.cu111
@@ -68,22 +67,6 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
             view = opened.view(i, v)
             assert view.records.tobytes() == image.records[v].tobytes() and view.size == (320, 240)
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
-
-
-def test_a_store_says_of_which_features_it_is(tmp_path):
-    folder = write(tmp_path / "sift", make_images(COUNTS))
-    opened = Store(folder)
-    assert (opened.extractor, opened.dtype, opened.scale_angle) == ("sift", ORIENTED, True)
-    binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
-    kept = np.frombuffer(np.random.default_rng(0).bytes(3 * binary.dtype.itemsize), binary.dtype)
-    row = store.write_shard(
-        folder / store.shard_name(0), [ImageViews("a", (9, 9), np.zeros((1, 3, 3)), [kept])]
-    )
-    (folder / store.INDEX).write_text(json.dumps(store.index([row], 1, (320, 240), binary)))
-    opened = Store(folder)
-    found = (opened.extractor, opened.dtype, opened.scale_angle)
-    assert found == (binary.name, binary.dtype, False)
-    assert opened.view(0, 0).records.tobytes() == kept.tobytes()
 
 
 def test_every_damage_is_found_when_all_is_verified(tmp_path):

@@ -66,14 +66,3 @@ def test_of_many_matches_those_spread_over_the_image_are_lines_and_the_others_po
     assert crossed.sum() < 200 and all(part.any() for part in np.split(crossed, 10))
     dots = picture[BAR : BAR + 200, 150]
     assert (dots.astype(int).sum(axis=1) > 0).all()
-
-
-def test_panels_lie_below_each_other_and_photographs_stay_in_colour(tmp_path):
-    image0 = np.full((60, 80), 90, np.uint8)
-    image1 = np.full((50, 70, 3), (10, 90, 200), np.uint8)
-    picture = draw(image0, image1, [panel([], []), panel([5], [1.0], [False])])
-    assert picture.shape == (2 * (60 + BAR) + BAR, 80 + GAP + 70, 3)
-    np.testing.assert_array_equal(picture[BAR + 40, 80 + GAP + 40], (10, 90, 200))
-    np.testing.assert_array_equal(picture[BAR + 40, 40], 90)
-    drawing.write(tmp_path / "new" / "a.png", picture)
-    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "a.png")), picture)

@@ -1,10 +1,8 @@
 """Collectives in groups of one, two and three processes over gloo."""
 
 import contextlib
-import gc
 import os
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -65,35 +63,6 @@ def test_collectives(answers):
         assert answer["tensor"] == [world_size, sum(ranks)]
         assert answer["rows"] == [[[r, 1]] for r in ranks]
         assert answer["main"] is (rank == 0)
-
-
-def threads():
-    """Of this process, those of gloo among them."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def left(context):
-    """Numbers of threads: in the group, after leaving it with a model, and as the process ends."""
-    model = distributed.wrap(torch.nn.Linear(2, 2))
-    model(torch.ones(1, 2)).sum().backward()
-    distributed.barrier()
-    inside = threads()
-    distributed.finish()
-    del model
-    gc.collect()
-    after = threads()
-    distributed._join_threads()
-    return inside, after, threads()
-
-
-@pytest.mark.cu111
-def test_threads_end_with_the_process_and_not_before():
-    """A thread of gloo may wait for the GIL. A model that joins it holds the GIL; Python's shutdown
-    would abort it.
-    """
-    for inside, after, end in in_group(2, left):
-        assert after >= inside
-        assert end <= after - 3  # two that run collectives and one of each connection
 
 
 def absent(context):

@@ -54,17 +54,6 @@ def test_table_says_how_many_pairs_the_recall_is_of():
     assert "recall is over 3 of 4 pairs" in tables.comparison(extend(recall_pairs=3))
 
 
-def test_table_by_scene_marks_those_of_few_pairs():
-    def scene(pairs):
-        values = {Measure("pairs"): pairs, area("ransac", 3): 0.25}
-        return dict.fromkeys(("superglue", "nn"), values)
-
-    head, graf, wall, note = tables.by_scene([("graf", scene(5)), ("wall", scene(20))]).splitlines()
-    assert graf.split() == ["graf", "5*", "25.0", "25.0"] and wall.split()[1] == "20"
-    assert head.startswith("AUC@3 RANSAC  pairs") and note == tables.FEW
-    assert len(tables.by_scene([("wall", scene(20))]).splitlines()) == 2
-
-
 @pytest.mark.parametrize(
     "value, written",
     [
@@ -115,19 +104,6 @@ def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
     assert report.next_steps(tmp_path, model)[-1].endswith(command)
     write_model(model, extractor="mine:orb", descriptor="binary", descriptor_dim=256)
     assert report.next_steps(tmp_path, model)[-1].endswith(f"{command} --extractor mine:orb")
-
-
-def test_the_page_is_opened_where_there_is_a_browser(evaluated, capsys, monkeypatch):
-    monkeypatch.delenv("DISPLAY", raising=False)
-    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    page = evaluated / "index.html"
-    assert report.main(["--evaluation", str(evaluated), "--open"]) == 0
-    assert f"open {page}" in capsys.readouterr().out and "SuperGlue on here" in page.read_text()
-    opened = []
-    monkeypatch.setenv("DISPLAY", ":0")
-    monkeypatch.setattr(report.webbrowser, "open", lambda address: opened.append(address) or True)
-    assert report.main(["--evaluation", str(evaluated), "--open"]) == 0
-    assert opened == [page.as_uri()]
 
 
 def test_report_command_without_an_evaluation(tmp_path, capsys):
