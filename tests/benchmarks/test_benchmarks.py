@@ -78,6 +78,7 @@ class TestTiming:
 
 
 class TestRows:
+    @pytest.mark.slow
     def test_rows_of_images_on_the_bundled_photographs(self):
         for group, unit in ((images.keypoints, "ms"), (images.files, "s"), (images.aligned, "ms")):
             (found,) = group(SETTING)

@@ -5,6 +5,8 @@ written at once.
 import json
 import sys
 
+import pytest
+
 from benchmarks.dev import first_gpu
 from benchmarks.dev.first_gpu import Part
 
@@ -13,6 +15,7 @@ def python(code):
     return [sys.executable, "-c", code]
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     tmp_path, monkeypatch, capsys
 ):

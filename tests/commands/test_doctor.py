@@ -98,11 +98,3 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path):
         and len(done.stderr.strip().splitlines()) == 1
     )
     assert done.stdout == ""
-
-
-def test_quick_prints_the_disk_when_nothing_is_wrong(root, tmp_path, monkeypatch, capsys):
-    (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
-    monkeypatch.chdir(tmp_path)
-    assert doctor.main(["--quick"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.split(":")[0].split() == ["ok", "disk"]

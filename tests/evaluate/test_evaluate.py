@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,10 +24,9 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import heldout, lightglue, protocol
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import MATCHERS
-from pipeline.evaluate.protocol import divide, map_over_ranks
+from pipeline.evaluate.protocol import divide
 from pipeline.image_sets import sources
 from pipeline.launch import free_port
-from pipeline.processes import distributed
 
 ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_aligned")]
 CONFIDENCE = ("precision_recall", "precision_at_recall", "operating_points", "calibration")
@@ -144,25 +142,6 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     assert found == [("0", "2"), ("3", "2")]
     page = (work / "out" / "index.html").read_text()
     assert "blur (px) 3" in page and "data:image/jpeg" in page
-
-
-def test_units_come_in_order_up_to_a_wrong_request():
-    def prepare(unit):
-        if unit == 6:
-            raise errors.RequestError("unit 6 is wrong")
-        return unit
-
-    def score(unit):
-        time.sleep(0.01 * (unit % 3))
-        return unit
-
-    begun = []
-    found = []
-    alone = distributed.start()
-    with pytest.raises(errors.RequestError, match="unit 6 is wrong"):
-        match = lambda unit: begun.append(unit) or unit  # noqa: E731
-        found.extend(map_over_ranks(range(9), prepare, match, score, alone))
-    assert found == begun == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(

@@ -40,13 +40,10 @@ def carry_out(bench, ranks, fault="", keys=(), **environment):
     return done.codes
 
 
-# where time is short, in validation and in saving, also among the fast tests
+# where time is short, in saving, also among the fast tests
 @pytest.mark.parametrize(
     "phase",
-    [
-        pytest.param(phase, marks=[SLOW] * (phase not in ("eval", "ckpt_replace")))
-        for phase in inject.PHASES
-    ],
+    [pytest.param(phase, marks=[SLOW] * (phase != "ckpt_replace")) for phase in inject.PHASES],
 )
 def test_killed_anywhere_the_weights_are_the_same_bytes(bench, phase):
     assert len(carry_out(bench, 2, f"kill:rank=0,step=5,phase={phase}")) == 2

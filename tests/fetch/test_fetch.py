@@ -170,12 +170,6 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
     )
 
 
-def test_a_folder_that_cannot_be_made_is_named(run, tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(RequestError, match="file/out: cannot be created: Not a directory"):
-        run("file/out")
-
-
 def test_an_incomplete_output_is_named(tmp_path, run):
     with pytest.raises(RequestError, match="run `dvc repro fetch`"):
         open_manifest(tmp_path)

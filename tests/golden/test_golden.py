@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_pairs import of_pair
 from made_views import SIZE, made_image, made_store
 
 from pipeline.compat import grad_scaler
@@ -77,10 +78,7 @@ def compute_assignments(exact):
     found = []
     with torch.no_grad():
         for pair, padded in zip(made_pairs(), model(from_pairs(made_pairs())).exp()):
-            m = len(pair.records0)
-            n = len(pair.records1)
-            rows = torch.cat([padded[:m], padded[-1:]])
-            P = torch.cat([rows[:, :n], rows[:, -1:]], 1)  # without padding
+            P = of_pair(padded, len(pair.records0), len(pair.records1))
             best = P[:-1].max(1)
             found.append(
                 {

@@ -77,6 +77,7 @@ def absent(context):
     return "met"
 
 
+@pytest.mark.slow
 def test_a_barrier_gives_up(monkeypatch):
     monkeypatch.setenv("SG_TIMEOUT", "4")
     assert in_group(2, absent) == ["given up", "late"]

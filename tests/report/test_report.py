@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-from made_scenes import write_model
 
 from pipeline import errors
 from pipeline.report import __main__ as report
@@ -96,14 +95,6 @@ def test_report_command(evaluated, capsys):
     printed = capsys.readouterr().out
     assert "SuperGlue (ours)" in printed and "pairs.csv" in printed and "make ui" in printed
     assert "pictures  " not in printed
-
-
-def test_the_hint_names_the_extractor_of_a_model_of_other_features(tmp_path):
-    model = write_model(tmp_path / "model.safetensors")
-    command = f"A.jpg B.jpg --model {model}"
-    assert report.next_steps(tmp_path, model)[-1].endswith(command)
-    write_model(model, extractor="mine:orb", descriptor="binary", descriptor_dim=256)
-    assert report.next_steps(tmp_path, model)[-1].endswith(f"{command} --extractor mine:orb")
 
 
 def test_report_command_without_an_evaluation(tmp_path, capsys):

@@ -331,21 +331,6 @@ def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint
     assert len(set(taken)) == len(taken) >= 2
 
 
-def test_a_store_that_has_lost_the_run_gets_the_whole_log(store, empty_mlflow_store, tmp_path):
-    run = open_run(tmp_path / "reports")
-    log_steps(run, 0, 30)
-    assert run.close("KILLED")
-    (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
-    again = open_run(tmp_path / "reports", resume=run.key)
-    log_steps(again, 30, 40)
-    again.close()
-    assert steps(store, "train/loss") == list(range(40))
-    (tmp_path / "other.db").write_bytes(empty_mlflow_store.read_bytes())
-    other = f"sqlite:///{tmp_path / 'other.db'}"
-    assert command.main(["resend", "--reports", str(tmp_path), "--to", other]) == 0
-    assert steps(other, "train/loss") == list(range(40))
-
-
 SCRIPT = """
     import os, pathlib, signal, sys, time
     from pipeline import tracking
