@@ -190,15 +190,3 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     assert error.count("\n") == 1
     assert target.read_bytes() == (ROOT / "params.yaml").read_bytes()
     assert sorted(tmp_path.rglob("*")) == sorted([*before, target])
-
-
-def test_a_preset_with_a_wrong_key_is_named(tmp_path, monkeypatch):
-    folder = tmp_path / "presets"
-    shutil.copytree(ROOT / "presets", folder)
-    sample = (folder / "sample.yaml").read_text(encoding="utf-8")
-    (folder / "mine.yaml").write_text(sample.replace("  lr: ", "  lrr: "), encoding="utf-8")
-    monkeypatch.setattr(presets, "FOLDER", folder)
-    with pytest.raises(
-        errors.RequestError, match=r"presets/mine.yaml: train.lrr: unknown key; did you mean lr\?"
-    ):
-        presets.render("mine")

@@ -152,10 +152,10 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
         extractor = UPRIGHT
 
     with pytest.raises(RequestError, match=r"train\.neighbours"):
-        setup.check_features(make_params("train"), Features())  # type: ignore[arg-type]
+        setup.check_features(make_params("train"), Features())
     with pytest.raises(RequestError, match=r"train\.rotation_deg"):
-        setup.check_features(make_params("train", neighbours=False, rotation_deg=90.0), Features())  # type: ignore
-    setup.check_features(make_params("train", neighbours=False, rotation_deg=0.0), Features())  # type: ignore
+        setup.check_features(make_params("train", neighbours=False, rotation_deg=90.0), Features())
+    setup.check_features(make_params("train", neighbours=False, rotation_deg=0.0), Features())
 
 
 @pytest.mark.parametrize(

@@ -49,12 +49,3 @@ def test_the_stacks_agree_where_a_difference_would_show():
     cu111 = locked("cu111")
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name
-
-
-def test_the_installer_takes_the_torch_of_the_list():
-    text = (REQUIREMENTS / "install.sh").read_text(encoding="utf-8")
-    pins = dict(re.findall(r"^(TORCH\w*)=(\S+)", text, re.MULTILINE))
-    torch = next(each for each in wanted("same.in", "modern") if each.name == "torch")
-    assert str(torch.specifier) == f"=={pins['TORCH']}"
-    pairs = {"2.13.0": "0.28.0"}  # torchvision's own requirement on torch
-    assert pairs[pins["TORCH"]] == pins["TORCHVISION"]
