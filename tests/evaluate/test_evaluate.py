@@ -46,7 +46,7 @@ def done(tmp_path_factory, photo):
     printed = {}
     for name, extra in (("out", ()), ("bound", ("--bound",))):
         with contextlib.redirect_stdout(io.StringIO()) as stream:
-            assert run(folder, *extra, out=name) == 0
+            assert run(folder, *extra, out=name, charts=not extra) == 0
         printed[name] = stream.getvalue()
     return SimpleNamespace(folder=folder, printed=printed)
 

@@ -201,7 +201,7 @@ def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monke
     for path in pictures.iterdir():  # after fetch, which looks itself whether any image can be used
         path.write_bytes(b"")
     with pytest.raises(WorkError, match="no train image is left"):
-        keypoints.main(words(tmp_path, "other"))
+        keypoints.main(words(tmp_path, "other", "--workers", "1"))
     for path in sorted(pictures.iterdir())[1:]:
         path.unlink()
     with pytest.raises(RequestError, match="1 different image, and none for val"):
