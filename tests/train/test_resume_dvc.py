@@ -71,10 +71,13 @@ class Clone:
 
     def kill(self):
         """Kill a training at step 5; its folder."""
-        before = set((self.folder / "checkpoints").glob("*/"))
+        before = self.trainings()
         self.run(*DVC, "repro", code=1, SG_FAULT=KILL)
-        (folder,) = set((self.folder / "checkpoints").glob("*/")) - before
+        (folder,) = self.trainings() - before
         return folder
+
+    def trainings(self):
+        return {path for path in (self.folder / "checkpoints").glob("*") if path.is_dir()}
 
     def best(self):
         return (self.folder / "checkpoints" / "best.safetensors").read_bytes()
