@@ -11,7 +11,7 @@ from made_pairs import SIZE, of_pair, pair, records, related, scrambled
 
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
-from superglue_sift import attention, torch_compat
+from superglue_sift import attention, sinkhorn, torch_compat
 from superglue_sift import batch as batches
 from superglue_sift.attention import RotaryPositions
 from superglue_sift.batch import Images, Pair, from_pairs, similar_sizes, size_class
@@ -136,6 +136,30 @@ class TestSinkhorn:
             assert torch.allclose(
                 ours.double(), exact, atol=2e-4 * max(1.0, float(exact.abs().max()))
             )
+
+    def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(self, monkeypatch):
+        torch.manual_seed(1)
+        # Products of a and b beyond 1e38; log P is finite
+        scores = [torch.randn(9, 12), torch.randn(30, 30) * 70]
+        solved = []
+        log_domain = sinkhorn._log_domain
+        monkeypatch.setattr(
+            sinkhorn,
+            "_log_domain",
+            lambda p, *rest: solved.append(len(p.Z)) or log_domain(p, *rest),
+        )
+        leaves = [s.clone().requires_grad_() for s in scores]
+        found, finite = transport(leaves, torch.tensor(1.0), 100)
+        assert solved == [1] and finite.tolist() == [True, False]
+        expected = in_the_log_domain(leaves, torch.tensor(1.0), 100)
+        gradients = [
+            torch.autograd.grad(sum(P.sin().sum() for P in Ps), leaves) for Ps in (found, expected)
+        ]
+        for a, b in (*zip(found, expected), *zip(*gradients)):
+            assert torch.isfinite(a).all() and torch.allclose(a, b, atol=2e-3, rtol=1e-4)
+        assert not transport(leaves, torch.tensor(1.0), 100, wait=False)[1][1] and solved == [1]
+        with torch.no_grad():  # log P alone float32 does hold
+            assert transport(leaves, torch.tensor(1.0), 100)[1].all()
 
     def test_images_without_keypoints(self):
         shapes = [(0, 3), (2, 0), (0, 0), (1, 1)]
