@@ -29,13 +29,15 @@ def points(*xy):
 
 class TestTruth:
     @staticmethod
-    def truth(keypoints0, keypoints1, H=IDENTITY):
+    def truth(keypoints0, keypoints1, H=IDENTITY, cells=None):
         """Of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
         sides = []
         for keypoints in (keypoints0, keypoints1):
             sides.append(np.zeros(len(keypoints), KEYPOINT))
             sides[-1]["x"], sides[-1]["y"] = keypoints.T
-        batch = from_pairs([Pair(*sides, (100, 100), (100, 100))], np.array(H, float)[None])
+        batch = from_pairs(
+            [Pair(*sides, (100, 100), (100, 100))], np.array(H, float)[None], cells=cells
+        )
         found = ground_truth(batch)
         return Truth(*(matches[0, : len(side)] for matches, side in zip(found, sides)))
 
@@ -56,6 +58,17 @@ class TestTruth:
         assert truth.matches1.tolist() == [IGNORED, 1]
         back = self.truth(points((97, 50), (58, 5)), points((41, 50), (2, 5)), np.linalg.inv(shift))
         assert back.matches0.tolist() == [IGNORED, UNMATCHED]  # (58, 5) lands at -2
+
+    def test_outside_a_cell_is_unmatched(self):
+        """Image 1 shows the photograph of image 0 in its left half alone."""
+        everywhere = np.diag([0, 0, 1.0])
+        left = np.diag([1 / 50, 1 / 100, 1])
+        zero = points((10, 50), (52, 50), (70, 50))
+        truth = self.truth(
+            zero, points((11, 50), (48, 50), (70, 50)), cells=np.array([[everywhere, left]])
+        )
+        assert truth.matches0.tolist() == [0, UNMATCHED, UNMATCHED]
+        assert truth.matches1.tolist() == [0, IGNORED, UNMATCHED]
 
     def test_error_is_the_larger_of_both_directions(self):
         double = [[2, 0, 0], [0, 2, 0], [0, 0, 1]]
