@@ -196,7 +196,8 @@ class TestHomography:
         assert ours < 0.15 and docs < 0.15 and ours < 0.5 * alone
 
     @pytest.mark.parametrize(
-        "exact, rough, stated, limit", [(0.1, 0.5, np.nan, 0.7), (0.02, 1.0, 1.0, 0.5)]
+        "exact, rough, stated, limit",
+        [(0.1, 0.5, np.nan, 0.7), (0.02, 1.0, 1.0, 0.5), (0.02, 1.0, np.nan, 0.2)],
     )
     def test_exact_matches_decide_where_deviations_are_known(self, exact, rough, stated, limit):
         """Two fifths are aligned; the others are not, or say how far they scatter."""

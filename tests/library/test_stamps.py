@@ -95,7 +95,7 @@ def test_no_matches_have_no_stamp():
 # Mirror images
 
 
-def test_a_mirror_image_has_no_homography():
+def test_a_mirror_image_has_no_homography(monkeypatch):
     points = points_in(5, 5, 634, 474, 80)
     mirrored = scatter(points * [-1, 1] + [639, 0])
     assert geometry.fit_ransac(points, mirrored) is None
@@ -108,6 +108,10 @@ def test_a_mirror_image_has_no_homography():
         np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed
     ).homography()
     assert geometry.corner_error(found.model, TURN, SIZE) < 0.5
+    # nor where OpenCV finds one
+    mirror = np.array([[-1.0, 0, 639], [0, 1, 0], [0, 0, 1]])
+    monkeypatch.setattr(cv2, "findHomography", lambda *_: (mirror, None))
+    assert geometry.fit_ransac(points, mirrored) is None
 
 
 # Real photographs
