@@ -80,6 +80,12 @@ def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
     assert np.nanmedian(found.correlations) > 0.9
 
 
+def test_matches_that_start_far_off_are_aligned_from_a_coarser_level():
+    found = refine.align(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
+    assert np.isfinite(found.deviations).mean() > 0.9  # 0.7 without
+    assert errors_of(found, TURN).mean() < 0.1
+
+
 @pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
 @pytest.mark.parametrize("which", [0, 1])
 def test_where_one_image_is_blurred_the_other_is_blurred_alike(
