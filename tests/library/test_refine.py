@@ -184,6 +184,14 @@ def test_a_result_stays_consistent():
     assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
 
+def test_without_a_geometry_the_map_is_that_of_scales_and_angles():
+    one = records_at(np.zeros((1, 2)))
+    other = one.copy()
+    other["angle"] += 90
+    other["scale"] *= 2
+    np.testing.assert_allclose(refine.similarities(one, other), [[[0, -2], [2, 0]]], atol=1e-6)
+
+
 def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
     rng = np.random.default_rng(0)
