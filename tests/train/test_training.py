@@ -113,6 +113,8 @@ class TestOptimization:
         assert rates([1, 3, 4, 6, 8], **decay) == pytest.approx(
             [1.0, 1.0, 1.0, np.exp(-0.2), np.exp(-0.4)]
         )
+        wsd = {"schedule": "wsd", "decay_start": 4}
+        assert rates([1, 2, 4, 7, 10], **wsd) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
         assert rates([2], lr_scaling="linear") == [4.0] and rates([2], lr_scaling="sqrt") == [2.0]
 
     def test_moving_average(self):
