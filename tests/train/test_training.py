@@ -256,7 +256,9 @@ class TestRequests:
         line = "train.rotary is false: these weights were trained with true; set that to use them"
         assert (line in capsys.readouterr().out) == (not rotary)
 
-    @pytest.mark.parametrize("f1, kept", [((0.9, 0.8), True), ((0.8, 0.9), False)])
+    @pytest.mark.parametrize(
+        "f1, kept", [((0.9, 0.8), True), ((0.9, 0.9), True), ((0.8, 0.9), False)]
+    )
     def test_one_line_says_that_the_weights_begun_from_were_kept(
         self, begin, capsys, monkeypatch, f1, kept
     ):
