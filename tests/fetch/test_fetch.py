@@ -69,20 +69,6 @@ def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run, image_folder, tm
     assert open_manifest(folder).read(entry) == (image_folder / entry.name).read_bytes()
 
 
-def test_relative_folders_survive_a_move_of_both(run, image_folder, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    folder = run(source="folder", path="images")
-    assert (
-        json.loads((folder / "source.json").read_text())["containers"]["train"]["path"]
-        == "../images"
-    )
-    (tmp_path / "moved").mkdir()
-    shutil.move(str(image_folder), str(tmp_path / "moved"))
-    shutil.move(str(folder), str(tmp_path / "moved"))
-    images = open_manifest(tmp_path / "moved" / "out")
-    assert images.read(images.entries("train")[0])
-
-
 def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run, image_folder, tmp_path):
     shutil.copytree(image_folder, tmp_path / "held")
     with pytest.raises(

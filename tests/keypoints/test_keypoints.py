@@ -288,18 +288,3 @@ def test_a_shard_that_changes_has_another_version(make_params, photo):
     assert {image.VERSION: found} == GOLDEN, (
         "raise VERSION in pipeline/keypoints/image.py, and put what is found here"
     )
-
-
-def test_a_worker_keeps_the_memory_of_sift(root):
-    """Each call takes and frees some 70 MB: 10,000 page faults where glibc gives them back."""
-    program = (
-        "import resource, numpy as np; from pipeline.keypoints import pool\n"
-        "from superglue_sift import sift\n"
-        "pool.tune_process()\n"
-        "gray = np.random.default_rng(0).integers(0, 256, (480, 640), np.uint8)\n"
-        "[sift.extract(gray, 512) for _ in range(2)]\n"
-        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
-        "before = faults(); [sift.extract(gray, 512) for _ in range(3)]\n"
-        "print((faults() - before) // 3)\n"
-    )
-    assert int(subprocess.check_output([sys.executable, "-c", program], cwd=root)) < 500

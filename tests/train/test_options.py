@@ -226,25 +226,6 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-def test_validation_alone(bench, capsys):
-    run(bench)
-    arguments = [
-        *bench.arguments(),
-        "--out",
-        str(bench.folder / "run"),
-        "--reports",
-        str(bench.folder / "none"),
-    ]
-    capsys.readouterr()
-    assert train.main([*arguments, "--validate-only"]) == 0
-    metrics = json.loads((bench.folder / "run" / "best.json").read_text())["validation"]
-    assert f"f1 {metrics['f1']:.4f}" in capsys.readouterr().out
-    assert not (bench.folder / "none").exists()
-    shutil.rmtree(bench.folder / "run")
-    with pytest.raises(RequestError, match="validate-only"):
-        train.main([*arguments, "--validate-only"])
-
-
 def test_an_option_is_not_taken_for_a_longer_one():
     with pytest.raises(RequestError, match="unrecognized arguments: --batch 8"):
         train.main(["--batch", "8"])  # neither train.batch nor --batch-per-rank
