@@ -29,6 +29,15 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     assert scenes[0].images[scenes[0].pairs[1].second].shape == small.shape
 
 
+def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
+    folder = write_sequence(tmp_path / "only", small, {2: SHIFT})
+    (folder / "1.png").unlink()
+    cv2.imwrite(str(folder / "1.ppm"), cv2.cvtColor(small, cv2.COLOR_GRAY2BGR))
+    (folder / "H_1_2").rename(folder / "H_1_2.txt")
+    scene = HPatchesPairs(folder, short_side=0).load(0)
+    assert scene.name == "only" and len(scene.pairs) == 1
+
+
 def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
     scene = HPatchesPairs(tmp_path, short_side=200).load(0)
