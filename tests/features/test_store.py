@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
+from superglue_sift.extractors import Extractor, record_dtype
 from superglue_sift.sift import ORIENTED
 
 pytestmark = pytest.mark.cu111
@@ -67,6 +68,15 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
             view = opened.view(i, v)
             assert view.records.tobytes() == image.records[v].tobytes() and view.size == (320, 240)
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
+
+
+def test_a_store_says_of_which_features_it_is(tmp_path):
+    binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
+    rows = [store.write_shard(tmp_path / store.shard_name(0), [])]
+    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, (320, 240), binary)))
+    opened = Store(tmp_path)
+    found = (opened.extractor, opened.dtype, opened.scale_angle)
+    assert found == (binary.name, binary.dtype, False)
 
 
 def test_every_damage_is_found_when_all_is_verified(tmp_path):

@@ -23,6 +23,7 @@ from pipeline.train import setup
 from superglue_sift import extractors, sift
 from superglue_sift.apps import cli
 from superglue_sift.batch import Pair, from_pairs
+from superglue_sift.classical import unit_rows
 from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
@@ -107,6 +108,9 @@ def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
     bits = np.unpackbits(records["bits"], axis=1)
     hamming = (bits[:, None] != bits[None, :10]).sum(axis=-1)
     assert torch.allclose(unit0 @ unit1.T, torch.from_numpy(1 - hamming / 128).float(), atol=1e-6)
+    # and the baselines
+    rows = unit_rows(records)
+    np.testing.assert_allclose(rows @ rows[:10].T, 1 - hamming / 128, atol=1e-6)
 
 
 def untrained(path, name, **changes):

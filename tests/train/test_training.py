@@ -176,6 +176,8 @@ class TestResume:
 
 class TestRequests:
     def test_learning_shows_on_the_curves(self, tmp_path, request_of):
+        (tmp_path / "run-reports" / "curves").mkdir(parents=True)
+        (tmp_path / "run-reports" / "curves" / "train.csv").write_text("of another training\n")
         assert train.main(request_of("run", steps=30, val_every=15, lr=0.003, dim=32)) == 0
         metrics = json.loads((tmp_path / "run-reports" / "metrics.json").read_text())
         assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
