@@ -1,20 +1,26 @@
-"""The baselines against OpenCV."""
+"""The baselines against OpenCV, and ours in batches."""
 
 import cv2
 import numpy as np
 import pytest
+import torch
 
 from pipeline.evaluate import matchers
 from superglue_sift import classical, sift
 from superglue_sift.batch import Pair
 from superglue_sift.sift import root_sift_of
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+
+
+def pair_of(*views):
+    keypoints = [sift.extract(np.ascontiguousarray(view), 200) for view in views]
+    return Pair(*keypoints, *(view.shape[::-1] for view in views))
 
 
 def test_ratio_and_mutual_agree_with_opencv(photo):
-    views = (photo, np.ascontiguousarray(photo[20:, 30:]))
-    keypoints = [sift.extract(view, 200) for view in views]
-    descriptors = [root_sift_of(keys["descriptor"]) for keys in keypoints]
-    answers = matchers.match_baselines(Pair(*keypoints, *(view.shape[::-1] for view in views)))
+    pair = pair_of(photo, photo[20:, 30:])
+    descriptors = [root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
+    answers = matchers.match_baselines(pair)
     found = {
         name: {i: j for i, j in enumerate(answer.matches0) if j >= 0}
         for name, answer in answers.items()
@@ -39,3 +45,14 @@ def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
     assert found.mutual.tolist() == [True, False, False]
     row = np.eye(1, 128, dtype=np.float32)
     assert classical.neighbours(row, np.concatenate([row, row])).ratio[0] == 1.0
+
+
+def test_the_size_of_batches_does_not_matter(photo):
+    torch.manual_seed(0)
+    network = matchers.Network(SuperGlue(SuperGlueConfig(layers=1)).eval(), 0.2)
+    ours = matchers.Matchers({matchers.OURS: network}, "cpu")
+    pairs = [pair_of(photo, photo[20:, 30:]), pair_of(photo[:200], photo)]
+    for one, other in zip(ours.answers(pairs, 1), ours.answers(pairs, 2)):
+        found = one[matchers.OURS].matches0
+        np.testing.assert_array_equal(found, other[matchers.OURS].matches0)
+        assert (found >= 0).sum() > 50
