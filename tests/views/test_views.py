@@ -148,15 +148,6 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
     assert inside.max() < 6 and inside.mean() < 1.5
 
 
-def test_distortion_keeps_shape_and_is_repeatable(photo):
-    view = photo[:384, :512].copy()
-    before = view.copy()
-    first = render.distort(view, generator(0, "a", 1), LIGHT)
-    assert np.array_equal(view, before) and first.shape == view.shape and first.dtype == np.uint8
-    assert np.array_equal(first, render.distort(view, generator(0, "a", 1), LIGHT))
-    assert not np.array_equal(first, render.distort(view, generator(0, "a", 2), LIGHT))
-
-
 def test_everything_off_changes_nothing(photo):
     assert np.array_equal(render.distort(photo, generator(0, "a", 1), DARK_OFF), photo)
 

@@ -267,6 +267,8 @@ def test_a_name_of_two_images_means_one_pair(files, names):
         ("--pairs nowhere.txt --out-dir x", "nowhere.txt: cannot be read: No such file"),
         ("--pairs text.avi --out-dir x --k 0", "--k 0: must be 1"),
         ("a.png b.png --accept 3", "--accept goes with --scene"),
+        ("photos --out-dir x --dry-run", "--dry-run goes with"),
+        ("photos --out-dir x --colmap text.avi", "text.avi: exists already; name another"),
         ("a.png b.png --out-dir x --colmap x.db", "--colmap goes with a folder or --pairs"),
         ("a.png b.png --homography", "--homography goes with --out or --out-dir"),
         ("--serve --port 99999", "--port 99999: must be between 0 and 65535"),

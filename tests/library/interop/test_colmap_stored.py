@@ -140,8 +140,3 @@ def test_no_database_and_a_locked_one_are_said_in_one_line(database):
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(RequestError, match="another program writes it"):
             cli.main(["--colmap", "x.db", *WORDS])
-    with pytest.raises(RequestError, match="--dry-run goes with"):
-        cli.main(["photos", "--out-dir", "found", "--dry-run"])
-    with pytest.raises(RequestError, match=r"x\.db: exists already; name another, or leave out"):
-        Path("photos").mkdir()
-        cli.main(["photos", "--out-dir", "found", "--colmap", "x.db"])
