@@ -32,6 +32,7 @@ class InTorch:
         return [v.numpy() for v in self.network(*(torch.from_numpy(v) for v in inputs.values()))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch_compat.can_export(), reason="needs torch.sym_min")
 def test_the_table_is_printed_by_one_command(photo, tmp_path, monkeypatch, capsys):
     pytest.importorskip("pycolmap")

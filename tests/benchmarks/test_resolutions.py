@@ -7,6 +7,7 @@ import pytest
 from benchmarks.dev import resolutions
 
 
+@pytest.mark.slow
 def test_a_row_for_each_size_of_the_file(shared_data, monkeypatch, capsys):
     monkeypatch.setattr(resolutions, "SIDES", (256, 1024))
     images = [shared_data / "poses/strecha" / f"Herz-Jesus-P25_000{n}.jpg" for n in (3, 4)]

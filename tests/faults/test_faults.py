@@ -73,7 +73,8 @@ def test_a_signal_saves_and_resumes_to_the_same_bytes(bench, fault):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
 @pytest.mark.parametrize(
-    "kind, phase, code", [("group-term", "forward", 143), ("kill", "load_batch", 1)]
+    "kind, phase, code",
+    [pytest.param("group-term", "forward", 143, marks=SLOW), ("kill", "load_batch", 1)],
 )
 def test_processes_that_make_batches(bench, ranks, kind, phase, code):
     """A signal to all saves; a killed one counts as a killed rank."""
@@ -97,6 +98,7 @@ def train_with_one_skipped(argv):
     return train.main(argv)
 
 
+@SLOW
 def test_too_many_bad_steps_end_the_run(bench, training):
     codes, log = training(2, "nan:rank=0,step=2;nan:rank=1,step=3", train_with_one_skipped)
     assert codes == [1, 1]
@@ -106,7 +108,7 @@ def test_too_many_bad_steps_end_the_run(bench, training):
 @pytest.mark.parametrize(
     "fault, text",
     [
-        ("oom:step=3", "set TRAIN_OPTIONS='--accumulate 2'"),
+        pytest.param("oom:step=3", "set TRAIN_OPTIONS='--accumulate 2'", marks=SLOW),
         ("full:step=3,phase=ckpt_fsync", "No space left"),
     ],
 )

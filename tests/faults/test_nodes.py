@@ -93,6 +93,7 @@ def train_with_a_flipped_bit(argv):
     return train.main(argv)
 
 
+@pytest.mark.slow
 def test_replicas_that_differ_end_the_run_before_anything_of_them_is_saved(bench, nodes):
     assert run(nodes, bench.arguments(), main=train_with_a_flipped_bit) == [1, 1]
     both = "".join(map(text, nodes))

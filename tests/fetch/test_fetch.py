@@ -128,7 +128,7 @@ def test_a_photograph_in_both_folders_is_held_out(run, tmp_path, monkeypatch, ca
     assert len(names(folder, "val")) + len(names(folder, "test")) == 14
 
 
-@pytest.mark.parametrize("count, least", [(40, 8), (200, 32), (12, 4), (3, 2), (2, 1)])
+@pytest.mark.parametrize("count, least", [(40, 8), (400, 32), (12, 4), (3, 2), (2, 1)])
 def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, least):
     monkeypatch.setattr(splits, "require_usable", lambda *_: None)
     folder = run(
@@ -139,7 +139,7 @@ def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, l
     counts = {split: len(names(folder, split)) for split in ("train", "val", "test")}
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
     assert counts["val"] >= least // 2 and counts["train"] >= 1
-    assert counts["test"] >= min(least // 2, 16)
+    assert 3 * counts["val"] > counts["test"] >= min(least // 2, 16)
 
 
 def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):

@@ -167,6 +167,7 @@ def test_keypoints_have_the_hashes_of_other_processors(stored, processor, tmp_pa
     assert compute_keypoints(environment(processor, tmp_path)) == stored["views"]
 
 
+@pytest.mark.slow
 def test_the_kernels_of_openblas_do_not_matter(stored, tmp_path):
     values = environment(THIS, tmp_path)
     for kernels in ("Haswell", "Nehalem"):

@@ -59,7 +59,7 @@ def params_file(folder, precision):
     [
         ("pipeline.train", "--keypoints", "portable"),
         ("pipeline.evaluate", "--images", "portable"),
-        ("pipeline.evaluate", "--images", "float32"),
+        pytest.param("pipeline.evaluate", "--images", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(

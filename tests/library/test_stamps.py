@@ -127,7 +127,7 @@ def photographs(shared_data, count):
     return [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
 
 
-@pytest.mark.parametrize("name", STAMPS)
+@pytest.mark.parametrize("name", ["bar", pytest.param("corner", marks=pytest.mark.slow)])
 def test_unrelated_photographs_with_one_stamp_are_not_accepted(shared_data, place, name):
     sides = [
         place.extract(STAMPS[name](image, n))

@@ -347,8 +347,10 @@ SCRIPT = """
 @pytest.mark.parametrize(
     ("end", "status"),
     [
-        ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", "KILLED"),
-        ("raise ValueError('broken')", "FAILED"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", "KILLED", marks=pytest.mark.slow
+        ),
+        pytest.param("raise ValueError('broken')", "FAILED", marks=pytest.mark.slow),
         ("os.kill(os.getpid(), signal.SIGKILL)", "RUNNING"),
     ],
 )
