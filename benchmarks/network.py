@@ -21,7 +21,6 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.synthetic import make_batch
 from superglue_sift import sinkhorn
 from superglue_sift.superglue import SuperGlue, mutual_matches
-from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import ground_truth
 from superglue_sift.weights import fuse_for_inference
 
@@ -240,8 +239,8 @@ def perturb(model: SuperGlue) -> SuperGlue:
 def answer(model: SuperGlue, batch: Any, precision: str) -> Answer:
     """Compute the answer under autocast of `precision`, as in training."""
     model.eval().zero_grad(set_to_none=True)
-    with torch.no_grad(), autocast(batch.device.type, precision):
-        log_P = model(batch)
+    with torch.no_grad():
+        (log_P,), _ = model.assign([batch], precision=precision)
     total, values = MatchingObjective(model, 3.0, 5.0, precision)(batch)
     (SCALE * total.sum()).backward()
     gradient = torch.cat([p.grad.double().flatten() for p in model.parameters()]) / SCALE

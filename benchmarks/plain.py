@@ -14,9 +14,14 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.batch import Keypoints
-from superglue_sift.network_inputs import choose_orientations, geometry_of, root_sift
-from superglue_sift.superglue import ENCODER_WIDTHS, SIFT_DIM, SuperGlue, SuperGlueConfig
+from superglue_sift.batch import Keypoints, choose_orientations, root_sift
+from superglue_sift.superglue import (
+    ENCODER_WIDTHS,
+    SIFT_DIM,
+    SuperGlue,
+    SuperGlueConfig,
+    geometry_of,
+)
 from superglue_sift.truth import UNMATCHED, Truth
 
 

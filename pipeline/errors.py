@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, NoReturn, Optional
 
-from superglue_sift.errors import Main, RequestError, WorkError, exit_code
+from superglue_sift.system import Main, RequestError, WorkError, exit_code
 
 __all__ = [
     "AGENT_PID",

@@ -34,7 +34,7 @@ import psutil
 from pipeline import errors
 from pipeline.errors import AGENT_PID, EXIT_FOLDER, LOST_PEER, STOPPED, STOPPING, RequestError
 from pipeline.processes import signals
-from superglue_sift import threads
+from superglue_sift import system
 
 DEFAULT_CPU_PROCESSES = 2
 AGENT = "--agent"  # first argument of the process in which torchrun runs
@@ -173,8 +173,8 @@ def max_restarts() -> int:
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     """Environment of the ranks."""
     values = dict(os.environ)
-    values.setdefault("OMP_NUM_THREADS", str(max(1, threads.usable_cores() // processes)))
-    threads.wait_passively(values)
+    values.setdefault("OMP_NUM_THREADS", str(max(1, system.usable_cores() // processes)))
+    system.wait_passively(values)
     # a restarted rank must not read a dead peer's address from a shared store: it would hang
     # (pytorch#135712)
     values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

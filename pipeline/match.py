@@ -6,10 +6,10 @@ matches.json`
 
 from __future__ import annotations
 
-from superglue_sift import threads
+from superglue_sift import system
 
 if __name__ == "__main__":
-    threads.wait_passively()  # before torch is loaded
+    system.wait_passively()  # before torch is loaded
 
 from pipeline import errors
 from superglue_sift.apps.cli import main

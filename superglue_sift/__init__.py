@@ -13,19 +13,18 @@ HEIC need more, imported on use. `pipeline` trains the models. In reading order:
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
     extractors                    other features and the kinds of their descriptors;
                                   opencv_features: two examples
-    superglue                     the network, with network_inputs, attention, sinkhorn (optimal
-                                  transport)
+    superglue                     the network, with attention, sinkhorn (optimal transport)
     geometry, pose, truth         homographies and cameras; which keypoints correspond
     refine, patches, tracks       positions of matches to a fraction of a pixel
-    scenes, classical, stamps     photographs of one place: which pairs are accepted, all keypoints
+    scenes, classical             photographs of one place: which pairs are accepted, all keypoints
                                   matched
     weights                       model files
     apps/                         the command line, folders of photographs, the page in the browser
     interop/                      COLMAP, hloc, OpenCV, LightGlue
     onnx                          the network for ONNX Runtime
     drawing, progress             pictures of matches; progress of long work
-    errors, files                 errors for the user; atomic writes
-    threads, torch_compat         how threads wait; differences from torch 1.10 to 2.x
+    system                        errors for the user, atomic writes, how threads wait
+    torch_compat                  differences from torch 1.10 to 2.x
     portable                      the same keypoints on every processor
 """
 
@@ -38,12 +37,12 @@ from superglue_sift import portable
 
 if TYPE_CHECKING:
     from superglue_sift.batch import Pair, PairBatch, from_pairs
-    from superglue_sift.errors import RequestError
     from superglue_sift.features import Features
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
     from superglue_sift.sift import extract as extract_sift
     from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+    from superglue_sift.system import RequestError
     from superglue_sift.weights import load_model
 
 __version__ = "0.1.0"
@@ -54,7 +53,7 @@ _HOMES = {
     "Matcher": "matcher",
     "MatchResult": "match_result",
     "Features": "features",
-    "RequestError": "errors",
+    "RequestError": "system",
     "SuperGlue": "superglue",
     "SuperGlueConfig": "superglue",
     "mutual_matches": "superglue",

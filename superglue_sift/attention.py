@@ -4,20 +4,16 @@ equations 3 to 5); its norms; rotary positions.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from superglue_sift.batch import Images
-from superglue_sift.torch_compat import (
-    can_compile,
-    cast_as_autocast,
-    layer_norm,
-    scaled_dot_product_attention,
-)
+from superglue_sift.torch_compat import LayerNorm, chunked_attention, is_traced
 
 # Initial standard deviation of the frequencies of rotary positions, radians over half an image
 SPREAD = 2.0
@@ -41,15 +37,24 @@ class AttentionalLayer(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(
-        self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor] = None
+        self,
+        x: Tensor,
+        images: Images,
+        dtype: Optional[torch.dtype],
+        cross: bool,
+        rotation: Optional[Tensor] = None,
     ) -> Tensor:
-        """x (T, D) -> (T, D), in float32 also under autocast: the residual stream is not rounded.
+        """x (T, D) -> (T, D).
 
-        cross: whether each image attends to the other image of its pair, else to itself.
-        rotation: of queries and keys, (2, T, d / 2), see `rotate`.
+        dtype: of the products by autocast, None: that of the weights. The residual stream is not
+        rounded to it. cross: whether each image attends to the other image of its pair, else to
+        itself. rotation: of queries and keys, (2, T, d / 2), see `rotate`.
         """
-        state = cast_as_autocast(x.to(self.query_key_value.weight.dtype))
-        return x + self.mlp([state, self.attend(state, images, cross, rotation)], images.valid)
+        state = x.to(dtype or self.query_key_value.weight.dtype)
+        # in the layer, not around all of them: gradient checkpointing runs it again
+        with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+            message = self.attend(state, images, cross, rotation)
+            return x + self.mlp([state, message], images.valid)
 
     def attend(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor]) -> Tensor:
         """Messages (T, D), from the merged heads (equations 4 and 5)."""
@@ -71,11 +76,37 @@ class AttentionalLayer(nn.Module):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """`scaled_dot_product_attention`, with a faster gradient for bfloat16 on a CPU."""
+    """softmax(q k^T / sqrt(d)) v, without storing the weights (equation 4).
+
+    query (B, H, M, d); key, value (B, H, N, d); visible (B, 1, 1, N) bool, True for keys to attend
+    to, None: all. Returns (B, H, M, d).
+    """
+    if not hasattr(nn.functional, "scaled_dot_product_attention"):
+        return chunked_attention(query, key, value, visible)
     learns = torch.is_grad_enabled() and query.requires_grad
-    if learns and query.dtype == torch.bfloat16 and query.device.type == "cpu" and can_compile():
+    if learns and query.dtype == torch.bfloat16 and query.device.type == "cpu":
         return _PlainGradient.apply(query, key, value, visible)
-    return scaled_dot_product_attention(query, key, value, visible)
+    return _by_kernel(query, key, value, visible)
+
+
+def _by_kernel(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+    if visible is not None and is_traced():
+        # what the kernel does; for a bool mask ONNX also tests all weights for nan, which takes
+        # half of the time of a pair
+        visible = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
+    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+
+
+def _without_cudnn() -> ContextManager[Any]:
+    """A context without cuDNN, which plans for each new shape: 70 ms of a core on an H100."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:  # torch 2.2 or older
+        return contextlib.nullcontext()
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
 
 
 class _PlainGradient(torch.autograd.Function):
@@ -91,7 +122,7 @@ class _PlainGradient(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, visible)
-        return scaled_dot_product_attention(query, key, value, visible)
+        return _by_kernel(query, key, value, visible)
 
     @staticmethod
     @once_differentiable
@@ -158,7 +189,7 @@ class MLP(nn.Sequential):
         there is none.
         """
         first: Any = self[0]
-        weights = cast_as_autocast(first.weight).split([each.shape[1] for each in inputs], 1)
+        weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
         x = nn.functional.linear(inputs[0], weights[0], first.bias)
         for each, weight in zip(inputs[1:], weights[1:]):
             x = torch.addmm(x, each, weight.t())
@@ -180,14 +211,15 @@ class TokenBatchNorm(nn.Module):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    momentum = 0.1
+    eps = 1e-5
+
+    def __init__(self, channels: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.momentum = momentum
-        self.eps = eps
         self.reduce: Optional[Reduce] = None
 
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
@@ -219,9 +251,7 @@ class TokenBatchNorm(nn.Module):
 
 def token_norm(kind: str, channels: int) -> nn.Module:
     """The norm of a hidden layer: "layer" or "batch"."""
-    if kind not in ("layer", "batch"):
-        raise ValueError(f"norm {kind!r}: must be layer or batch")
-    return layer_norm(channels) if kind == "layer" else TokenBatchNorm(channels)
+    return LayerNorm(channels) if kind == "layer" else TokenBatchNorm(channels)
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:

@@ -10,6 +10,11 @@ Pairs of different sizes are sorted into a few batches with little padding
 (`PairBatch.size_classes`). The network reads the keypoints of all images of these batches as one
 tensor (T, ...), padding included (`Keypoints`), since only attention and transport need to know
 which image a keypoint belongs to (`Images`).
+
+SIFT has a descriptor for each strong orientation, and the strongest one changes between views. Lowe
+(2004, section 5) creates a keypoint for each. Here a point remains one keypoint, so that truth and
+matches are one to one, and its orientation is the one whose descriptor is closer to a descriptor of
+the other image (`choose_orientations`).
 """
 
 from __future__ import annotations
@@ -22,12 +27,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from superglue_sift.geometry import Size
 from superglue_sift.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.torch_compat import floats_of_bytes
 
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
 MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
+MAX_BYTES = 256 << 20  # of the cosines of descriptors that are held at a time
+_ONE = KEYPOINT.itemsize
+_ANGLE = slice(12, 16)  # bytes of a record, behind x, y and scale
+_SECOND_ANGLE = slice(_ONE, _ONE + 4)
 
 
 class Pair(NamedTuple):
@@ -35,8 +45,8 @@ class Pair(NamedTuple):
 
     records0: np.ndarray
     records1: np.ndarray
-    size0: Tuple[int, int]
-    size1: Tuple[int, int]
+    size0: Size
+    size1: Size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +143,20 @@ class PairBatch:
     def mask(self, side: int) -> Tensor:
         """(B, M) or (B, N) bool, True for keypoints, on the device."""
         counts = (self.counts0, self.counts1)[side]
-        width = (self.records0, self.records1)[side].shape[1]
+        width = self.records(side).shape[1]
         return to_device_async(torch.arange(width) < counts[:, None], self.device)
+
+    def records(self, side: int) -> Tensor:
+        """`records0` or `records1`."""
+        return self.records1 if side else self.records0
+
+    def keypoints(self, side: int) -> Tensor:
+        """(B, M, 2) or (B, N, 2) float32, px."""
+        return floats_of_bytes(self.records(side)[..., :DESCRIPTOR_AT])[..., :2]
+
+    def descriptors(self, side: int) -> Tensor:
+        """(B, M, R - 20) or (B, N, R - 20) uint8."""
+        return self.records(side)[..., DESCRIPTOR_AT:]
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors but the counts."""
@@ -145,34 +167,10 @@ class PairBatch:
         }
         return dataclasses.replace(self, **changes)
 
-    @property
-    def keypoints0(self) -> Tensor:
-        """(B, M, 2) float32, px."""
-        return floats_of_bytes(self.records0[..., :DESCRIPTOR_AT])[..., :2]
-
-    @property
-    def keypoints1(self) -> Tensor:
-        """(B, N, 2) float32, px."""
-        return floats_of_bytes(self.records1[..., :DESCRIPTOR_AT])[..., :2]
-
-    @property
-    def descriptors0(self) -> Tensor:
-        """(B, M, R - 20) uint8."""
-        return self.records0[..., DESCRIPTOR_AT:]
-
-    @property
-    def descriptors1(self) -> Tensor:
-        """(B, N, R - 20) uint8."""
-        return self.records1[..., DESCRIPTOR_AT:]
-
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
     """Copy from the host to `device`; to a GPU asynchronously, through page-locked memory."""
-    return (
-        values.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else values.to(device)
-    )
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def size_class(keypoints: int) -> int:
@@ -268,9 +266,7 @@ class Keypoints(NamedTuple):
     def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
         """The keypoints of these batches."""
         images = Images.of(batches)
-        records = images.join(
-            [records for batch in batches for records in (batch.records0, batch.records1)]
-        )
+        records = images.join([batch.records(side) for batch in batches for side in (0, 1)])
         sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
         size = images.join(
             [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
@@ -285,7 +281,7 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
     """One padded buffer (B, N, R) uint8 of all views, and the counts (B,) int64."""
     counts = [len(r) for r in records]
     # at least one column, so that empty views need no special case
-    buffer = torch.empty((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
+    buffer = torch.zeros((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
         if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
             raise TypeError(
@@ -293,8 +289,6 @@ def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tenso
             )
         size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
         row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
-        row[: len(r), size:] = 0
-        row[len(r) :] = 0
     return buffer, torch.tensor(counts, dtype=torch.int64)
 
 
@@ -320,3 +314,73 @@ def from_pairs(
     H = None if H_0to1 is None else torch.from_numpy(H_0to1)
     regions = None if cells is None else torch.from_numpy(cells)
     return PairBatch(records0, records1, counts0, counts1, size0, size1, H, regions)
+
+
+@torch.no_grad()
+def choose_orientations(batch: PairBatch) -> PairBatch:
+    """Replace ORIENTED records by KEYPOINT records; other batches are returned unchanged."""
+    if batch.records0.shape[-1] != ORIENTED.itemsize:
+        return batch
+    best0, best1 = _largest_cosines(_both_units(batch.records0), _both_units(batch.records1))
+    records0 = _choose(batch.records0, best0)
+    records1 = _choose(batch.records1, best1)
+    return dataclasses.replace(batch, records0=records0, records1=records1)
+
+
+def choose_pair(pair: Pair) -> Pair:
+    """`choose_orientations` for one pair."""
+    if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
+        return pair
+    chosen = choose_orientations(from_pairs([pair]))
+    records0, records1 = (
+        chosen.records(side)[0, : len(pair[side])].numpy().reshape(-1).view(KEYPOINT)
+        for side in (0, 1)
+    )
+    return Pair(records0, records1, pair.size0, pair.size1)
+
+
+def _both_units(records: Tensor) -> Tensor:
+    """RootSIFT of both orientations of each keypoint, which are adjacent, (B, 2 N, 128).
+
+    Padding and missing second descriptors are zero, so their cosine is the minimum, 0.
+    """
+    first = records[..., DESCRIPTOR_AT:_ONE]
+    second = records[..., _SECOND_ANGLE.stop :]
+    return root_sift(torch.stack([first, second], 2).flatten(1, 2))
+
+
+def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
+    """Largest cosine of each orientation with any of the other image: (B, M, 2) and (B, N, 2)."""
+    best0 = units0.new_empty(units0.shape[:2])
+    best1 = units1.new_zeros(units1.shape[:2])
+    fitting = max(1, MAX_BYTES // (4 * units1.shape[1]))  # rows
+    pairs = max(1, fitting // units0.shape[1])
+    for start in range(0, len(units0), pairs):
+        chunk = slice(start, start + pairs)
+        for first in range(0, units0.shape[1], fitting):
+            rows = slice(first, first + fitting)
+            # (pairs, rows, 2 N)
+            cosines = torch.bmm(units0[chunk, rows], units1[chunk].transpose(1, 2))
+            best0[chunk, rows] = cosines.amax(2)
+            torch.maximum(best1[chunk], cosines.amax(1), out=best1[chunk])
+    return best0.unflatten(1, (-1, 2)), best1.unflatten(1, (-1, 2))
+
+
+def _choose(records: Tensor, best: Tensor) -> Tensor:
+    """Records (B, N, 280) to (B, N, 148), with angle and descriptor of the better one."""
+    first, second = best.unbind(2)
+    parts = (
+        records[..., : _ANGLE.start],
+        records[..., _SECOND_ANGLE],
+        records[..., _ANGLE.stop : DESCRIPTOR_AT],
+        records[..., _SECOND_ANGLE.stop :],
+    )
+    return torch.where((second > first).unsqueeze(2), torch.cat(parts, -1), records[..., :_ONE])
+
+
+def root_sift(descriptors: Tensor) -> Tensor:
+    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay
+    zeros.
+    """
+    values = descriptors.float()
+    return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from superglue_sift.files import write_atomic
+from superglue_sift.geometry import Size
+from superglue_sift.system import FileName, write_atomic
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
@@ -69,7 +70,7 @@ class Picture:
         """The bytes of a file (`drawing.encode`)."""
         return encode(ending, self.pixels)
 
-    def save(self, path: Union[str, Path]) -> None:
+    def save(self, path: FileName) -> None:
         """Write the picture (`write`)."""
         write(Path(path), self.pixels)
 
@@ -104,7 +105,7 @@ def drawing_order(panel: Panel) -> np.ndarray:
     return np.lexsort((panel.scores, panel.is_wrong))
 
 
-def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.ndarray:
+def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
     """(K,) int64: matches in the order in which they become lines.
 
     First the strongest of each cell of an image of `size` (width, height), then the second of each,
@@ -120,7 +121,7 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Tuple[int, int]) -> np.
     return np.lexsort((-np.asarray(scores), turns))
 
 
-def draw_lines(canvas: np.ndarray, panel: Panel, size: Tuple[int, int]) -> None:
+def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     """Draw the matches of a panel on two images side by side; size: (width, height) of the left."""
     order = drawing_order(panel)
     lines = spread(panel.points0, panel.scores, size)[:LINES]

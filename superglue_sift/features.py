@@ -13,11 +13,11 @@ import PIL.Image
 import torch
 
 from superglue_sift import geometry, sift
-from superglue_sift.errors import RequestError
 from superglue_sift.extractors import kind_of
 from superglue_sift.images import UPRIGHT, Photo, pixels_of, read_photo
-from superglue_sift.network_inputs import TYPICAL_SCORE
 from superglue_sift.sift import KEYPOINT, whole_sift
+from superglue_sift.superglue import TYPICAL_SCORE
+from superglue_sift.system import RequestError
 
 # Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of
 # 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,

@@ -1,5 +1,5 @@
 """Points in two images: homographies, as maps of the plane and fitted to matches, and fundamental
-matrices. (`pose`: the relative pose of two cameras.)
+matrices; local maps around matches. (`pose`: the relative pose of two cameras.)
 
 Points are in pixels: x right, y down, centre of the first pixel at (0, 0). H_a_to_b maps points of
 frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by element: the sums of matrix
@@ -16,6 +16,8 @@ from typing import NamedTuple, Optional, Tuple
 import cv2
 import numpy as np
 
+Size = Tuple[int, int]  # of an image: (width, height)
+
 TINY = np.finfo(np.float64).tiny
 REFERENCE_PX = 1024  # longer side of an image at which lengths in pixels were chosen
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
@@ -31,6 +33,13 @@ MODEL_LIMITS_PX = (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
 MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
+# Local maps
+NEIGHBOURS = 10  # matches to fit a map to
+NEAR_PX = 30.0  # distance at which a neighbour has half the weight
+PRIOR_PX = 5.0  # weight of the global map: that of one neighbour at this distance
+GEOMETRY_PX = 3.0  # inlier distance of the geometry
+PLANAR = 0.6  # minimum fraction of inliers of a homography whose derivatives are used
+MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 
 
 def transform(points, H):
@@ -118,15 +127,13 @@ def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     return max(1.0, max(size) / side)
 
 
-def corners(size: Tuple[int, int]) -> np.ndarray:
+def corners(size: Size) -> np.ndarray:
     """Centres of the corner pixels of an image (width, height): (4, 2) float64, clockwise."""
     w, h = size
     return np.array([[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]], dtype=np.float64)
 
 
-def corner_error(
-    H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Tuple[int, int]
-) -> float:
+def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Size) -> float:
     """Mean distance in px of image 0's corners mapped by both; inf without an estimate.
 
     The error of SuperGlue, section 5.1.
@@ -293,46 +300,6 @@ def _within(
         return np.linalg.norm(transform(points0, H) - points1, axis=1) <= threshold_px
 
 
-def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Similarity that moves the mean to 0 and the mean distance to sqrt(2) (Hartley 1997)."""
-    mean = weights @ points / weights.sum()
-    spread = weights @ np.linalg.norm(points - mean, axis=1) / weights.sum()
-    scale = np.sqrt(2.0) / max(float(spread), 1e-12)
-    return np.array([[scale, 0, -scale * mean[0]], [0, scale, -scale * mean[1]], [0, 0, 1.0]])
-
-
-def fit_dlt(
-    points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None
-) -> Optional[np.ndarray]:
-    """Weighted least-squares homography 0 -> 1 over all matches, the paper's "DLT" column.
-
-    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2),
-    without outlier rejection. Each match (N, 2) px scales its two equations by its weight (N,), 0
-    or more; None: equal weights. Returns (3, 3) float64, or None for fewer than four matches of
-    positive weight or a degenerate set.
-    """
-    weights = np.ones(len(points0)) if weights is None else np.asarray(weights, np.float64)
-    used = weights > 0
-    if used.sum() < MIN_POINTS:
-        return None
-    p0, p1 = (np.asarray(points, np.float64)[used] for points in (points0, points1))
-    w = weights[used]
-    T0 = _conditioner(p0, w)
-    T1 = _conditioner(p1, w)
-    homogeneous = to_homogeneous(transform(p0, T0))
-    x, y = transform(p1, T1).T
-    zeros = np.zeros_like(homogeneous)
-    horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
-    vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
-    rows = np.concatenate([horizontal * w[:, None], vertical * w[:, None]])
-    # The null vector of the rows, by the 9x9 normal matrix at a fraction of the cost of their SVD
-    values, vectors = np.linalg.eigh(rows.T @ rows)
-    if values[1] <= 1e-12 * values[-1]:
-        return None  # a second null direction: collinear or coincident points
-    H = compose(inverse(T1), vectors[:, 0].reshape(3, 3), T0)
-    return H if np.isfinite(H).all() else None
-
-
 def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
     """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++.
 
@@ -363,3 +330,46 @@ def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) 
 def to_homogeneous(points: np.ndarray) -> np.ndarray:
     """(K, 2) -> (K, 3), with a last entry of 1."""
     return np.column_stack([points, np.ones(len(points))])
+
+
+def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
+
+    For inliers of a homography that fits most matches, its derivative. For others, the
+    least-squares affine map of the nearest inliers of one homography or epipolar geometry; without
+    these, `fallback` (K, 2, 2).
+    """
+    given = points0.astype(np.float32), points1.astype(np.float32)
+    H, planar = fit_homography(*given, GEOMETRY_PX)
+    agreeing = planar
+    if planar.sum() < PLANAR * len(planar):
+        agreeing = planar | fit_fundamental(*given, GEOMETRY_PX).inliers
+    if agreeing.sum() < MIN_AGREEING:
+        return fallback
+    maps = nearest_affine(points0, points1, agreeing)
+    if H is not None and planar.sum() >= PLANAR * agreeing.sum():
+        maps[planar] = jacobians(H, points0[planar])
+    return maps
+
+
+def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
+    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, at least one.
+
+    Each is regularized by the map of all of these.
+    """
+    from scipy.spatial import KDTree
+
+    own = points0[agreeing]
+    theirs = points1[agreeing]
+    count = min(NEIGHBOURS, len(own))
+    distance, index = KDTree(own).query(points0, count)
+    weight = 1.0 / (NEAR_PX + distance)
+    weight = weight / weight.sum(1, keepdims=True)
+    p, q = (
+        points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
+        for points in (own, theirs)
+    )
+    whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
+    normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
+    right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
+    return np.linalg.solve(normal, right).swapaxes(1, 2)

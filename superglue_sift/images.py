@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import NamedTuple, Tuple, Union
+from typing import NamedTuple, Tuple
 
 import cv2
 import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from superglue_sift.errors import RequestError
+from superglue_sift.system import FileName, RequestError
 
 # of images in folders
 EXTENSIONS = (
@@ -81,19 +81,19 @@ def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.nd
     return decode(data, name, False, frame)[0]
 
 
-def read_gray(path: Union[str, Path], frame: str = STORED) -> np.ndarray:
+def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
     """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
     return decode_gray(read(path), str(path), frame)
 
 
-def read_photo(path: Union[str, Path], frame: str) -> Photo:
+def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
     shown, turn = decode(read(path), str(path), False, UPRIGHT)
     size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
     return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
 
 
-def read(path: Union[str, Path]) -> bytes:
+def read(path: FileName) -> bytes:
     """Read the bytes of a file. Raises RequestError if it cannot be read."""
     try:
         return Path(path).read_bytes()

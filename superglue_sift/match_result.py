@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Tuple
+import itertools
+from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift import drawing, geometry, refine, stamps
-from superglue_sift.errors import RequestError
+from superglue_sift import drawing, geometry, refine
 from superglue_sift.features import Features, Image, photo_of
+from superglue_sift.geometry import Size
 from superglue_sift.images import UPRIGHT, Photo
 from superglue_sift.pose import Pose, relative_pose
 from superglue_sift.sift import positions
+from superglue_sift.system import RequestError
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 # Distances up to which a match is an inlier, in pixels of an image of `geometry.REFERENCE_PX`
 INLIER_PX = 3.0  # of a homography or a fundamental matrix
 POSE_PX = 1.0  # of a relative pose
+# Of stamps (`find_stamps`), also in pixels of such an image
+SAME_PX = 1.5  # scatter of the translations of one stamp
+PLACE_PX = 10.0  # maximum distance from the same place in both images
+AROUND_PX = 16.0  # letters this far from a stamp's matches belong to it
+FEWEST = 4  # matches of a stamp
+BORDER = 0.12  # width of the border, of the shorter side
+# Ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+SPREAD = 0.28
+# True motion is smooth: a few matches share a translation, and many more have similar ones.
+ALONE = 2.0  # minimum ratio of a stamp's matches to those
+SIMILAR = 4.0  # times SAME_PX: limit of similar translations
 
 
 class MatchResult(NamedTuple):
@@ -46,8 +59,8 @@ class MatchResult(NamedTuple):
     keypoints1: np.ndarray
     matches: np.ndarray
     scores: np.ndarray
-    size0: Tuple[int, int]
-    size1: Tuple[int, int]
+    size0: Size
+    size1: Size
     aligned0: Optional[np.ndarray] = None
     aligned1: Optional[np.ndarray] = None
     deviations: Optional[np.ndarray] = None
@@ -157,12 +170,26 @@ class MatchResult(NamedTuple):
         return self.pair_score is None or len(self.matches) > 0
 
     def find_stamps(self) -> np.ndarray:
-        """(K,) bool: matches of a date bar, a logo or a watermark of both images (`stamps`).
+        """(K,) bool: matches of date bars, logos and watermarks, which no geometry uses.
 
-        No geometry uses them.
+        A stamp lies at the same place in both images, so its matches share one translation, and any
+        F = [e]x fits them: two unrelated photographs with one date bar would show the same place.
+        COLMAP's watermark test looks for a translation among matches near the border. Here those in
+        the middle count too: photographs that are identical, or of one tripod, agree all over the
+        picture, a stamp in a small part of it.
         """
-        sides = (self.points0, self.points1, self.keypoints0, self.keypoints1)
-        return stamps.find_stamps(*sides, self.size0, self.size1)
+        found = np.zeros(len(self.matches), bool)
+        sizes = (self.size0, self.size1)
+        for stamp in _translations(self.points0, self.points1, *sizes):
+            place0 = self.points0[stamp]
+            place1 = self.points1[stamp]
+            spread0 = _spread(place0, self.keypoints0, self.size0)
+            spread1 = _spread(place1, self.keypoints1, self.size1)
+            if min(spread0, spread1) < SPREAD:
+                # wrong matches between two letters of the stamp, which lie on one line, also fit F
+                on_both = near_stamp(self.points0, place0, *sizes)
+                found |= on_both & near_stamp(self.points1, place1, *sizes)
+        return found
 
     def homography(self, threshold_px: Optional[float] = None) -> geometry.Fit:
         """Robust homography from pixels of image 0 to image 1 (`geometry.fit_homography`).
@@ -172,9 +199,10 @@ class MatchResult(NamedTuple):
         larger than 1,024 px as much more as they are larger.
         """
         to0, to1 = self._reductions()
-        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
         fit = self._fit(
-            lambda r: geometry.fit_homography(r.points0, r.points1, limit, r.deviations)
+            lambda r, px: geometry.fit_homography(r.points0, r.points1, px, r.deviations),
+            INLIER_PX,
+            threshold_px,
         )
         if fit.model is None:
             return fit
@@ -187,8 +215,11 @@ class MatchResult(NamedTuple):
         in pixels of image 1; None: as for `homography`.
         """
         to0, to1 = self._reductions()
-        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
-        fit = self._fit(lambda r: geometry.fit_fundamental(r.points0, r.points1, limit))
+        fit = self._fit(
+            lambda r, px: geometry.fit_fundamental(r.points0, r.points1, px),
+            INLIER_PX,
+            threshold_px,
+        )
         return fit if fit.model is None else fit._replace(model=to1.T @ fit.model @ to0)
 
     def relative_pose(
@@ -201,9 +232,10 @@ class MatchResult(NamedTuple):
         intrinsics of another shape.
         """
         to0, to1 = self._reductions()
-        limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return self._fit(
-            lambda r: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, limit, r.deviations)
+            lambda r, px: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, px, r.deviations),
+            POSE_PX,
+            threshold_px,
         )
 
     def _reductions(self) -> Tuple[np.ndarray, np.ndarray]:
@@ -214,8 +246,15 @@ class MatchResult(NamedTuple):
         )
         return to0, to1
 
-    def _fit(self, fit: Callable[[MatchResult], Any]) -> Any:
-        """`fit` of the reduced matches that lie on no stamp; the others are outliers."""
+    def _fit(
+        self,
+        fit: Callable[[MatchResult, float], Any],
+        usual_px: float,
+        threshold_px: Optional[float],
+    ) -> Any:
+        """`fit` of the reduced matches that lie on no stamp, and of the limit for them; the others
+        are outliers. usual_px: the limit if `threshold_px` is None.
+        """
         kept = ~self.find_stamps()
         to0, to1 = self._reductions()
         few = self.only(kept)
@@ -224,7 +263,8 @@ class MatchResult(NamedTuple):
                 aligned0=geometry.transform(few.points0, to0),
                 aligned1=geometry.transform(few.points1, to1),
                 deviations=None if few.deviations is None else few.deviations * to1[0, 0],
-            )
+            ),
+            usual_px if threshold_px is None else threshold_px * to1[0, 0],
         )
         inliers = np.zeros(len(kept), bool)
         inliers[kept] = found.inliers
@@ -283,3 +323,64 @@ class MatchResult(NamedTuple):
         if first is None or second is None:
             raise RequestError("the images are not known: pass them, show(image0, image1)")
         return photo_of(first, self.frame), photo_of(second, self.frame)
+
+
+def near_stamp(points: np.ndarray, stamp: np.ndarray, size0: Size, size1: Size) -> np.ndarray:
+    """(n,) bool: points (n, 2) of one image on the stamp whose matches are at `stamp` (k, 2)."""
+    from scipy.spatial import KDTree
+
+    if not len(stamp):
+        return np.zeros(len(points), bool)
+    limit = AROUND_PX * max(map(geometry.unit_of, (size0, size1)))
+    return KDTree(stamp).query(points, distance_upper_bound=limit)[0] < np.inf
+
+
+def _translations(
+    points0: np.ndarray, points1: np.ndarray, size0: Size, size1: Size
+) -> Iterator[np.ndarray]:
+    """(K,) bool each: at least FEWEST matches that share one translation, of a stamp at a fixed
+    place from two edges or the centre.
+
+    It is drawn in pixels, or grows with the image that it is drawn on.
+    """
+    unit = max(map(geometry.unit_of, (size0, size1)))
+    for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
+        shifts = points1 - scale * points0
+        wider = size1[0] - scale * size0[0]
+        higher = size1[1] - scale * size0[1]
+        places = itertools.product((0, wider / 2, wider), (0, higher / 2, higher))
+        for place in dict.fromkeys(places):
+            stamp = _one_translation(shifts, np.array(place), unit)
+            if stamp.sum() >= FEWEST:
+                yield stamp
+
+
+def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
+    """(K,) bool: shifts (K, 2) like the most frequent one near `place`, if it stands out."""
+    from scipy.spatial import KDTree
+
+    none = np.zeros(len(shifts), bool)
+    here = shifts[np.linalg.norm(shifts - place, axis=1) <= PLACE_PX * unit]
+    if len(here) < FEWEST:
+        return none
+    counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
+    distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
+    same = distance <= SAME_PX * unit
+    similar = (distance <= SIMILAR * SAME_PX * unit) & ~same
+    return same if same.sum() >= ALONE * similar.sum() else none
+
+
+def _spread(stamp: np.ndarray, every: np.ndarray, size: Size) -> float:
+    """Area over which `stamp` (k, 2) scatters, over that of all keypoints `every` (n, 2).
+
+    An area is the square root of the determinant of the covariance. What lies at the border does
+    not count; 0 if no match is left.
+    """
+    border = BORDER * min(size)
+    high = np.array(size) - 1 - border
+    stamp = stamp[((stamp >= border) & (stamp <= high)).all(1)]
+    every = every[((every >= border) & (every <= high)).all(1)]
+    if len(stamp) < 3:
+        return 0.0
+    area = np.linalg.det(np.cov(stamp.T))
+    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(every.T)), 1e-12)))

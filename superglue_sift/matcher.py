@@ -37,15 +37,15 @@ from typing import (
 import numpy as np
 import torch
 
-from superglue_sift import scenes, threads
+from superglue_sift import scenes, system
 from superglue_sift.batch import Pair, from_pairs, size_class
-from superglue_sift.errors import RequestError, check_range
 from superglue_sift.extractors import DEFAULT, DENSE, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, UPRIGHT, decode, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.system import FileName, RequestError, check_range
 from superglue_sift.torch_compat import no_compiler
 from superglue_sift.weights import (
     THRESHOLD,
@@ -125,7 +125,7 @@ class Matcher:
     @classmethod
     def load(
         cls,
-        path: Union[str, Path, None] = None,
+        path: Optional[FileName] = None,
         device: str = "auto",
         *,
         max_keypoints: Optional[int] = None,
@@ -180,7 +180,7 @@ class Matcher:
             return self.extract_gray(gray_of(image))._replace(image=image)
         return self.extract_file(read(image), image)
 
-    def extract_file(self, data: bytes, path: Union[str, Path]) -> Features:
+    def extract_file(self, data: bytes, path: FileName) -> Features:
         """`extract` for the bytes of a file."""
         gray, turned = decode(data, str(path), True, self.frame)
         features = self.extract_gray(gray)
@@ -291,7 +291,7 @@ class Matcher:
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
-            self.workers = threads.usable_cores()
+            self.workers = system.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
     def _match(
@@ -302,10 +302,9 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            found = self._ask([self._pair(*pair) for pair in sides])
-            answers = [answer.above(self.threshold) for answer in found]
+            answers = self._ask([self._pair(*pair) for pair in sides])
             results = [
-                MatchResult.of(*pair, *answer)._replace(threshold=self.threshold)
+                MatchResult.of(*pair, *answer).above(self.threshold)
                 for pair, answer in zip(sides, answers)
             ]
         if not aligned:
@@ -329,9 +328,9 @@ class Matcher:
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(pair, self.resize) for pair in sides]
-        few = np.arange(rules.network_keypoints)
+        few = slice(rules.network_keypoints)
         asked = [
-            self._pair(*(scenes.select(side, few[: len(side.records)]) for side in each.sides))
+            self._pair(*(scenes.select(side, few) for side in each.sides))
             for each in screened
             if each.agreeing >= rules.likely
         ]
@@ -380,8 +379,9 @@ def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optiona
     """The extractor of a model: SIFT, or code that the caller allowed by name; else None."""
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
-    extractor = load_extractor(of_model) if allowed or of_model == DEFAULT.name else None
-    return DENSE if scene and extractor is DEFAULT else extractor
+    if of_model == DEFAULT.name:
+        return DENSE if scene else DEFAULT
+    return load_extractor(of_model) if allowed else None
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:

@@ -27,22 +27,20 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superglue_sift import errors
-from superglue_sift.batch import Images, Keypoints, Pair
-from superglue_sift.errors import RequestError, check_range
+from superglue_sift import system
+from superglue_sift.batch import Images, Keypoints, Pair, choose_pair
 from superglue_sift.features import Features
-from superglue_sift.files import check_writable
 from superglue_sift.matcher import RESIZE
-from superglue_sift.network_inputs import TYPICAL_SCORE, choose_pair
-from superglue_sift.sift import KEYPOINT, MIN_SCALE, positions, root_sift_of
+from superglue_sift.sift import MIN_SCALE, positions
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.superglue import SIFT_DIM, SuperGlue, mutual_matches
+from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
+from superglue_sift.system import FileName, RequestError, check_range, check_writable, import_extra
 from superglue_sift.torch_compat import can_export
 from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
@@ -50,6 +48,8 @@ OPSET = 18  # minimum that torch's exporter writes without conversion
 IR_VERSION = 8  # of OPSET; with the exporter's own, 10, ONNX Runtime must be 1.18 or newer
 SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
 INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
+# Of each keypoint; others are one number
+WIDTHS = {"keypoints": (2,), "kpts": (2,), "descriptors": (SIFT_DIM,), "desc": (SIFT_DIM,)}
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
 COLMAP_SIDE = ("kpts", "desc", "image_size", "scales", "oris")
 COLMAP_INPUTS = tuple(f"{name}{side}" for name in COLMAP_SIDE for side in "01")
@@ -198,22 +198,6 @@ def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, COLMAP_OUTPUTS)}
 
 
-def example(
-    batch: int = 2, counts: Tuple[int, int] = (7, 5), device: str = "cpu"
-) -> Tuple[Tensor, ...]:
-    """INPUTS of synthetic keypoints; the last one of each image is masked."""
-    generator = torch.Generator().manual_seed(0)
-    values: List[Tensor] = []
-    for count in counts:
-        shapes = [(batch, count, *rest) for rest in ((2,), (SIFT_DIM,), (), (), ())]
-        drawn = [torch.rand(shape, generator=generator) for shape in shapes]
-        position, descriptors, scores, scales, angles = drawn
-        values += [position * 400, (descriptors * 255).round(), scores / 10]
-        values += [1 + scales * 9, angles * 360, torch.tensor([[640.0, 480.0]]).repeat(batch, 1)]
-        values.append(torch.arange(count).expand(batch, count) < max(count - 1, 0))
-    return tuple(value.to(device) for value in values)
-
-
 def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     """The graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
     values: Dict[str, np.ndarray] = {}
@@ -226,22 +210,6 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
         )
         values["mask" + side] = np.ones((1, len(records)), bool)
     return values
-
-
-def colmap_inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
-    """COLMAP_INPUTS by name, for one pair of SIFT features with one orientation each."""
-    values: Dict[str, np.ndarray] = {}
-    for side, features in zip("01", (side0, side1)):
-        records = features.records
-        columns = {
-            "kpts": features.keypoints,
-            "desc": root_sift_of(records["descriptor"]),
-            "image_size": np.array(features.size),
-            "scales": records["scale"] / 2,
-            "oris": np.deg2rad(records["angle"]),
-        }
-        values.update({name + side: v.astype(np.float32)[None] for name, v in columns.items()})
-    return {name: values[name] for name in COLMAP_INPUTS}
 
 
 def program(
@@ -261,26 +229,30 @@ def program(
         )
     dim = torch.export.Dim
     counts = {"0": dim("keypoints0"), "1": dim("keypoints1")}
-    module: nn.Module = PaddedSuperGlue(model, threshold)
     if form == "colmap":
-        module = ColmapSuperGlue(model, threshold, max_keypoints)
-        none = Features(np.zeros(5, KEYPOINT), (640, 480))
-        values = tuple(map(torch.from_numpy, colmap_inputs_of(none, none).values()))
+        module: nn.Module = ColmapSuperGlue(model, threshold, max_keypoints)
+        pairs = 1
         axes = {}
     else:
-        values = example()
+        module = PaddedSuperGlue(model, threshold)
+        pairs = 2
         axes = {0: dim("batch")}
-    shapes = [
-        axes if name.startswith("image_size") else {**axes, 1: counts[name[-1]]}
-        for name in FORMS[form][0]
-    ]
+    values = []
+    shapes = []
+    for name in FORMS[form][0]:
+        kind = name[:-1]
+        of_image = kind == "image_size"
+        shape = (2,) if of_image else (5, *WIDTHS.get(kind, ()))
+        dtype = torch.bool if kind == "mask" else torch.float32
+        values.append(torch.ones((pairs, *shape), dtype=dtype))
+        shapes.append(axes if of_image else {**axes, 1: counts[name[-1]]})
     with torch.no_grad():
-        return torch.export.export(module.eval(), values, dynamic_shapes=(tuple(shapes),))
+        return torch.export.export(module.eval(), tuple(values), dynamic_shapes=(tuple(shapes),))
 
 
 def export(
-    path: Union[str, Path],
-    model: Union[str, Path, None] = None,
+    path: FileName,
+    model: Optional[FileName] = None,
     threshold: Optional[float] = None,
     form: str = "any",
     max_keypoints: int = COLMAP_KEYPOINTS,
@@ -297,11 +269,8 @@ def export(
     if path.suffix != ".onnx":
         raise RequestError(f"{path}: must end in .onnx")
     check_writable(path)
-    try:
-        import onnx
-        import onnxscript  # noqa: F401 (torch's exporter needs it)
-    except ImportError:
-        raise RequestError("ONNX needs more packages: pip install 'superglue-sift[onnx]'") from None
+    onnx = import_extra("onnx", "onnx")
+    import_extra("onnxscript", "onnx")  # torch's exporter needs it
     network, info = load_model(model or shipped_weights())
     threshold = match_threshold(info) if threshold is None else threshold
     names = dict(zip(("input_names", "output_names"), FORMS[form]))
@@ -345,4 +314,4 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(errors.exit_code(main))
+    raise SystemExit(system.exit_code(main))

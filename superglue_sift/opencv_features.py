@@ -10,7 +10,7 @@ import cv2
 import numpy as np
 
 from superglue_sift import sift
-from superglue_sift.errors import RequestError
+from superglue_sift.system import RequestError
 
 
 def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:

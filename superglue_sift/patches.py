@@ -14,18 +14,21 @@ from torch import Tensor
 
 from superglue_sift import geometry
 
-RADIUS = 10  # of a patch of (2 RADIUS + 1)^2 samples,
+RADIUS = 10  # of a patch of SIDE^2 samples,
+SIDE = 2 * RADIUS + 1
 WIDTH = 5.0  # weighted by a Gaussian of this deviation
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
 CORRELATED = 6.0  # samples of a smoothed image per independent one
 FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
 EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direction has no structure
 
+Device = Union[str, torch.device]
+
 
 class Pyramid:
     """Levels of an image, each half as large as the one before, one below another in a picture."""
 
-    def __init__(self, gray: np.ndarray, levels: int, device: Union[str, torch.device]) -> None:
+    def __init__(self, gray: np.ndarray, levels: int, device: Device) -> None:
         pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
         for _ in range(levels):
             pictures.append(cv2.pyrDown(pictures[-1]))
@@ -56,11 +59,12 @@ class Pyramid:
 
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
         """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
-        points = corners(points)
+        side = round(points.shape[1] ** 0.5)
+        points = points[:, [0, side - 1, side * (side - 1), side * side - 1]]  # the corners
         return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
 
 
-def to_tensor(values: np.ndarray, device: Union[str, torch.device]) -> Tensor:
+def to_tensor(values: np.ndarray, device: Device) -> Tensor:
     return torch.as_tensor(values, dtype=torch.float32, device=device)
 
 
@@ -72,10 +76,7 @@ class Template:
     """
 
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """samples: (n, s s), weight: ((s - 2)^2,) as from `patch`."""
-        side = round(samples.shape[1] ** 0.5)
-        numbers = torch.arange(side * side, device=samples.device).view(side, side)
-        self.inner = numbers[1:-1, 1:-1].reshape(-1)
+        """samples: (n, (SIDE + 2)^2), weight: (SIDE^2,) as from `sample_patch`."""
         self.weight = weight
         inner, x, y = inner_and_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
@@ -125,11 +126,10 @@ class Template:
         smoothed = weighted
         factor = CORRELATED
         if blur:
-            side = round(weighted.shape[2] ** 0.5)
-            line = torch.arange(side, device=weighted.device, dtype=weighted.dtype)
+            line = torch.arange(SIDE, device=weighted.device, dtype=weighted.dtype)
             alike = torch.exp(-((line[:, None] - line) ** 2) / (4 * (SMOOTHING_PX**2 + blur**2)))
-            smoothed = (alike @ weighted.view(-1, 2, side, side) @ alike).flatten(2)
-            weight = self.weight.view(side, side)
+            smoothed = (alike @ weighted.view(-1, 2, SIDE, SIDE) @ alike).flatten(2)
+            weight = self.weight.view(SIDE, SIDE)
             factor = 1.0 / (1.0 - float((weight * (alike @ weight @ alike)).sum()))
         scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
         trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
@@ -137,39 +137,32 @@ class Template:
         return ((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
 
 
-def patch(device) -> Tuple[Tensor, Tensor]:
-    """Offsets (s s, 2) of samples with a margin of one, s = 2 RADIUS + 3.
-
-    And the weights ((s - 2)^2,) of the inner samples, with sum 1.
+def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
+    """Offsets ((SIDE + 2)^2, 2) of samples with a margin of one, (SIDE^2, 2) without it, and the
+    weights (SIDE^2,) of the latter, with sum 1.
     """
     line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)
     x = line.expand(len(line), -1)
+    square = torch.stack([x, x.t()], 2)
     inner = torch.exp(-0.5 * (line[1:-1] / WIDTH) ** 2)
     weight = (inner[:, None] * inner).flatten()
-    return torch.stack([x.flatten(), x.t().flatten()], 1), weight / weight.sum()
+    return square.flatten(0, 1), square[1:-1, 1:-1].flatten(0, 1), weight / weight.sum()
 
 
 def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Inner samples (n, (s - 2)^2) of patches (n, s s), and their gradients in x and y."""
-    side = round(samples.shape[1] ** 0.5)
-    square = samples.view(-1, side, side)
+    """Inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2), and their gradients in x and y."""
+    square = samples.view(-1, SIDE + 2, SIDE + 2)
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
     y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
     return square[:, 1:-1, 1:-1].flatten(1), x, y
 
 
 def energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, s s); 0 for flat patches."""
+    """(n,) gradient energy over variance of patches (n, (SIDE + 2)^2); 0 for flat patches."""
     inner, x, y = inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
     energies = ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
     return energies.masked_fill(variance < FLAT**2, 0.0)
-
-
-def corners(points: Tensor) -> Tensor:
-    """(n, 4, 2) corners of the points (n, s s, 2) of a patch."""
-    side = round(points.shape[1] ** 0.5)
-    return points[:, [0, side - 1, side * (side - 1), side * side - 1]]
 
 
 def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:

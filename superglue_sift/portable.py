@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import MutableMapping
 
 CPU_INFO = Path("/proc/cpuinfo")
 ERRORS = 2  # OpenCV's log level
@@ -34,17 +33,17 @@ NETWORK = {
 }
 
 
-def prepare_opencv(variables: MutableMapping[str, str] = os.environ) -> None:
+def prepare_opencv() -> None:
     """Set the variables that OpenCV reads when it is loaded. Those already set are kept.
 
     A program that loads OpenCV before this package keeps OpenCV's AVX-512 code, and IPP too if it
     has called a function that uses it: keypoints may then differ in their last bits.
     """
-    variables.setdefault("OPENCV_IPP", "disabled")
-    variables.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # else it warns that IPP is disabled
+    os.environ.setdefault("OPENCV_IPP", "disabled")
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # else it warns that IPP is disabled
     # OpenCV complains about a feature that the processor lacks.
     if CPU_INFO.exists() and " avx512vl" in CPU_INFO.read_text(encoding="ascii", errors="ignore"):
-        variables.setdefault("OPENCV_CPU_DISABLE", "AVX512-SKX")
+        os.environ.setdefault("OPENCV_CPU_DISABLE", "AVX512-SKX")
     if "cv2" in sys.modules:
         _start_without_ipp()
 
@@ -58,9 +57,9 @@ def _start_without_ipp() -> None:
     cv2.setLogLevel(level)
 
 
-def prepare_network(variables: MutableMapping[str, str] = os.environ) -> None:
+def prepare_network() -> None:
     """Set the variables of `NETWORK`, whatever they were."""
-    variables.update(NETWORK)
+    os.environ.update(NETWORK)
 
 
 def is_prepared() -> bool:

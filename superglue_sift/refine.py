@@ -22,6 +22,7 @@ images, is shifted until it fits image 1 best.
 
 from __future__ import annotations
 
+import functools
 from typing import Callable, List, NamedTuple, Tuple, Union
 
 import cv2
@@ -29,7 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift import geometry, patches
+from superglue_sift import geometry
+from superglue_sift.patches import Device, Pyramid, Template, energy, sample_patch, to_tensor
 from superglue_sift.sift import positions
 
 MAX_ZOOM = 8.0  # maximum magnification between the images
@@ -46,13 +48,6 @@ MAX_BLUR = 8.0  # maximum deviation of the added blur
 BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
 # Ratio of deviations, with and without equal sharpness, below which the former is kept
 SHARPER = 0.85
-# Local maps
-NEIGHBOURS = 10  # matches to fit a map to
-NEAR_PX = 30.0  # distance at which a neighbour has half the weight
-PRIOR_PX = 5.0  # weight of the global map: that of one neighbour at this distance
-GEOMETRY_PX = 3.0  # inlier distance of the geometry
-PLANAR = 0.6  # minimum fraction of inliers of a homography whose derivatives are used
-MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 
 
 class Aligned(NamedTuple):
@@ -75,7 +70,7 @@ def align(
     gray1: np.ndarray,
     records0: np.ndarray,
     records1: np.ndarray,
-    device: Union[str, torch.device] = "cpu",
+    device: Device = "cpu",
 ) -> Aligned:
     """Align K matches of two images. Does not raise for any images or matches.
 
@@ -83,7 +78,7 @@ def align(
     of one matches entry k of the other.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
-    maps = local_maps(points0, points1, similarities(records0, records1))
+    maps = geometry.local_maps(points0, points1, similarities(records0, records1))
     return align_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
 
 
@@ -94,7 +89,7 @@ def align_points(
     points1: np.ndarray,
     maps: np.ndarray,
     scales: Union[float, np.ndarray] = COARSE_PX,
-    device: Union[str, torch.device] = "cpu",
+    device: Device = "cpu",
 ) -> Aligned:
     """Align points (K, 2) px of any kind. maps: (K, 2, 2) local affine maps 0 -> 1.
 
@@ -106,17 +101,14 @@ def align_points(
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
-
-    def begin(image0: np.ndarray, image1: np.ndarray) -> _Work:
-        return _Work(image0, image1, start0, start1, np.asarray(maps, np.float64), device)
-
+    begin = functools.partial(_Work, points0=start0, points1=start1, maps=maps, device=device)
     with torch.no_grad():
         work = begin(gray0, gray1)
         work.run(levels)
         sharpness = work.sharpness()
         if abs(sharpness) > BLURRED:
             images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begin)
-            again = begin(*images)
+            again = begin(images[0], images[1])
             again.run(levels, blur)
             better = torch.nanmedian(again.plain / work.deviation) < SHARPER
             if better or torch.isnan(work.deviation).all():
@@ -137,62 +129,14 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
 
 
-def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
-
-    For inliers of a homography that fits most matches, its derivative. For others, the
-    least-squares affine map of the nearest inliers of one homography or epipolar geometry; without
-    these, `fallback` (K, 2, 2).
-    """
-    given = points0.astype(np.float32), points1.astype(np.float32)
-    H, planar = geometry.fit_homography(*given, GEOMETRY_PX)
-    agreeing = planar
-    if planar.sum() < PLANAR * len(planar):
-        agreeing = planar | geometry.fit_fundamental(*given, GEOMETRY_PX).inliers
-    if agreeing.sum() < MIN_AGREEING:
-        return fallback
-    maps = nearest_affine(points0, points1, agreeing)
-    if H is not None and planar.sum() >= PLANAR * agreeing.sum():
-        maps[planar] = geometry.jacobians(H, points0[planar])
-    return maps
-
-
-def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, at least one.
-
-    Each is regularized by the map of all of these.
-    """
-    from scipy.spatial import KDTree
-
-    own = points0[agreeing]
-    theirs = points1[agreeing]
-    count = min(NEIGHBOURS, len(own))
-    distance, index = KDTree(own).query(points0, count)
-    weight = 1.0 / (NEAR_PX + distance)
-    weight = weight / weight.sum(1, keepdims=True)
-    p, q = (
-        points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
-        for points in (own, theirs)
-    )
-    whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
-    normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
-    right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
-    return np.linalg.solve(normal, right).swapaxes(1, 2)
-
-
 def _equally_sharp(
-    gray0: np.ndarray,
-    gray1: np.ndarray,
-    work: _Work,
-    first: bool,
-    begin: Callable[[np.ndarray, np.ndarray], _Work],
+    gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begin: Callable[..., _Work]
 ) -> Tuple[List[np.ndarray], float]:
     """Blur the sharper image, 0 if `first`, until patches of both have the same gradient energy.
 
     Returns both images, and the deviation of the added blur in samples.
     """
-    # Of a sample, in the image to be blurred
-    pixel = float((work.frame0[:, 0, 0] if first else work.step1).median())
+    pixel = float((work.step0 if first else work.step1).median())  # of the image to be blurred
     sharp = (gray0 if first else gray1).astype(np.float32)
 
     def blur(deviation: float) -> List[np.ndarray]:
@@ -224,7 +168,7 @@ class _Work:
         points0: np.ndarray,
         points1: np.ndarray,
         maps: np.ndarray,
-        device: Union[str, torch.device],
+        device: Device,
     ) -> None:
         numbers = np.column_stack([points0, points1, maps.reshape(-1, 4)])
         usable = np.all(np.isfinite(numbers), axis=1)
@@ -241,20 +185,24 @@ class _Work:
         # Sampling distance, px of image 0: one px of the coarser image
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
-        self.usable = torch.as_tensor(usable, device=device)
-        self.step1 = patches.to_tensor(step0 * scale, device)
-        self.octaves = patches.to_tensor(octaves, device)
-        # One sample, in px of each image
-        self.frame0 = patches.to_tensor(step0[:, None, None] * np.eye(2), device)
-        self.frame1 = patches.to_tensor(step0[:, None, None] * maps, device)
-        self.points0 = patches.to_tensor(points0, device)
-        self.points1 = patches.to_tensor(points1, device)
         levels = COARSER + int(np.round(octaves.max()))
-        self.pyramid0, self.pyramid1 = (
-            patches.Pyramid(gray, levels, device) for gray in (gray0, gray1)
-        )
-        self.offsets, self.weight = patches.patch(device)
-        self.shift = torch.zeros_like(self.points1)
+        self.usable = torch.as_tensor(usable, device=device)
+        self.step0 = to_tensor(step0, device)
+        self.step1 = to_tensor(step0 * scale, device)
+        frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
+        self.sides = [
+            _Side(
+                to_tensor(points, device),
+                to_tensor(frame, device),
+                to_tensor(octave, device),
+                Pyramid(gray, levels, device),
+            )
+            for gray, points, frame, octave in zip(
+                (gray0, gray1), (points0, points1), frames, octaves
+            )
+        ]
+        self.offsets, self.inner, self.weight = sample_patch(device)
+        self.shift = torch.zeros_like(self.sides[1].points)
         self.deviation, self.plain, self.correlation = (
             torch.full_like(self.step1, float("nan")) for _ in range(3)
         )
@@ -281,14 +229,10 @@ class _Work:
         """
         usable = self.usable
         energies = []
-        for points, frame, octave, pyramid in (
-            (self.points0, self.frame0, self.octaves[0], self.pyramid0),
-            (self.points1, self.frame1, self.octaves[1], self.pyramid1),
-        ):
-            level = octave.round().long()
-            at = points[:, None] + self.offsets @ frame.transpose(1, 2)
-            energies.append(patches.energy(pyramid.read(pyramid.grid(at, level)), self.weight))
-            usable = usable & pyramid.holds(at, level) & (energies[-1] > 0)
+        for side in self.sides:
+            at, level = side.places(self.offsets)
+            energies.append(energy(side.pyramid.read(side.pyramid.grid(at, level)), self.weight))
+            usable = usable & side.pyramid.holds(at, level) & (energies[-1] > 0)
         ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
 
@@ -297,70 +241,81 @@ class _Work:
         rows = torch.nonzero(chosen & self.usable).flatten()
         if not len(rows):
             return
-        new = self._descend(level, rows)
-        good = (
-            (new.correlation > MIN_CORRELATION)
-            & (new.moved < FARTHEST)
-            & (new.plain < MAX_DEVIATION)
-        )
-        sample = self.step1[rows] * float(2**level)
-        unset = torch.isnan(self.deviation[rows])
-        self.correlation[rows] = torch.where(good | unset, new.correlation, self.correlation[rows])
-        self.plain[rows] = torch.where(good, new.plain * sample, self.plain[rows])
-        self.deviation[rows] = torch.where(good, new.deviation * sample, self.deviation[rows])
-        self.shift[rows] = torch.where(good[:, None], new.shift, self.shift[rows])
-
-    def _descend(self, level: int, rows: Tensor) -> _Descent:
-        level0, level1 = (self.octaves[:, rows] + level).round().long()
-        frame0 = self.frame0[rows] * 2.0**level
-        frame1 = self.frame1[rows] * 2.0**level
-        at0 = self.points0[rows][:, None] + self.offsets @ frame0.transpose(1, 2)
-        samples = self.pyramid0.read(self.pyramid0.grid(at0, level0))
-        template = patches.Template(samples, self.weight)
-        start = self.points1[rows] + self.shift[rows]
-        at1 = start[:, None] + self.offsets[template.inner] @ frame1.transpose(1, 2)
-        grid1 = self.pyramid1.grid(at1, level1)
-        unit1 = self.pyramid1.unit[level1]
-        moved = torch.zeros_like(start)
-        left = torch.arange(len(rows), device=start.device)  # matches that have not converged
-        patch = template
-        frame = frame1
-        grid = grid1
-        unit = unit1
-        for _ in range(ITERATIONS):
-            shift = (frame @ moved[left][..., None])[..., 0]
-            step = patch.step(self.pyramid1.read(grid + (shift * unit)[:, None]))[0]
-            length = step.norm(dim=1, keepdim=True)
-            moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
-            moving = length[:, 0] > SETTLED
-            if 2 * int(moving.sum()) < len(left):  # dropping fewer takes longer than moving them
-                left = left[moving]
-                patch = patch[moving]
-                frame = frame[moving]
-                grid = grid[moving]
-                unit = unit[moving]
-            if not len(left):
-                break
-        shift = (frame1 @ moved[..., None])[..., 0]
-        _, correlation = template.step(self.pyramid1.read(grid1 + (shift * unit1)[:, None]))
-        inside = self.pyramid0.holds(at0, level0)
-        inside &= self.pyramid1.holds(at1 + shift[:, None], level1)
+        side0, side1 = self.sides
+        pyramid = side1.pyramid
+        at0, level0 = side0.places(self.offsets, rows, level)
+        template = Template(side0.pyramid.read(side0.pyramid.grid(at0, level0)), self.weight)
+        at1, level1 = side1.places(self.inner, rows, level, self.shift[rows])
+        frame = side1.frame[rows] * 2.0**level
+        grid = pyramid.grid(at1, level1)
+        unit = pyramid.unit[level1]
+        moved = _descend(template, pyramid, frame, grid, unit)
+        shift = (frame @ moved[..., None])[..., 0]
+        _, correlation = template.step(pyramid.read(grid + (shift * unit)[:, None]))
+        inside = side0.pyramid.holds(at0, level0) & pyramid.holds(at1 + shift[:, None], level1)
         correlation = correlation.masked_fill(~inside, float("nan"))
         plain = template.deviation(correlation)
         deviation = template.deviation(correlation, self.blur / 2.0**level)
-        return _Descent(self.shift[rows] + shift, moved.norm(dim=1), plain, deviation, correlation)
+        good = (
+            (correlation > MIN_CORRELATION)
+            & (moved.norm(dim=1) < FARTHEST)
+            & (plain < MAX_DEVIATION)
+        )
+        sample = self.step1[rows] * float(2**level)
+        unset = torch.isnan(self.deviation[rows])
+        self.correlation[rows] = torch.where(good | unset, correlation, self.correlation[rows])
+        self.plain[rows] = torch.where(good, plain * sample, self.plain[rows])
+        self.deviation[rows] = torch.where(good, deviation * sample, self.deviation[rows])
+        self.shift[rows] += shift.masked_fill(~good[:, None], 0.0)
 
 
-class _Descent(NamedTuple):
-    """Alignment of n matches on one level.
+def _descend(
+    template: Template, pyramid: Pyramid, frame: Tensor, grid: Tensor, unit: Tensor
+) -> Tensor:
+    """Gauss-Newton: how far (n, 2) patches of image 1 move, in samples of a level.
 
-    shift: (n, 2) px of image 1, from SIFT's position. moved: (n,) samples of this level. plain,
-    deviation: (n,) of the same unit, without and with regard to added blur. correlation: (n,), NaN
-    outside the image or without structure.
+    frame: (n, 2, 2), a sample in px. grid: (n, s s, 2) where they start. unit: (n, 2), a px in the
+    units of the grid.
+    """
+    moved = torch.zeros_like(unit)
+    left = torch.arange(len(moved), device=moved.device)  # matches that have not converged
+    of_left = [template, frame, grid, unit]
+    for _ in range(ITERATIONS):
+        patch, frame, grid, unit = of_left
+        shift = (frame @ moved[left][..., None])[..., 0]
+        step = patch.step(pyramid.read(grid + (shift * unit)[:, None]))[0]
+        length = step.norm(dim=1, keepdim=True)
+        moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
+        moving = length[:, 0] > SETTLED
+        if 2 * int(moving.sum()) < len(left):  # dropping fewer takes longer than moving them
+            left = left[moving]
+            of_left = [each[moving] for each in of_left]
+        if not len(left):
+            break
+    return moved
+
+
+class _Side(NamedTuple):
+    """An image and K points in it.
+
+    points: (K, 2) px. frame: (K, 2, 2), a sample in px. octave: (K,), log of a sample in px.
     """
 
-    shift: Tensor
-    moved: Tensor
-    plain: Tensor
-    deviation: Tensor
-    correlation: Tensor
+    points: Tensor
+    frame: Tensor
+    octave: Tensor
+    pyramid: Pyramid
+
+    def places(
+        self,
+        offsets: Tensor,
+        rows: Union[slice, Tensor] = slice(None),
+        level: int = 0,
+        shift: Union[float, Tensor] = 0.0,
+    ) -> Tuple[Tensor, Tensor]:
+        """Samples (n, s s, 2) px at `offsets` (s s, 2) from shifted points, and their level of the
+        pyramid (n,).
+        """
+        frame = self.frame[rows] * 2.0**level
+        at = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
+        return at, (self.octave[rows] + level).round().long()

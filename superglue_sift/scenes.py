@@ -17,16 +17,16 @@ high confidence.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Sequence, Tuple, Union
 
 import numpy as np
 
-from superglue_sift import classical, geometry, stamps
-from superglue_sift.errors import check_range
+from superglue_sift import classical, geometry
 from superglue_sift.features import Features
-from superglue_sift.match_result import MatchResult
-from superglue_sift.refine import MIN_AGREEING, nearest_affine
+from superglue_sift.geometry import MIN_AGREEING, nearest_affine
+from superglue_sift.match_result import MatchResult, near_stamp
 from superglue_sift.sift import positions
+from superglue_sift.system import check_range
 
 # Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an
 # accepted pair. Chosen with the shipped weights on rendered buildings whose opposite sides look
@@ -78,7 +78,7 @@ class Side(NamedTuple):
     described: classical.Described
 
 
-def side_of(records: np.ndarray, size: Tuple[int, int], resize: int) -> Side:
+def side_of(records: np.ndarray, size: geometry.Size, resize: int) -> Side:
     """Side of a photograph of `size` (width, height); records: (n,), found at `resize`."""
     unit = geometry.unit_of(size, resize) if resize else 1.0
     return Side(positions(records).astype(np.float64) / unit, classical.describe(records))
@@ -88,7 +88,7 @@ class Screened(NamedTuple):
     """Two photographs after a first look.
 
     agreeing: number of classical matches that agree with one fundamental matrix. kept: (m,) indices
-    of each photograph's keypoints that lie on no stamp of both (`stamps`), strongest first. sides:
+    of each photograph's keypoints that lie on no stamp of both, strongest first. sides:
     features of these.
     """
 
@@ -109,14 +109,14 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], STRICT_PX)
     sizes = (found.size0, found.size1)
     kept = [
-        order[~stamps.near(side.keypoints[order], points[stamped], *sizes)]
+        order[~near_stamp(side.keypoints[order], points[stamped], *sizes)]
         for side, order, points in zip(pair, orders, (found.points0, found.points1))
     ]
     sides = [select(side, index) for side, index in zip(pair, kept)]
     return Screened(int(fit.inliers.sum()), kept, sides)
 
 
-def select(side: Features, index: np.ndarray) -> Features:
+def select(side: Features, index: Union[slice, np.ndarray]) -> Features:
     return side._replace(records=side.records[index])
 
 

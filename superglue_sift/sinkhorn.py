@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from superglue_sift.torch_compat import is_traced, no_autocast
+from superglue_sift.torch_compat import is_traced
 
 # a * b must stay this factor below the dtype's maximum, or the backward pass, which multiplies them
 # further, overflows. The factor also excludes the range where exp(Z - r) is subnormal.
@@ -56,10 +56,8 @@ def log_optimal_transport(
 ) -> Tuple[Tensor, Tensor]:
     """Log of the partial assignment of each pair (SuperGlue, equations 8 and 9), dustbins last.
 
-    Computed in float32 or wider, also under autocast, which would round each product.
-
     Args:
-        scores: (B, M, N) similarities; of padding anything finite.
+        scores: (B, M, N) similarities, float32 or float64; of padding anything finite.
         mask0: (B, M) bool, True for keypoints. mask1: (B, N).
         dustbin: scalar, the score of leaving a keypoint unmatched.
         iterations: T, 1 or more.
@@ -72,18 +70,15 @@ def log_optimal_transport(
         and in training its gradient, are finite. For others log P is wrong and has no gradient,
         unless `wait`.
     """
-    with no_autocast(scores.device.type):
-        problem = _problem(
-            scores if scores.dtype == torch.float64 else scores.float(), mask0, mask1, dustbin
-        )
-        if torch.is_grad_enabled() and problem.Z.requires_grad:
-            log_P, finite = _Sinkhorn.apply(*problem, iterations)
-        else:
-            log_P, finite, _ = _solve(problem, iterations, learning=False)
-        if wait and not bool(finite.all()):
-            wrong = torch.nonzero(~finite)[:, 0]
-            exact = _log_domain(Problem(*(t[wrong] for t in problem)), iterations)
-            log_P = log_P.index_copy(0, wrong, exact)
+    problem = _problem(scores, mask0, mask1, dustbin)
+    if torch.is_grad_enabled() and problem.Z.requires_grad:
+        log_P, finite = _Sinkhorn.apply(*problem, iterations)
+    else:
+        log_P, finite, _ = _solve(problem, iterations, learning=False)
+    if wait and not bool(finite.all()):
+        wrong = torch.nonzero(~finite)[:, 0]
+        exact = _log_domain(Problem(*(t[wrong] for t in problem)), iterations)
+        log_P = log_P.index_copy(0, wrong, exact)
     return log_P, finite
 
 

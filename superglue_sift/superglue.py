@@ -11,8 +11,11 @@
 What differs from the paper, and why:
 
 - Descriptors are RootSIFT (Arandjelovic 2012) or other unit vectors. A keypoint with two
-  orientations gets the better one for the pair, and the encoder may also see its nearest neighbour
-  in the other image (`network_inputs`).
+  orientations gets the better one for the pair (`batch.choose_orientations`).
+- The encoder may also see each keypoint's nearest neighbour by descriptor in the other image
+  (`neighbour_features`). The first layers then need not search for candidates: they can compare how
+  distinctive these are (Lowe's ratio, section 7.1), and whether others moved, rotated and scaled
+  alike.
 - The encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
 - Self-attention may use relative positions by rotary embedding (`rotary`), which was published
   later.
@@ -31,22 +34,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
 
 from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
-from superglue_sift.batch import Images, Keypoints, PairBatch
-from superglue_sift.network_inputs import (
-    NEIGHBOUR_FEATURES,
-    choose_orientations,
-    geometry_of,
-    neighbour_features,
-    unit_vectors,
-)
+from superglue_sift.batch import Images, Keypoints, PairBatch, choose_orientations, root_sift
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import checkpoint, no_autocast
+from superglue_sift.torch_compat import checkpoint, floats_of_bytes
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -61,6 +57,11 @@ DOUBTFUL_COSINE = 0.78
 # with the above.
 BINARY_SHARPNESS = 12.0
 BINARY_DOUBTFUL_COSINE = 0.2
+
+# Typical SIFT values at 512x384: what the network sees of keypoints is of order one
+TYPICAL_SCORE = 0.03
+TYPICAL_SCALE = 4.0
+NEIGHBOUR_FEATURES = 8  # per keypoint, see `neighbour_features`
 
 # Limits of a configuration, since a model file may come from anyone.
 LIMITS = {
@@ -152,17 +153,26 @@ class SuperGlue(nn.Module):
         return log_P[0]
 
     def assign(
-        self, batches: Sequence[PairBatch], wait: bool = True
+        self, batches: Sequence[PairBatch], wait: bool = True, precision: str = "float32"
     ) -> Tuple[List[Tensor], Tensor]:
         """Log assignments of batches of different sizes (`PairBatch.size_classes`), together.
+
+        precision: of the layers while training, by autocast: float32, bfloat16 or float16. For
+        inference `weights.fuse_for_inference` casts their weights once.
 
         Returns:
             log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite,
             see `sinkhorn.log_optimal_transport`, also for `wait`.
         """
         keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
-        descriptors = self.describe(keypoints)
-        return self.transport(descriptors, keypoints.images, wait)
+        descriptors = self.describe(keypoints, precision)
+        iterations = self.config.sinkhorn_iterations
+        solved = [  # equations 8 and 9
+            log_optimal_transport(*problem, self.dustbin, iterations, wait)
+            for problem in self.scores(descriptors, keypoints.images)
+        ]
+        log_Ps, finite = zip(*solved)
+        return list(log_Ps), torch.cat(finite)
 
     def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
         """Initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and keys."""
@@ -177,46 +187,26 @@ class SuperGlue(nn.Module):
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
         return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
 
-    def describe(self, keypoints: Keypoints) -> Tensor:
-        """Matching descriptors of all keypoints (equations 2 to 6), (T, D).
-
-        Autocast applies to the layers only, as half precision does when weights are fused.
-        """
+    def describe(self, keypoints: Keypoints, precision: str = "float32") -> Tensor:
+        """Matching descriptors of all keypoints (equations 2 to 6), (T, D)."""
         images = keypoints.images
-        kind = self.dustbin.device.type
-        with no_autocast(kind):
-            x, rotation = self.encode(keypoints)
-        recompute = self.recompute and self.training
+        x, rotation = self.encode(keypoints)
+        dtype = None if precision == "float32" else getattr(torch, precision)
+        run = checkpoint if self.recompute and self.training else _run
         for to_itself, to_other in zip(self.self_attention, self.cross_attention):
-            x = checkpoint(recompute, to_itself, x, images, False, rotation)
-            x = checkpoint(recompute, to_other, x, images, True)
-        with no_autocast(kind):
-            return self.final_projection(x)
+            x = run(to_itself, x, images, dtype, False, rotation)
+            x = run(to_other, x, images, dtype, True)
+        return self.final_projection(x)
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
         """Of each batch the scores (B, M, N) (equation 7), and the masks (B, M) and (B, N)."""
-        # in float32 also under autocast: scores reach 40, where bfloat16 resolves 0.25
-        wide = descriptors if descriptors.dtype == torch.float64 else descriptors.float()
-        sides = images.split(wide / self.config.dim**0.25)  # (B, M, D), (B, N, D), ...
-        with no_autocast(descriptors.device.type):
-            return [
-                (torch.bmm(f0, f1.transpose(1, 2)), mask0, mask1)
-                for f0, f1, mask0, mask1 in zip(
-                    sides[::2], sides[1::2], images.masks[::2], images.masks[1::2]
-                )
-            ]
-
-    def transport(
-        self, descriptors: Tensor, images: Images, wait: bool = True
-    ) -> Tuple[List[Tensor], Tensor]:
-        """`assign` from matching descriptors (T, D) (equations 7 to 9)."""
-        iterations = self.config.sinkhorn_iterations
-        solved = [
-            log_optimal_transport(*problem, self.dustbin, iterations, wait)
-            for problem in self.scores(descriptors, images)
+        sides = images.split(descriptors / self.config.dim**0.25)  # (B, M, D), (B, N, D), ...
+        return [
+            (torch.bmm(f0, f1.transpose(1, 2)), mask0, mask1)
+            for f0, f1, mask0, mask1 in zip(
+                sides[::2], sides[1::2], images.masks[::2], images.masks[1::2]
+            )
         ]
-        log_Ps, finite = zip(*solved)
-        return list(log_Ps), torch.cat(finite)
 
     def compile_layers(self) -> None:
         """Compile `describe` (torch 2), on a GPU as CUDA graphs, once for each of few shapes."""
@@ -252,12 +242,16 @@ class SuperGlue(nn.Module):
             self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
 
 
+def _run(layer: nn.Module, *inputs: Any) -> Tensor:
+    return layer(*inputs)
+
+
 def _layer(config: SuperGlueConfig) -> AttentionalLayer:
     return AttentionalLayer(config.dim, config.heads, config.norm)
 
 
 def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
-    """The encoder of `network_inputs`, whose output starts at zero."""
+    """The encoder of geometry and neighbours, whose output starts at zero."""
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
@@ -284,3 +278,92 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Matches:
         good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
         sides += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
     return Matches(*sides)
+
+
+def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
+    """Descriptors as unit vectors, float32 (..., dim); zeros stay zeros.
+
+    sift: RootSIFT. float: divided by their length. binary: every bit becomes -1 or +1, so that the
+    cosine at Hamming distance h is 1 - 2 h / dim. data: (..., K) uint8, the bytes of records from
+    the descriptor on (`PairBatch.descriptors`).
+    """
+    if kind == "sift":
+        return root_sift(data)
+    if kind == "float":
+        return nn.functional.normalize(floats_of_bytes(data), dim=-1)
+    # Highest bit first, as numpy.unpackbits
+    place = 2 ** torch.arange(7, -1, -1, device=data.device)
+    bits = (data.unsqueeze(-1) & place.to(torch.uint8)) != 0
+    return (bits.flatten(-2).float() * 2 - 1) / math.sqrt(dim)
+
+
+def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
+    """(T, 3 or 6), each of order one: position, log score, log scale, direction."""
+    size = keypoints.image_size
+    position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
+    score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    if not scale_angle:
+        return torch.cat([position, score], -1)
+    scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
+    return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
+
+
+@torch.no_grad()
+def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
+    """Inputs of the keypoint encoder from each keypoint's nearest neighbour in the other image.
+
+    Args:
+        descriptors: unit descriptors of all keypoints, (T, 128).
+        geometry: (T, 6): position, log score, log scale, cos and sin of the angle.
+
+    Returns:
+        (T, 8): distance of the descriptors, its ratio to that of the second nearest (1
+        without one), whether they are mutual nearest neighbours; position of the neighbour 2, log
+        ratio of the scales, cos and sin of the angle between the orientations. Zeros if the other
+        image is empty.
+    """
+    units = images.split(descriptors)
+    places = images.split(geometry)
+    features: List[Tensor] = []
+    for i in range(0, len(units), 2):
+        mask0, mask1 = images.masks[i : i + 2]
+        cosines = torch.bmm(units[i], units[i + 1].transpose(1, 2))  # (B, M, N)
+        cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
+        best = [cosines.max(2), cosines.max(1)]
+        features.append(_features_of(cosines, best, places[i], places[i + 1], mask1))
+        cosines = cosines.transpose(1, 2)
+        features.append(_features_of(cosines, best[::-1], places[i + 1], places[i], mask0))
+    return images.join(features)
+
+
+def _features_of(
+    cosines: Tensor, best: List[Any], ours: Tensor, theirs: Tensor, mask: Tensor
+) -> Tensor:
+    """`neighbour_features` (B, M, 8) of images with M keypoints, `ours` (B, M, 6).
+
+    cosines: (B, M, N) of both descriptors, -inf for padding. best: their maxima over N, and over M.
+    theirs, mask: (B, N, 6), (B, N) of the other images.
+    """
+    values, nearest = best[0]
+    second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
+    second = torch.where(second == -torch.inf, values, second)
+    both = torch.stack([values, second]).clamp(-1.0, 1.0)
+    distance, next_distance = (2.0 - 2.0 * both).clamp(min=1e-6).sqrt().unbind(0)
+    itself = torch.arange(nearest.shape[1], device=nearest.device)
+    mutual = best[1].indices.gather(1, nearest) == itself
+    theirs = theirs.gather(1, nearest.unsqueeze(2).expand(-1, -1, ours.shape[2]))
+    _, _, _, scale0, cos0, sin0 = ours.unbind(2)
+    x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
+    columns = [
+        distance,
+        (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0),
+        mutual.to(distance.dtype),
+        x1,
+        y1,
+        scale1 - scale0,
+        cos0 * cos1 + sin0 * sin1,
+        cos0 * sin1 - sin0 * cos1,
+    ]
+    occupied = mask.any(1)[:, None, None]
+    return torch.stack(columns, 2).masked_fill(~occupied, 0.0)

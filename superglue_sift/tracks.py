@@ -14,9 +14,8 @@ from typing import Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry import SCATTER_PX, unit_of
+from superglue_sift.geometry import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
 from superglue_sift.match_result import MatchResult
-from superglue_sift.refine import MIN_AGREEING, nearest_affine
 
 SIDE_PX = 1600  # longer side to which photographs of a scene are reduced (`scenes.RESIZE`)
 DIRECT = 500_000  # maximum number of keypoints for a direct solver

@@ -25,12 +25,12 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.prefetch",  # results of others, in their order
     "pipeline.processes.signals",
     "pipeline.tracking",
-    "superglue_sift.errors",
-    "superglue_sift.files",
+    "superglue_sift.system",
+    "superglue_sift.system",
     # The same on every processor: tests/golden/test_processor.py holds its effect
     "superglue_sift.portable",
     "superglue_sift.progress",
-    "superglue_sift.threads",
+    "superglue_sift.system",
 )
 
 

@@ -127,7 +127,7 @@ def test_a_package_imports_only_what_it_may():
 
 
 def test_the_network_stands_below_the_rest_of_the_library():
-    network = ("superglue", "attention", "sinkhorn", "network_inputs", "batch", "truth")
+    network = ("superglue", "attention", "sinkhorn", "batch", "truth")
     below = {f"superglue_sift/{name}.py" for name in (*network, "sift", "geometry", "torch_compat")}
     ours = [name for name in FILES if name.startswith("superglue_sift/")]
     wrong = [(name, imported(name) & set(ours) - below) for name in ours if name in below]

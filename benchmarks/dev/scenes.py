@@ -138,7 +138,7 @@ def match(scene: Scene, way: str, folder: Path, slot: Optional[Path]) -> Path:
 
 def run_ours(*words: str) -> None:
     """Run `superglue-match`. Raises RequestError with the last line of what it says."""
-    command = [sys.executable, "-m", "superglue_sift.apps.cli", *words]
+    command = [sys.executable, "-m", "superglue_sift", *words]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")

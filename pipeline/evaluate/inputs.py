@@ -12,9 +12,8 @@ from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from superglue_sift import sift
-from superglue_sift.batch import Pair
+from superglue_sift.batch import Pair, choose_pair
 from superglue_sift.images import BadImage
-from superglue_sift.network_inputs import choose_pair
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from pipeline import compat
 from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, RequestError
 from pipeline.processes import signals
-from superglue_sift.torch_compat import exact_float32
 
 # Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another
 # limit.
@@ -104,7 +103,7 @@ def start() -> Context:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-        exact_float32()
+        torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
     else:
         device = torch.device("cpu")
     if world_size > 1:

@@ -18,10 +18,10 @@ import os
 import sys
 
 from pipeline.parameters import params
-from superglue_sift import portable, threads
+from superglue_sift import portable, system
 
 if __name__ == "__main__":  # before torch is loaded
-    threads.wait_passively()
+    system.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
         portable.prepare_network()
     # Of every rank: the flag of `distributed.wrap` is meant

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from superglue_sift.batch import ON_HOST, PairBatch
 from superglue_sift.superglue import SuperGlue
-from superglue_sift.torch_compat import autocast
 from superglue_sift.truth import UNMATCHED, Truth, ground_truth
 
 
@@ -91,8 +90,7 @@ class MatchingObjective(nn.Module):
         order, batches = self._size_classes(batch)
         # before the network: its large matrices are freed before activations take memory
         truths = [self.truth(part) for part in batches]
-        with autocast(batch.device.type, self.precision):
-            log_P, finite = self.model.assign(batches, wait)
+        log_P, finite = self.model.assign(batches, wait, self.precision)
         parts = [assignment_loss(*each) for each in zip(log_P, truths)]
         losses = PairLoss(*(torch.cat(values) for values in zip(*parts)))
         if not wait:

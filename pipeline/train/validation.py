@@ -21,10 +21,9 @@ from pipeline.train.objective import MatchingObjective, assignment_loss
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import NO_CHANGE, load_batch
 from pipeline.train.pairs.order import Sample, rank_slice, validation_pairs
-from superglue_sift.batch import PairBatch
+from superglue_sift.batch import PairBatch, choose_orientations
 from superglue_sift.classical import neighbours
-from superglue_sift.network_inputs import choose_orientations, unit_vectors
-from superglue_sift.superglue import mutual_matches
+from superglue_sift.superglue import mutual_matches, unit_vectors
 from superglue_sift.truth import IGNORED, Truth
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
@@ -189,7 +188,7 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.
     """`_counts` of the ratio test, on the descriptors that the network sees."""
     batch = choose_orientations(batch)
     config = objective.model.config
-    sides = (batch.descriptors0, batch.descriptors1)
+    sides = (batch.descriptors(0), batch.descriptors(1))
     units = [unit_vectors(side, config.descriptor, config.descriptor_dim) for side in sides]
     truth = objective.truth(batch)
     matches = torch.full_like(truth.matches0, -1)

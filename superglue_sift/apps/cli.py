@@ -30,11 +30,6 @@ its frame.
 
 from __future__ import annotations
 
-from superglue_sift import threads
-
-if __name__ == "__main__":
-    threads.wait_passively()  # before torch is imported
-
 import argparse
 import math
 import sys
@@ -42,15 +37,20 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
-from superglue_sift import __version__, errors, scenes
+from superglue_sift import __version__, scenes
 from superglue_sift.apps import many, pairing, results
 from superglue_sift.apps.pairing import CAMERA, DATABASE, FILES, FOLDER, LIST, PAGE, TWO, VIDEO
-from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import ENLARGED_TO
-from superglue_sift.files import check_writable, write_atomic
 from superglue_sift.images import EXTENSIONS, STORED, UPRIGHT
 from superglue_sift.matcher import MAX_KEYPOINTS, Matcher
 from superglue_sift.progress import Progress
+from superglue_sift.system import (
+    RequestError,
+    check_range,
+    check_writable,
+    import_extra,
+    write_atomic,
+)
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -152,14 +152,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from superglue_sift.apps import serve
 
         return serve.run(load(args), args.port)
-    try:
-        if args.source == DATABASE:
-            return match_database(args)
-        return many.match_many(args, load(args)) if args.out_dir else match_two(args)
-    except OSError as error:
-        if error.filename is None:
-            raise
-        raise RequestError(f"{error.filename}: cannot be written: {error.strerror}") from error
+    if args.source == DATABASE:
+        return match_database(args)
+    return many.match_many(args, load(args)) if args.out_dir else match_two(args)
 
 
 def load(args: argparse.Namespace) -> Matcher:
@@ -334,14 +329,6 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.out_dir:
         check_writable(args.out_dir / many.BAD_IMAGES, named=args.out_dir)
     if args.colmap:
-        from superglue_sift.interop import colmap
-
-        colmap.library()
+        import_extra("pycolmap", "colmap")
     if args.serve:
-        from superglue_sift.apps import serve
-
-        serve.library()
-
-
-if __name__ == "__main__":
-    raise SystemExit(errors.exit_code(main))
+        import_extra("flask", "serve")

@@ -19,16 +19,15 @@ from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, 
 
 from superglue_sift.apps import results, retrieval
 from superglue_sift.apps.pairing import CAMERA, Pairs, choose_job, root_of
-from superglue_sift.apps.results import BLINK, ENDINGS, JSON, MATCHES, OVERLAY, PICTURE
-from superglue_sift.errors import WorkError
+from superglue_sift.apps.results import ENDINGS, MATCHES
 from superglue_sift.extractors import DEFAULT
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
-from superglue_sift.files import file_sha256, write_atomic, write_csv
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.progress import Progress
 from superglue_sift.sift import WEAK
+from superglue_sift.system import WorkError, file_sha256, write_atomic, write_csv
 from superglue_sift.weights import shipped_weights
 
 SETTINGS = ("max_keypoints", "resize", "threshold", "refine", "frame")  # of `Matcher`
@@ -44,8 +43,6 @@ def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
     store = FeatureStore(matcher, args.features or args.out_dir / "features")
     wanted = [results.JSON] * args.json_files + [results.PICTURE] * args.pictures
     wanted += [results.OVERLAY, results.BLINK] * args.homography
-    again = args.source == CAMERA
-    output = Output(args.out_dir, wanted, settings_of(args, matcher), again)
     job = choose_job(args, store)
     total = job.total
     with contextlib.ExitStack() as stack:
@@ -58,7 +55,8 @@ def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
             where = (args.colmap, root_of(args))
             database = colmap.database_of(*where, job.photos, store, args.refine)
             adding.append(stack.enter_context(database))
-        run = Run(store, output, adding)
+        settings = settings_of(args, matcher)
+        run = Run(store, args.out_dir, wanted, settings, args.source == CAMERA, adding)
         run.match(job.pairs, total)
         if job.expansion:
             for _ in range(retrieval.ROUNDS):
@@ -89,64 +87,21 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
     }
 
 
-@dataclass(frozen=True)
-class Output:
-    """Files to write for each pair, in `folder`.
-
-    wanted: their endings, beside MATCHES. settings: see `results.made_from`. again: overwrite
-    existing results, since a camera shows something new each time.
-    """
-
-    folder: Path
-    wanted: Sequence[str] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    again: bool = False
-
-    def file(self, item0: Item, item1: Item, ending: str) -> Path:
-        """FOLDER/A_B_ENDING."""
-        return self.folder / f"{item0.name}_{item1.name}_{ending}"
-
-    def missing(self, item0: Item, item1: Item) -> List[str]:
-        """Endings of wanted files that do not exist."""
-        return [end for end in self.wanted if not self.file(item0, item1, end).is_file()]
-
-    def complete(self, item0: Item, item1: Item, found: MatchResult, made: str) -> bool:
-        """Write the missing files; returns whether there were any."""
-        missing = self.missing(item0, item1)
-        if not missing:
-            return False
-        found = found._replace(images=(item0.image, item1.image))
-        fitted = found.fits()
-        files: Dict[str, bytes] = {}
-        if JSON in missing:
-            about = {"image0": item0.name, "image1": item1.name, "made_from": json.loads(made)}
-            files[JSON] = results.json_of(found, fitted, about)
-        if PICTURE in missing:
-            files[PICTURE] = found.show(fits=fitted).encode()
-        if {OVERLAY, BLINK}.intersection(missing):
-            files.update(results.overlays_of(found, fitted["homography"].model))
-        for ending, content in files.items():
-            write_atomic(self.file(item0, item1, ending), content)
-        return bool(files)
-
-    def write(self, item0: Item, item1: Item, found: MatchResult, made: str) -> None:
-        """Write all files of a pair, the matches last; an earlier result is removed first."""
-        for ending in (MATCHES, *ENDINGS):
-            self.file(item0, item1, ending).unlink(missing_ok=True)
-        self.complete(item0, item1, found, made)
-        write_atomic(self.file(item0, item1, MATCHES), results.npz_of(found, made))
-
-
 @dataclass
 class Run:
-    """Match pairs into `output`, and count pairs: matched, of these again; done before, of these
+    """Match pairs into `folder`, and count them: matched, of these again; done before, of these
     with missing files.
 
-    adding: functions that are called with every pair, also those done before.
+    wanted: endings of the files of each pair, beside MATCHES. settings: see `results.made_from`.
+    overwrite: match again what exists, since a camera shows something new each time. adding:
+    functions that are called with every pair, also those done before.
     """
 
     store: FeatureStore
-    output: Output
+    folder: Path
+    wanted: Sequence[str] = ()
+    settings: Mapping[str, object] = field(default_factory=dict)
+    overwrite: bool = False
     adding: Sequence[Adding] = ()
     matched: int = 0
     again: int = 0
@@ -163,9 +118,7 @@ class Run:
         with Progress(total=total, desc="matching", unit="pairs") as shown:
             for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
                 pair, made = started.popleft()
-                photo0, photo1 = pair
-                self.output.write(photo0, photo1, found, made)
-                self._add(pair, found)
+                self._write(pair, made, found)
                 self.matched += 1
                 shown.update(1)
 
@@ -178,12 +131,15 @@ class Run:
             words.append(f"{self.again} of them again, since their inputs changed")
         if self.completed:
             words.append(f"{self.completed} of the others were completed")
-        folder = self.output.folder
-        text = f"{'; '.join(words)}: {folder}"
-        others = sum(1 for _ in folder.glob(f"*_{MATCHES}")) - self.matched - self.before
+        text = f"{'; '.join(words)}: {self.folder}"
+        others = sum(1 for _ in self.folder.glob(f"*_{MATCHES}")) - self.matched - self.before
         if others > 0:
-            text += f"\n{folder} also holds {others} pairs of other commands, which are kept"
+            text += f"\n{self.folder} also holds {others} pairs of other commands, which are kept"
         return text
+
+    def _file(self, pair: Tuple[Item, Item], ending: str) -> Path:
+        """FOLDER/A_B_ENDING."""
+        return self.folder / f"{pair[0].name}_{pair[1].name}_{ending}"
 
     def _waiting(
         self, pairs: Pairs, started: collections.deque, shown: Progress
@@ -191,7 +147,7 @@ class Run:
         """Features of the pairs to match, which are added to `started`."""
         features = self.store.with_pixels if self.store.matcher.refine else self.store
         for pair in pairs:
-            if not self.output.again and self._done(pair, shown):
+            if not self.overwrite and self._done(pair, shown):
                 self.before += 1
                 shown.initial += 1
                 shown.update(1)
@@ -201,27 +157,48 @@ class Run:
             started.append((pair, self._made_from(pair)))
             yield sides
 
-    def _add(self, pair: Tuple[Item, Item], found: MatchResult) -> None:
-        for add in self.adding:
-            add(*pair, found)
-
     def _made_from(self, pair: Tuple[Item, Item]) -> str:
-        return results.made_from([self.store.digest(item) for item in pair], self.output.settings)
+        return results.made_from([self.store.digest(item) for item in pair], self.settings)
 
     def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
         """Whether a pair's result is of the same inputs as now; writes its missing files."""
-        path = self.output.file(*pair, MATCHES)
-        before = results.read_made_from(path)
+        path = self._file(pair, MATCHES)
+        arrays = results.read_arrays(path)
         now = self._made_from(pair)
-        if before is None:
+        if arrays is None:
             return False
-        why = results.differs(before, now)
-        if not why and (self.adding or self.output.missing(*pair)):
-            found = results.read_npz(path, *(self.store(item).size for item in pair))
-            self.completed += self.output.complete(*pair, found, now)
-            self._add(pair, found)
+        why = results.differs(str(arrays.get("made_from", "")), now)
         if why:
             self.again += 1
             if self.again == 1:
                 shown.say(f"{path}: {why}; it is computed again, as are others that do not fit")
-        return not why
+            return False
+        missing = [ending for ending in self.wanted if not self._file(pair, ending).is_file()]
+        if missing or self.adding:
+            size0, size1 = (self.store(item).size for item in pair)
+            found = results.from_arrays(arrays, size0, size1)
+            self.completed += self._complete(pair, now, found, missing)
+        return True
+
+    def _write(self, pair: Tuple[Item, Item], made: str, found: MatchResult) -> None:
+        """Write all files of a pair, the matches last; an earlier result is removed first."""
+        for ending in (MATCHES, *ENDINGS):
+            self._file(pair, ending).unlink(missing_ok=True)
+        self._complete(pair, made, found, self.wanted)
+        write_atomic(self._file(pair, MATCHES), results.npz_of(found, made))
+
+    def _complete(
+        self, pair: Tuple[Item, Item], made: str, found: MatchResult, endings: Sequence[str]
+    ) -> bool:
+        """Write these files of a pair, and add it; returns whether there were any."""
+        files: Dict[str, bytes] = {}
+        if endings:
+            found = found._replace(images=(pair[0].image, pair[1].image))
+            fitted = found.fits()
+            about = {"image0": pair[0].name, "image1": pair[1].name, "made_from": json.loads(made)}
+            files = results.files_of(found, fitted, about, endings)
+        for ending, content in files.items():
+            write_atomic(self._file(pair, ending), content)
+        for add in self.adding:
+            add(*pair, found)
+        return bool(files)

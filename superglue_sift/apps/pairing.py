@@ -27,11 +27,11 @@ import cv2
 
 from superglue_sift.apps import retrieval
 from superglue_sift.apps.results import ENDINGS, MATCHES
-from superglue_sift.errors import RequestError
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
 from superglue_sift.images import EXTENSIONS
 from superglue_sift.progress import Progress
+from superglue_sift.system import RequestError
 
 # What is matched, `args.source`
 TWO = "two images"
@@ -78,14 +78,11 @@ def choose_job(args: argparse.Namespace, store: FeatureStore) -> Job:
     if not store.is_sift and pairing == "nearest":
         raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
     photos, bad = prepare(named_inputs(args), store)
-    expansion = None
-    if pairing == "auto":
-        many_photos = len(photos) > MAX_EXHAUSTIVE and store.is_sift
-        pairing = "nearest" if many_photos else "exhaustive"
-        if many_photos and store.matcher.rules:
-            expansion = retrieval.Expansion(photos)
+    if pairing == "auto" and not store.is_sift:
+        pairing = "exhaustive"
     pairs, total = choose_pairs(photos, store, pairing, args.k)
-    return Job(pairs, total, photos, bad, expansion)
+    grows = pairing == "auto" and store.matcher.rules and len(photos) > MAX_EXHAUSTIVE
+    return Job(pairs, total, photos, bad, retrieval.Expansion(photos) if grows else None)
 
 
 def root_of(args: argparse.Namespace) -> Path:

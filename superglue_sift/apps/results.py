@@ -8,7 +8,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence
 
 import cv2
 import numpy as np
@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 
 from superglue_sift import __version__, drawing, geometry, scenes
-from superglue_sift.files import DAMAGED
-from superglue_sift.geometry import Fit
+from superglue_sift.geometry import Fit, Size
 from superglue_sift.match_result import MatchResult
+from superglue_sift.system import DAMAGED
 
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
@@ -73,13 +73,9 @@ def aligned_lists(found: MatchResult) -> Dict[str, Any]:
     NaN.
     """
     lists: Dict[str, Any] = dict.fromkeys(ALIGNED)
-    if found.aligned1 is not None:
-        for name in ALIGNED:
-            values = np.asarray(getattr(found, name), np.float64).round(4)
-            known = np.isfinite(values)
-            values = values.astype(object)
-            values[~known] = None
-            lists[name] = values.tolist()
+    for name in ALIGNED if found.aligned1 is not None else ():
+        values = np.asarray(getattr(found, name), np.float64).round(4)
+        lists[name] = np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
     return lists
 
 
@@ -137,41 +133,33 @@ def npz_of(found: MatchResult, made: str) -> bytes:
     return data.getvalue()
 
 
-def read_made_from(path: Path) -> Optional[str]:
-    """The `made_from` of an `.npz`; "" if it has none or is damaged, None without a file."""
+def read_arrays(path: Path) -> Optional[Dict[str, np.ndarray]]:
+    """The arrays of `npz_of`, with their checksums; none if damaged, None without a file."""
     try:
-        return str(_arrays_of(path)["made_from"])
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
     except FileNotFoundError:
         return None
     except DAMAGED:
-        return ""
+        return {}
+    return arrays if arrays.keys() >= set(ARRAYS) else {}
 
 
-def _arrays_of(path: Path) -> Dict[str, np.ndarray]:
-    """All arrays of a `.npz`, whose checksums are compared. Raises one of DAMAGED."""
-    with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    if not arrays.keys() >= set(ARRAYS):
-        raise KeyError(f"{path}: arrays are missing")
-    return arrays
-
-
-def read_npz(path: Path, size0: Tuple[int, int], size1: Tuple[int, int]) -> MatchResult:
-    """Read an `.npz`. size0, size1: (width, height) of the images. Raises one of DAMAGED."""
-    file = _arrays_of(path)
-    matches = file["matches"]
+def from_arrays(arrays: Mapping[str, np.ndarray], size0: Size, size1: Size) -> MatchResult:
+    """The result of `read_arrays`. size0, size1: (width, height) of the images."""
+    matches = arrays["matches"]
     matched = np.flatnonzero(matches >= 0)
-    turned0, turned1 = file["turned"].tolist()
-    aligned: Dict[str, Any] = {name: file[name][matched] for name in ALIGNED if name in file}
+    turned0, turned1 = arrays["turned"].tolist()
+    aligned: Dict[str, Any] = {name: arrays[name][matched] for name in ALIGNED if name in arrays}
     return MatchResult(
-        file["keypoints0"],
-        file["keypoints1"],
+        arrays["keypoints0"],
+        arrays["keypoints1"],
         np.stack([matched, matches[matched]], axis=1),
-        file["match_confidence"][matched],
+        arrays["match_confidence"][matched],
         size0,
         size1,
-        pair_score=int(file["pair_score"]) if "pair_score" in file else None,
-        frame=str(file["frame"]),
+        pair_score=int(arrays["pair_score"]) if "pair_score" in arrays else None,
+        frame=str(arrays["frame"]),
         turned=(turned0, turned1),
         **aligned,
     )
@@ -204,6 +192,23 @@ def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchRes
 
         yield add
     os.replace(partial, folder / PAIR_LIST)
+
+
+def files_of(
+    found: MatchResult,
+    fitted: Mapping[str, Fit],
+    about: Mapping[str, Any],
+    endings: Sequence[str] = ENDINGS,
+) -> Dict[str, bytes]:
+    """The files of a pair by their endings, without MATCHES. fitted, about: see `json_of`."""
+    files: Dict[str, bytes] = {}
+    if JSON in endings:
+        files[JSON] = json_of(found, fitted, about)
+    if PICTURE in endings:
+        files[PICTURE] = found.show(fits=fitted).encode()
+    if OVERLAY in endings or BLINK in endings:
+        files.update(overlays_of(found, fitted["homography"].model))
+    return files
 
 
 def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Dict
 
 from superglue_sift.apps import results
-from superglue_sift.errors import RequestError
 from superglue_sift.images import UPRIGHT, decode_color
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.system import RequestError, import_extra
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images
@@ -48,20 +48,9 @@ def run(matcher: Matcher, port: int) -> int:
     return 0
 
 
-def library() -> Any:
-    """Import Flask. Raises RequestError if it is not installed."""
-    try:
-        import flask
-    except ImportError:
-        raise RequestError(
-            "--serve needs one more package: pip install 'superglue-sift[serve]'"
-        ) from None
-    return flask
-
-
 def make_app(matcher: Matcher) -> Any:
     """Create the Flask application. Raises RequestError if Flask is not installed."""
-    flask = library()
+    flask = import_extra("flask", "serve")
     from werkzeug.exceptions import HTTPException
 
     app = flask.Flask(__name__)
@@ -114,12 +103,7 @@ def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:
     fits = found.fits()
     digests = [hashlib.sha256(data).hexdigest() for data in images]
     made = results.made_from(digests, {"threshold": found.threshold, "frame": found.frame})
-    record = results.json_of(found, fits, dict(zip(("image0", "image1"), digests)))
-    files = {
-        results.PICTURE: found.show(fits=fits).encode(),
-        **results.overlays_of(found, fits["homography"].model),
-        results.JSON: record,
-        "matches.npz": results.npz_of(found, made),
-    }
+    files = results.files_of(found, fits, dict(zip(("image0", "image1"), digests)))
+    files[results.MATCHES] = results.npz_of(found, made)
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
     return {"threshold": found.threshold, "summary": found.summarize(fits), "files": encoded}

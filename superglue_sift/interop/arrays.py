@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.errors import RequestError
 from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import GEOMETRY, root_sift_of, whole_sift
+from superglue_sift.system import RequestError
 
 
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:

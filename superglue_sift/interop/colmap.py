@@ -15,12 +15,11 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
 from superglue_sift import geometry, scenes, tracks
-from superglue_sift.errors import RequestError
 from superglue_sift.extractors import kind_of
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
@@ -28,35 +27,25 @@ from superglue_sift.images import AXES, inverse, to_upright
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions, root_sift_of
+from superglue_sift.system import FileName, RequestError, import_extra
 
 CENTRE = 0.5  # of the first pixel, in COLMAP's coordinates
 FOCAL = 1.2  # times the longer side: COLMAP's guess without EXIF
 MIN_INLIERS = 15  # of a verified pair, as in COLMAP's own matcher
 
 
-def library() -> Any:
-    """Import pycolmap. Raises RequestError if it is not installed."""
-    try:
-        import pycolmap
-    except ImportError:
-        raise RequestError(
-            "COLMAP needs one more package: pip install 'superglue-sift[colmap]'"
-        ) from None
-    return pycolmap
-
-
 class ColmapDatabase:
     """A COLMAP database that is filled pair by pair; a context manager."""
 
     def __init__(
-        self, path: Union[str, Path], images: Union[str, Path, None] = None, camera: Any = None
+        self, path: FileName, images: Optional[FileName] = None, camera: Any = None
     ) -> None:
         """path: a new file. images: folder of the photographs, whose EXIF has the focal length.
 
         camera: a pycolmap.Camera of all photographs; None: one for each, COLMAP's SIMPLE_RADIAL.
         Raises RequestError: pycolmap is not installed, or the file exists.
         """
-        pycolmap = library()
+        pycolmap = import_extra("pycolmap", "colmap")
         if Path(path).exists():
             raise RequestError(f"{path}: exists already; delete it or name another database")
         self._pycolmap = pycolmap
@@ -139,7 +128,7 @@ class ColmapDatabase:
             self._known[name] = image.image_id, camera
         return self._known[name]
 
-    def _guess_camera(self, size: Tuple[int, int]) -> Any:
+    def _guess_camera(self, size: geometry.Size) -> Any:
         create = self._pycolmap.Camera.create_from_model_name
         return create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
 
@@ -240,7 +229,7 @@ def _points(features: Features) -> np.ndarray:
     return points.astype(np.float32) + np.float32(CENTRE)
 
 
-def _stored_size(features: Features) -> Tuple[int, int]:
+def _stored_size(features: Features) -> geometry.Size:
     """(width, height) of the stored image."""
     width, height = features.size
     return (width, height) if AXES[features.turned][0][0] else (height, width)

@@ -20,11 +20,11 @@ from typing import Any, Dict, Iterator, List, Tuple
 
 import numpy as np
 
-from superglue_sift.errors import RequestError
 from superglue_sift.feature_store import Item
 from superglue_sift.features import Features
-from superglue_sift.interop.colmap import library, write_pair
+from superglue_sift.interop.colmap import write_pair
 from superglue_sift.match_result import MatchResult
+from superglue_sift.system import RequestError, import_extra
 
 MAX_FEATURES = 256  # images whose features stay in memory
 SIFT = (0, -1)  # types of descriptors: COLMAP's SIFT, or not stated by older versions
@@ -44,14 +44,13 @@ class StoredFeatures:
         """
         self.path = path
         self.max_keypoints = max_keypoints
-        self._pycolmap = library()
+        self._pycolmap = import_extra("pycolmap", "colmap")
         self._writer: Any = None
         if not path.is_file():
             raise RequestError(f"{path}: no such database; {EXTRACT}")
         self._reader = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
+        self._reader.row_factory = sqlite3.Row
         with self._explain():
-            kinds = "SELECT name FROM pragma_table_info('descriptors')"
-            self._has_type = ("type",) in self._reader.execute(kinds).fetchall()
             rows = self._reader.execute(
                 "SELECT image_id, name, width, height, camera_id FROM images JOIN cameras"
                 " USING (camera_id) ORDER BY name"
@@ -116,26 +115,27 @@ class StoredFeatures:
         COLMAP's coordinates.
         """
         number, size, _ = self._images[name]
-        kind = "type" if self._has_type else "-1"
-        row = self._reader.execute(
-            f"SELECT {kind}, k.cols, k.data, d.cols, d.data FROM keypoints k JOIN descriptors d"
-            " USING (image_id) WHERE image_id = ?",
+        columns = "k.cols AS columns, k.data AS points, d.*"
+        found = self._reader.execute(
+            f"SELECT {columns} FROM keypoints k JOIN descriptors d USING (image_id)"
+            " WHERE image_id = ?",
             (number,),
-        ).fetchone()
-        kind, columns, positions, width, descriptors = row
-        if kind not in SIFT or (width != 128 and descriptors):
+        )
+        row = dict(found.fetchone())
+        kind = row.get("type", SIFT[1])  # not in older versions
+        if kind not in SIFT or (row["cols"] != 128 and row["data"]):
             named = self._pycolmap.FeatureExtractorType(kind).name
-            given = f"descriptors of {named} with {width} bytes"
+            given = f"descriptors of {named} with {row['cols']} bytes"
             raise RequestError(f"{self.path}: {name} has {given}; the network matches SIFT")
-        keypoints = np.frombuffer(positions or b"", np.float32).reshape(-1, columns or 4)
+        keypoints = np.frombuffer(row["points"] or b"", np.float32).reshape(-1, row["columns"] or 4)
         if keypoints.shape[1] < 4:
             raise RequestError(f"{self.path}: {name} has keypoints without scale and orientation")
-        found = Features.of_colmap(
-            keypoints, np.frombuffer(descriptors or b"", np.uint8).reshape(-1, 128), size
+        features = Features.of_colmap(
+            keypoints, np.frombuffer(row["data"] or b"", np.uint8).reshape(-1, 128), size
         )
-        order = np.argsort(-found.records["scale"], kind="stable")[: self.max_keypoints]
+        order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
         points = keypoints[:, :2].astype(np.float64)
-        return found._replace(records=found.records[order]), order, points
+        return features._replace(records=features.records[order]), order, points
 
     @contextlib.contextmanager
     def _explain(self) -> Iterator[None]:

@@ -18,22 +18,20 @@ by `superglue-match --colmap`.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Dict, List, Mapping, Type, Union
+from typing import Any, ClassVar, Dict, List, Mapping, Type
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.errors import RequestError
 from superglue_sift.features import Features
 from superglue_sift.interop import arrays
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
-FileName = Union[str, Path]
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
@@ -75,18 +73,8 @@ def _pair(name0: str, name1: str) -> str:
     return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
 
 
-def _h5py() -> ModuleType:
-    try:
-        import h5py
-    except ImportError:
-        raise RequestError(
-            "hloc's files need one more package: pip install 'superglue-sift[hloc]'"
-        ) from None
-    return h5py
-
-
 def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
-    with _h5py().File(str(path), "a", libver="latest") as file:
+    with import_extra("h5py", "hloc").File(str(path), "a", libver="latest") as file:
         if group in file:
             del file[group]
         for name, value in data.items():
@@ -95,7 +83,7 @@ def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
 
 def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
     try:
-        with _h5py().File(str(path), "r", libver="latest") as file:
+        with import_extra("h5py", "hloc").File(str(path), "r", libver="latest") as file:
             return {name: np.asarray(value) for name, value in file[group].items()}
     except (OSError, KeyError) as error:
         raise RequestError(f"{path}: {group}: {error}") from None

@@ -13,11 +13,12 @@ from made_scenes import SHIFT, TURN
 from pipeline import bootstrap
 from pipeline.evaluate import confidence, content, estimators, matchers, metrics, scoring
 from pipeline.evaluate.conditions import conditions_of
+from pipeline.evaluate.estimators import fit_dlt
 from pipeline.evaluate.inputs import KnownPair
 from pipeline.evaluate.matchers import OURS
 from pipeline.report.rows import Measure
 from superglue_sift.batch import Pair
-from superglue_sift.geometry import corner_error, fit_dlt, transform
+from superglue_sift.geometry import corner_error, transform
 from superglue_sift.matcher import PairMatches
 from superglue_sift.sift import KEYPOINT
 

@@ -28,8 +28,7 @@ from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.network_inputs import unit_vectors
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig, unit_vectors
 from superglue_sift.weights import model_file
 
 ORB = "superglue_sift.opencv_features:orb"
@@ -103,7 +102,7 @@ def test_the_network_sees_unit_vectors_whose_cosine_counts_bits(photo):
     records = extractors.load(ORB)(photo, 60)
     batch = from_pairs([Pair(records, records[:10], (600, 400), (600, 400))])
     unit0, unit1 = (
-        unit_vectors(d[0], "binary", 256) for d in (batch.descriptors0, batch.descriptors1)
+        unit_vectors(d[0], "binary", 256) for d in (batch.descriptors(0), batch.descriptors(1))
     )
     bits = np.unpackbits(records["bits"], axis=1)
     hamming = (bits[:, None] != bits[None, :10]).sum(axis=-1)

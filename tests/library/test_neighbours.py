@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from superglue_sift.batch import Images
-from superglue_sift.network_inputs import neighbour_features
+from superglue_sift.superglue import neighbour_features
 
 pytestmark = pytest.mark.cu111
 

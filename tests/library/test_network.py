@@ -14,8 +14,7 @@ from pipeline.train.objective import assignment_loss
 from superglue_sift import attention, sinkhorn, torch_compat
 from superglue_sift import batch as batches
 from superglue_sift.attention import RotaryPositions
-from superglue_sift.batch import Images, Pair, from_pairs, similar_sizes, size_class
-from superglue_sift.network_inputs import root_sift
+from superglue_sift.batch import Images, Pair, from_pairs, root_sift, similar_sizes, size_class
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.truth import ground_truth
@@ -193,10 +192,10 @@ class TestAttention:
         logits = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(8)
         weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
         expected = torch.einsum("bhij,bhjd->bhid", weights, v)
-        found = [torch_compat.scaled_dot_product_attention(q, k, v, visible)]
+        found = [attention.attention(q, k, v, visible)]
         monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention", raising=False)
         monkeypatch.setattr(torch_compat, "MAX_WEIGHTS", 2 * 4 * 7 * 2)  # two queries at a time
-        found.append(torch_compat.scaled_dot_product_attention(q, k, v, visible))
+        found.append(attention.attention(q, k, v, visible))
         gradients = torch.autograd.grad(expected.sin().sum(), (q, k, v))
         for each in found:
             assert torch.allclose(each, expected, atol=1e-12)

@@ -21,9 +21,8 @@ from superglue_sift import (
     onnx,
     torch_compat,
 )
-from superglue_sift.batch import Keypoints
+from superglue_sift.batch import Keypoints, choose_orientations
 from superglue_sift.matcher import extract
-from superglue_sift.network_inputs import choose_orientations
 from superglue_sift.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.

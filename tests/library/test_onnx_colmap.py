@@ -4,14 +4,15 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from made_colmap import colmap_inputs_of
 from made_pairs import records
 from made_scenes import TURN
 from test_onnx import IN_ONNX_RUNTIME, needs_onnx, session
 
 from superglue_sift import Features, Matcher, load_model, onnx, torch_compat
 from superglue_sift.features import extract
-from superglue_sift.network_inputs import TYPICAL_SCORE
 from superglue_sift.sift import KEYPOINT
+from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.weights import shipped_weights
 
 needs_sym_min = pytest.mark.skipif(
@@ -46,7 +47,7 @@ def run(module, values):
 
 @needs_sym_min
 def test_it_matches_as_the_matcher(network, sides):
-    matches, scores = run(network, onnx.colmap_inputs_of(*sides))
+    matches, scores = run(network, colmap_inputs_of(*sides))
     expected = Matcher.load(device="cpu", threshold=0.2).match(*sides, refine=False)
     assert len(expected.matches) > 80
     matches0, scores0 = expected.dense()
@@ -58,15 +59,15 @@ def test_it_matches_as_the_matcher(network, sides):
 @needs_sym_min
 def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(network, sides):
     few = onnx.ColmapSuperGlue(network.network.model, 0.2, 100)
-    matches, _ = run(few, onnx.colmap_inputs_of(*sides))
+    matches, _ = run(few, colmap_inputs_of(*sides))
     assert matches.shape == (len(sides[0].records),)
     index0 = np.flatnonzero(matches >= 0)
     index1 = matches[index0]
     assert len(index0) > 80, "of 100 keypoints chosen for this pair most must match"
     assert len(set(index1)) == len(index1)
-    all_matches, _ = run(network, onnx.colmap_inputs_of(*sides))
+    all_matches, _ = run(network, colmap_inputs_of(*sides))
     assert (all_matches[index0] == index1).mean() > 0.95
-    back, _ = run(few, onnx.colmap_inputs_of(*sides[::-1]))
+    back, _ = run(few, colmap_inputs_of(*sides[::-1]))
     assert np.array_equal(back[index1], index0)
 
 
@@ -114,7 +115,7 @@ def test_the_file_keeps_the_contract_of_colmap(network, sides, tmp_path):
     pairs = [[Features(records(rng, n), (320, 240)) for n in shape] for shape in SHAPES]
     doubtful = 0
     for pair in [*pairs, sides]:
-        values = onnx.colmap_inputs_of(*pair)
+        values = colmap_inputs_of(*pair)
         matches, scores = run(network, values)
         in_file = run_file(values)
         assert in_file[0].shape == in_file[1].shape == matches.shape

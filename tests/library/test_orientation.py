@@ -1,4 +1,4 @@
-"""superglue_sift/network_inputs.py: by which of its two orientations a keypoint is matched."""
+"""superglue_sift/batch.py: by which of its two orientations a keypoint is matched."""
 
 from unittest import mock
 
@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from pipeline.features.store import View
 from pipeline.train.pairs.augmentation import Augmentation
-from superglue_sift import network_inputs
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.network_inputs import choose_orientations, choose_pair
+from superglue_sift import batch as batches
+from superglue_sift.batch import Pair, choose_orientations, choose_pair, from_pairs
 from superglue_sift.sift import KEYPOINT, ORIENTED
 
 SIZE = (320, 240)
@@ -80,7 +79,7 @@ def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
 
     batch = from_pairs([Pair(view(m), view(n), SIZE, SIZE) for m, n in counts])
     whole = choose_orientations(batch)
-    with mock.patch.object(network_inputs, "MAX_BYTES", 40):  # a row or two at a time
+    with mock.patch.object(batches, "MAX_BYTES", 40):  # a row or two at a time
         by_rows = choose_orientations(batch)
     assert torch.equal(whole.records0, by_rows.records0) and torch.equal(
         whole.records1, by_rows.records1

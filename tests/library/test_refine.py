@@ -198,7 +198,7 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     rng = np.random.default_rng(0)
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
     points1[:60] = geometry.transform(points0[:60], TURN)
-    maps = refine.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    maps = geometry.local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], geometry.jacobians(TURN, points0[:60]), atol=1e-3)
 
 

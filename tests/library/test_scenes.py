@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks.dev import scene_errors
-from superglue_sift import Matcher, classical, errors, geometry, matcher, scenes, sift
+from superglue_sift import Matcher, classical, geometry, matcher, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
@@ -199,7 +199,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     words = f"{tmp_path}/photos --out-dir {tmp_path}/found --json-files --max-keypoints 2000"
     for name in ("first.db", "again.db"):  # again, from what is done
         command = [*words.split(), "--device", "cpu", "--colmap", str(tmp_path / name)]
-        assert errors.exit_code(cli.main, command) == 0
+        assert system.exit_code(cli.main, command) == 0
         with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [row["accepted"] for row in rows] == ["1", "0", "0"]
@@ -230,7 +230,7 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
     words = "photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
     errors_px = []
     for more in ("exact.db", "sift.db --no-refine"):
-        assert errors.exit_code(cli.main, f"{words} {more}".split()) == 0
+        assert system.exit_code(cli.main, f"{words} {more}".split()) == 0
         with pycolmap.Database.open(more.split()[0]) as database:
             key = {image.name: image.image_id for image in database.read_all_images()}
             ids = (key["0.png"], key["1.png"])

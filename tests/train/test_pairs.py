@@ -120,8 +120,8 @@ def misses(batch):
     """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
     there, px.
     """
-    mapped = transform(batch.keypoints0[0].double().numpy(), batch.H_0to1[0].numpy())
-    return np.linalg.norm(mapped[:, None] - batch.keypoints1[0].numpy(), axis=-1).min(1)
+    mapped = transform(batch.keypoints(0)[0].double().numpy(), batch.H_0to1[0].numpy())
+    return np.linalg.norm(mapped[:, None] - batch.keypoints(1)[0].numpy(), axis=-1).min(1)
 
 
 class TestAugmentation:
@@ -141,8 +141,8 @@ class TestAugmentation:
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
         cut = load_batch(store, samples, 1000, Augmentation(rotation_deg=180, window=0.5))
         sides = (
-            (cut.keypoints0, cut.image_size0, cut.counts0),
-            (cut.keypoints1, cut.image_size1, cut.counts1),
+            (cut.keypoints(0), cut.image_size0, cut.counts0),
+            (cut.keypoints(1), cut.image_size1, cut.counts1),
         )
         for keypoints, size, counts in sides:
             for i, count in enumerate(counts.tolist()):
@@ -185,8 +185,8 @@ class TestAugmentation:
         )
         truth = ground_truth(batch)
         for matches, descriptors in (
-            (truth.matches0, batch.descriptors0),
-            (truth.matches1, batch.descriptors1),
+            (truth.matches0, batch.descriptors(0)),
+            (truth.matches1, batch.descriptors(1)),
         ):
             rows, columns = (matches >= 0).nonzero().T
             assert len(rows) > 200

@@ -11,8 +11,8 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
 from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
+from superglue_sift.batch import choose_orientations
 from superglue_sift.classical import neighbours, unit_rows
-from superglue_sift.network_inputs import choose_orientations
 from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import IGNORED, ground_truth

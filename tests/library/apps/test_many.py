@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Matcher, RequestError, __version__, errors
+from superglue_sift import Matcher, RequestError, __version__, system
 from superglue_sift.apps import cli, pairing, results, retrieval
-from superglue_sift.files import write_atomic
 from superglue_sift.geometry import corner_error
+from superglue_sift.system import write_atomic
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def work(tmp_path, photo, color_photo):
 
 def run(folder, *words):
     extra = ["--model", folder / "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
-    return errors.exit_code(cli.main, [str(word) for word in [*words, *extra]])
+    return system.exit_code(cli.main, [str(word) for word in [*words, *extra]])
 
 
 def match(work, folder, *words):

@@ -11,9 +11,9 @@ from made_scenes import TURN
 
 from superglue_sift import Features, RequestError, geometry, sift
 from superglue_sift.apps import cli
-from superglue_sift.files import file_sha256
 from superglue_sift.interop.colmap import CENTRE
 from superglue_sift.sift import root_sift_of
+from superglue_sift.system import file_sha256
 
 pycolmap = pytest.importorskip("pycolmap")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from superglue_sift.apps import cli
-from superglue_sift.errors import RequestError, exit_code
 from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.system import RequestError, exit_code
 
 SIZE = (640, 480)
 FOCAL = 600.0
