@@ -78,7 +78,7 @@ def test_the_rank_is_the_ratio_of_distances_and_mutual_neighbours_come_first():
         torch.tensor(np.stack([np.cos(np.radians(a)), np.sin(np.radians(a))], 1)) for a in angles
     ]
 
-    def ratio(near: float, far: float) -> float:
+    def ratio(near, far):
         return float(np.sin(np.radians(near / 2)) / np.sin(np.radians(far / 2)))
 
     rank0, rank1 = onnx.rank_by_descriptor(*unit)
