@@ -10,7 +10,7 @@ from made_scenes import write_model
 from pipeline import errors, export
 from pipeline.parameters import params
 from pipeline.provenance import trained_on
-from superglue_sift.weights import load_model, load_model_file, save_model_file, weights_of
+from superglue_sift.weights import load_model, load_model_file, save_model_file
 
 
 def write_best(folder, **about):
@@ -95,14 +95,6 @@ def test_the_file_names_no_place_of_the_machine_that_trained(work):
     assert stated["params"]["fetch.content"] == "0123"
     assert stated["provenance"]["initial_weights.digest"] == "4567"
     assert "lr" in stated["trained_with"] and "init_from" not in stated["trained_with"]
-
-
-def test_weights_of_a_training_checkpoint():
-    one = torch.ones(1)
-    two = torch.zeros(1)
-    assert weights_of({"a": one}) == {"a": one}
-    assert weights_of({"model.a": one, "optimizer.a": two, "rng.cpu": two}) == {"a": one}
-    assert weights_of({"model.a": one, "model.b": one, "average.a": two}) == {"a": two, "b": one}
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 no interval.
 """
 
-import math
-
 import numpy as np
 import pytest
 
@@ -25,18 +23,13 @@ def mean(values, clusters=None):
     return bootstrap.Clusters(names).mean(values).line()
 
 
-def test_interval_of_a_mean_agrees_with_the_normal_one_and_with_scipy():
+def test_interval_of_a_mean_agrees_with_scipys():
     from scipy import stats
 
-    values = np.random.default_rng(1).normal(0.4, 0.2, 800)
+    values = np.random.default_rng(1).normal(0.4, 0.2, 40)
     found = mean(values)
-    half = 1.96 * values.std() / math.sqrt(800)
-    assert found["value"] == pytest.approx(values.mean(), abs=ROUNDED) and found["pairs"] == 800
-    assert found["low"] == pytest.approx(values.mean() - half, abs=0.1 * half)
-    assert found["high"] == pytest.approx(values.mean() + half, abs=0.1 * half)
-    few = values[:40]
-    other = stats.bootstrap((few,), np.mean, n_resamples=4000, method="percentile")
-    found = mean(few)
+    assert found["value"] == pytest.approx(values.mean(), abs=ROUNDED) and found["pairs"] == 40
+    other = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile")
     assert found["low"] == pytest.approx(other.confidence_interval.low, abs=0.01)
     assert found["high"] == pytest.approx(other.confidence_interval.high, abs=0.01)
 
