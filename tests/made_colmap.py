@@ -1,19 +1,12 @@
 """What COLMAP hands over to the file of `superglue_sift.onnx --for colmap`."""
 
-from __future__ import annotations
-
-from typing import Dict
-
-import numpy as np
-
-from superglue_sift import Features
 from superglue_sift.interop.arrays import to_lightglue
 from superglue_sift.onnx import COLMAP_INPUTS
 
 
-def colmap_inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
+def colmap_inputs_of(side0, side1):
     """COLMAP_INPUTS by name, for one pair of SIFT features with one orientation each."""
-    values: Dict[str, np.ndarray] = {}
+    values = {}
     for side, features in zip("01", (side0, side1)):
         given = {name: value.numpy() for name, value in to_lightglue(features).items()}
         given["kpts"] = given["keypoints"]
