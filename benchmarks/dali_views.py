@@ -1,6 +1,6 @@
 """Photographs to pairs of views with the homography between them, as the DALI guides feed a
-training: external source, decode, resize, crop, mirror and brightness in one pipeline, PyTorch's
-iterator. And the same work by OpenCV.
+training: external source, decode, resize, crop and mirror in one pipeline, PyTorch's iterator. And
+the same work by OpenCV.
 
 The project's own views (perspective, rotation, no border) are made by `pipeline.views`; this is the
 guides' loader, to be compared with OpenCV and to show that geometry can be kept: the resize, crop
@@ -15,143 +15,127 @@ import cv2
 import numpy as np
 
 from pipeline import compat
-from pipeline.errors import RequestError
+from superglue_sift import geometry
 
+BATCH = 32
 # Views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
 Batch = Tuple[Any, Any, np.ndarray]
+Size = Tuple[int, int]  # (width, height) px
 
 
 class Draw(NamedTuple):
-    """A view: the photograph resized to `size` (w, h) px, cut out at `corner` (x, y), perhaps
-    mirrored, brightened.
-    """
+    """A view: the photograph resized to `size`, cut out at `corner` (x, y), perhaps mirrored."""
 
-    size: Tuple[int, int]
+    size: Size
     corner: Tuple[int, int]
     mirror: int
-    brightness: float
 
 
-def draw(rng: np.random.Generator, view: Tuple[int, int]) -> Draw:
-    """A view of `view` (w, h) px out of a photograph resized to 1.1 to 1.6 times that."""
+def draw(rng: np.random.Generator, view: Size) -> Draw:
+    """A view of `view` px out of a photograph resized to 1.1 to 1.6 times that."""
     factor = rng.uniform(1.1, 1.6)
-    size = tuple(round(side * factor) for side in view)
-    corner = tuple(int(rng.integers(0, whole - side + 1)) for whole, side in zip(size, view))
-    return Draw(size, corner, int(rng.integers(2)), float(rng.uniform(0.7, 1.3)))
+    width, height = (round(side * factor) for side in view)
+    corner = int(rng.integers(width - view[0] + 1)), int(rng.integers(height - view[1] + 1))
+    return Draw((width, height), corner, int(rng.integers(2)))
 
 
-def draw_pair(seed: int, index: int, view: Tuple[int, int]) -> List[Draw]:
+def draw_pair(index: int, view: Size) -> Tuple[Draw, Draw]:
     """The two views of photograph `index`."""
-    rng = np.random.default_rng((seed, index))
-    return [draw(rng, view), draw(rng, view)]
+    rng = np.random.default_rng(index)
+    return draw(rng, view), draw(rng, view)
 
 
-def to_view(drawn: Draw, image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
-    """(3, 3) float64: from pixels of a photograph of `image` (w, h) to those of the view; centres
-    at whole numbers.
-    """
-    sx, sy = np.array(drawn.size) / np.array(image)
+def to_view(drawn: Draw, image: Size, view: Size) -> np.ndarray:
+    """(3, 3) float64: from pixels of a photograph of `image` px to those of the view."""
     x, y = drawn.corner
-    resize_and_cut = np.array([[sx, 0, (sx - 1) / 2 - x], [0, sy, (sy - 1) / 2 - y], [0, 0, 1]])
-    mirror = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
-    return mirror @ resize_and_cut
+    cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
+    flip = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
+    return flip @ cut @ geometry.resizing(image, drawn.size)
 
 
-def between(drawn: Sequence[Draw], image: Tuple[int, int], view: Tuple[int, int]) -> np.ndarray:
-    """(3, 3): from view 0 to view 1 of a photograph."""
-    first, second = (to_view(each, image, view) for each in drawn)
+def between(index: int, image: Size, view: Size) -> np.ndarray:
+    """(3, 3): from view 0 to view 1 of photograph `index`, of `image` px."""
+    first, second = (to_view(drawn, image, view) for drawn in draw_pair(index, view))
     return second @ np.linalg.inv(first)
 
 
-def opencv_views(files: Sequence[bytes], view: Tuple[int, int], seed: int = 0) -> Iterator[Batch]:
+def opencv_views(files: Sequence[bytes], view: Size) -> Iterator[Batch]:
     """One photograph at a time."""
-    how = cv2.IMREAD_GRAYSCALE | cv2.IMREAD_IGNORE_ORIENTATION
     for index, data in enumerate(files):
-        gray = cv2.imdecode(np.frombuffer(data, np.uint8), how)
-        drawn = draw_pair(seed, index, view)
+        gray = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
         made = []
-        for each in drawn:
-            resized = cv2.resize(gray, each.size, interpolation=cv2.INTER_LINEAR)
-            x, y = each.corner
+        for drawn in draw_pair(index, view):
+            resized = cv2.resize(gray, drawn.size, interpolation=cv2.INTER_LINEAR)
+            x, y = drawn.corner
             cut = resized[y : y + view[1], x : x + view[0]]
-            cut = cut[:, ::-1] if each.mirror else cut
-            made.append(cv2.convertScaleAbs(cut, alpha=each.brightness)[None, None])
-        yield made[0], made[1], between(drawn, gray.shape[::-1], view)[None]
+            cut = cv2.flip(cut, 1) if drawn.mirror else cut
+            made.append(cut[None, None])
+        yield made[0], made[1], between(index, gray.shape[::-1], view)[None]
 
 
-def dali_views(
-    files: Sequence[bytes],
-    view: Tuple[int, int],
-    batch: int = 32,
-    seed: int = 0,
-    device: Optional[int] = None,
-) -> Iterator[Batch]:
-    """The same by DALI, on GPU `device` or the CPU; the last batch holds what is left."""
+def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Iterator[Batch]:
+    """The same by DALI, on GPU `device` or the CPU (None); the last batch holds what is left."""
     try:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
     except ImportError:
-        raise RequestError(
-            f"NVIDIA DALI is not installed; `pip install {compat.dali_package()}`"
-        ) from None
+        raise compat.without_dali("views", "leave it out") from None
 
     def feed(iteration: int) -> List[Any]:
         """The bytes of a batch, and the numbers of both views; the last batch is padded."""
-        first = iteration * batch
+        first = iteration * BATCH
         if first >= len(files):
             raise StopIteration
-        places = [min(first + i, len(files) - 1) for i in range(batch)]
-        pairs = [draw_pair(seed, i, view) for i in places]
-        encoded: List[Any] = [[np.frombuffer(files[i], np.uint8) for i in places]]
-        return sum(([*feed_view(drawn, view)] for drawn in zip(*pairs)), encoded)
+        places = [min(first + i, len(files) - 1) for i in range(BATCH)]
+        encoded: List[Any] = [np.frombuffer(files[i], np.uint8) for i in places]
+        views = zip(*(draw_pair(i, view) for i in places))
+        return [encoded, *(numbers for drawn in views for numbers in feed_view(drawn, view))]
 
-    pipeline = build_pipeline(feed, view, batch, device)
-    names = ["view0", "view1", "shape"]
-    partial = LastBatchPolicy.PARTIAL
+    iterator = DALIGenericIterator(
+        [build_pipeline(feed, view, device)],
+        ["view0", "view1", "shape"],
+        size=len(files),
+        last_batch_policy=LastBatchPolicy.PARTIAL,
+    )
     index = 0
-    for (found,) in DALIGenericIterator(
-        [pipeline], names, size=len(files), last_batch_policy=partial
-    ):
+    for (found,) in iterator:
         shapes = found["shape"].tolist()
-        H = [
-            between(draw_pair(seed, index + i, view), (width, height), view)
-            for i, (height, width, *_) in enumerate(shapes)
-        ]
+        H = [between(index + i, (w, h), view) for i, (h, w, *_) in enumerate(shapes)]
         index += len(H)
         yield found["view0"], found["view1"], np.stack(H)
 
 
-def feed_view(drawn: Sequence[Draw], view: Tuple[int, int]) -> Iterator[np.ndarray]:
-    """Size, position of the crop, mirror and brightness of one view of each photograph."""
-    sizes = np.array([each.size for each in drawn], np.float32)
-    corners = np.array([each.corner for each in drawn], np.float32)
-    yield sizes[:, ::-1].copy()
+def feed_view(drawn: Sequence[Draw], view: Size) -> List[np.ndarray]:
+    """Height and width, position of the crop, and mirror of one view of each photograph."""
+    sizes, corners, mirror = (np.array(each, np.float32) for each in zip(*drawn))
     # DALI gives the crop's position as a fraction of the space around it
-    yield from (corners / np.maximum(sizes - np.array(view, np.float32), 1)).T.copy()
-    yield np.array([each.mirror for each in drawn], np.int32)
-    yield np.array([each.brightness for each in drawn], np.float32)
+    x, y = (corners / np.maximum(sizes - np.array(view), 1)).astype(np.float32).T.copy()
+    return [sizes[:, ::-1].copy(), x, y, mirror.astype(np.int32)]
 
 
-def build_pipeline(feed: Any, view: Tuple[int, int], batch: int, device: Optional[int]) -> Any:
+def build_pipeline(feed: Any, view: Size, device: Optional[int]) -> Any:
+    """DALI's pipeline; its outputs are both views, and the shape of the photograph."""
     from nvidia.dali import fn, pipeline_def, types
 
-    floats = types.FLOAT
-    kind = "cpu" if device is None else "mixed"
-
-    @pipeline_def(batch_size=batch, num_threads=2, device_id=device)
+    @pipeline_def(batch_size=BATCH, num_threads=2, device_id=device)
     def viewing():
-        given = [types.UINT8] + 2 * [floats, floats, floats, types.INT32, floats]
-        encoded, *numbers = fn.external_source(
-            feed, num_outputs=len(given), batch=True, dtype=given
-        )
+        numbers = [types.FLOAT, types.FLOAT, types.FLOAT, types.INT32]
+        given = [types.UINT8, *numbers, *numbers]
+        encoded, *fed = fn.external_source(feed, num_outputs=len(given), batch=True, dtype=given)
+        kind = "cpu" if device is None else "mixed"
         image = fn.decoders.image(encoded, device=kind, output_type=types.GRAY)
         views = []
-        for size, x, y, mirror, brightness in (numbers[:5], numbers[5:]):
+        for size, x, y, mirror in (fed[:4], fed[4:]):
             resized = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=False)
-            bright = fn.brightness(resized, brightness=brightness)
-            cut = {"crop": (view[1], view[0]), "crop_pos_x": x, "crop_pos_y": y, "mirror": mirror}
-            views.append(
-                fn.crop_mirror_normalize(bright, **cut, dtype=types.UINT8, output_layout="CHW")
+            view_of = fn.crop_mirror_normalize(
+                resized,
+                crop=(view[1], view[0]),
+                crop_pos_x=x,
+                crop_pos_y=y,
+                mirror=mirror,
+                dtype=types.UINT8,
+                output_layout="CHW",
             )
+            views.append(view_of)
         return (*views, fn.peek_image_shape(encoded))
 
     built = viewing()

@@ -5,31 +5,31 @@ DALI.
 from __future__ import annotations
 
 import contextlib
-import statistics
 import tempfile
 from pathlib import Path
-from typing import Iterator, List
+from typing import Iterator, List, Tuple
 
 import cv2
 import numpy as np
 import torch
 
-from benchmarks import dali_views, timing
+from benchmarks import dali_views
 from benchmarks.photographs import photographs
-from benchmarks.row import Row, Setting
+from benchmarks.timing import Row, Setting, compare, of_seconds
 from pipeline.evaluate.heldout import add_noise
+from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
 from pipeline.keypoints.image import gray_views
 from pipeline.parameters import params
 from superglue_sift import classical, scenes, sift
+from superglue_sift.batch import Pair
 from superglue_sift.extractors import DENSE
-from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.weights import fuse_for_inference
 
+SAMPLE = Path(__file__).resolve().parents[1] / "presets" / "sample.yaml"
 ALIGNED = 250  # matches
-LARGE = (2048, 1536)
-ROTATION = ((320, 240), 10, 1.0)  # centre, degrees and scale of the second view's rotation
+SCALE = 3.2  # of the photographs of `filled`
 DECODED = 64  # photographs of a call of `views`
 VIEW = (320, 240)
 
@@ -51,25 +51,19 @@ def keypoints(setting: Setting) -> Iterator[Row]:
     """The keypoints stage's work on a photograph, per view, compared with OpenCV's SIFT alone on as
     many views.
     """
-    settings = params.load("keypoints", setting.params)
+    settings = params.load("keypoints", SAMPLE)
     photograph = photographs(1)[0]
     view = cv2.resize(photograph, (settings.width, settings.height))
     detector = sift.detector(sift.with_spare(settings.max_keypoints))
     count = settings.views_per_image
-
-    def detect() -> None:
-        for _ in range(count):
-            detector.detectAndCompute(view, None)
-
+    ways = {
+        "stage": lambda: gray_views(photograph, "a.jpg", settings),
+        "SIFT": lambda: [detector.detectAndCompute(view, None) for _ in range(count)],
+    }
     with one_thread():
-        taken = setting.time(
-            {"stage": lambda: gray_views(photograph, "a.jpg", settings), "SIFT": detect}
-        )
-    each = 1e3 * statistics.median(taken["stage"].cpu) / count
-    ratio = timing.speed_up(taken["SIFT"].wall, taken["stage"].wall)
-    cpu = timing.speed_up(taken["SIFT"].cpu, taken["stage"].cpu)
+        taken = setting.time(ways, count)
     name = f"SIFT: keypoints of a view of {settings.width}x{settings.height}, one core"
-    yield Row(name, each, "ms", ratio, cpu, "of OpenCV's SIFT alone")
+    yield compare(name, taken["stage"], taken["SIFT"], "OpenCV's SIFT alone")
 
 
 def files(setting: Setting) -> Iterator[Row]:
@@ -77,13 +71,9 @@ def files(setting: Setting) -> Iterator[Row]:
     matcher = Matcher(
         fuse_for_inference(setting.model()), setting.device, max_keypoints=512, resize=0
     )
-    with tempfile.TemporaryDirectory() as folder:
-        paths = _write_pair(Path(folder), photographs(1)[0])
-        seconds = setting.time({"call": lambda: matcher.match(*paths)})["call"].wall
-    note = f"{min(seconds):.3f} to {max(seconds):.3f}"
-    yield Row(
-        "two JPEG files to matches, 512 keypoints", statistics.median(seconds), "s", note=note
-    )
+    with two_files() as paths:
+        taken = setting.time({"call": lambda: matcher.match(*paths)})
+    yield of_seconds("two JPEG files to matches, 512 keypoints", taken["call"])
 
 
 def aligned(setting: Setting) -> Iterator[Row]:
@@ -91,85 +81,67 @@ def aligned(setting: Setting) -> Iterator[Row]:
     thread each.
     """
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
-    with tempfile.TemporaryDirectory() as folder, one_thread():
-        paths = _write_pair(Path(folder), photographs(1)[0])
+    with two_files() as paths, one_thread():
         sides = matcher.extract_all(paths)
-        found = _true_matches(*sides).only(np.arange(ALIGNED))
+        pair = Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size)
+        passed = match_baselines(pair)[RATIO_TEST].above(0.2)
+        found = MatchResult.of(*sides, *passed).only(np.arange(ALIGNED))
         ways = {
             "files": lambda: matcher.match(*paths),
             "align": lambda: found.align(*sides, str(setting.device)),
         }
         taken = setting.time(ways)
-    share = statistics.median(np.asarray(taken["align"].cpu) / np.asarray(taken["files"].cpu))
-    note = f"{share:.1%} of the time of two JPEG files to matches, 1,024 keypoints, one thread"
-    yield Row(
-        f"aligning {len(found.matches)} matches",
-        1e3 * statistics.median(taken["align"].cpu),
-        "ms",
-        note=note,
-    )
+    other = "two JPEG files to matches, 1,024 keypoints, one thread"
+    yield compare(f"aligning {ALIGNED} matches", taken["align"], taken["files"], other)
 
 
 def filled(setting: Setting) -> Iterator[Row]:
     """The fill of a pair of a scene (`scenes.fill`): classical matches of 8,192 keypoints of each
     of two views.
     """
-    image = cv2.resize(photographs(1)[0], LARGE, interpolation=cv2.INTER_CUBIC)
-    image = add_noise(image, 8.0)  # for more keypoints than a small photograph has
-    rotated = cv2.warpAffine(
-        image, cv2.getRotationMatrix2D((LARGE[0] / 2, LARGE[1] / 2), 10, 1.0), LARGE
+    large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
+    views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
+    sides = tuple(
+        scenes.side_of(DENSE(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0) for view in views
     )
-    records = [DENSE(view, scenes.MAX_KEYPOINTS) for view in (image, rotated)]
-    sides = scenes.side_of(records[0], LARGE, 0), scenes.side_of(records[1], LARGE, 0)
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
     strict = matches[np.argsort(-scores)[:ALIGNED]]
     given = strict, np.ones(len(strict), np.float32), 0.5, sides, scenes.Rules()
-    seconds = setting.time({"fill": lambda: scenes.fill(*given)})["fill"].wall
-    name = f"filling a pair of {len(records[0]):,} and {len(records[1]):,} keypoints"
-    yield Row(
-        name, statistics.median(seconds), "s", note=f"{min(seconds):.3f} to {max(seconds):.3f}"
-    )
+    taken = setting.time({"fill": lambda: scenes.fill(*given)})
+    sizes = " and ".join(f"{len(side.points):,}" for side in sides)
+    yield of_seconds(f"filling a pair of {sizes} keypoints", taken["fill"])
 
 
 def views(setting: Setting) -> Iterator[Row]:
     """JPEG files to pairs of views with their homographies (`dali_views`): DALI compared with
     OpenCV.
     """
-    found = photographs(8)
-    jpegs = [
-        cv2.imencode(".jpg", found[i % 8], [cv2.IMWRITE_JPEG_QUALITY, 95])[1].tobytes()
-        for i in range(DECODED)
-    ]
+    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
+    jpegs = [cv2.imencode(".jpg", image, quality)[1].tobytes() for image in photographs(8)]
+    jpegs *= DECODED // len(jpegs)
     gpu = setting.device.index or 0 if setting.device.type == "cuda" else None
     ways = {
         "OpenCV": lambda: list(dali_views.opencv_views(jpegs, VIEW)),
-        "DALI": lambda: list(dali_views.dali_views(jpegs, VIEW, device=gpu)),
+        "DALI": lambda: list(dali_views.dali_views(jpegs, VIEW, gpu)),
     }
     with one_thread():
-        taken = setting.time(ways)
-    rate = DECODED / statistics.median(taken["DALI"].wall)
-    ratio = timing.speed_up(taken["OpenCV"].wall, taken["DALI"].wall)
-    yield Row(
-        "mode: JPEG files to pairs of views by DALI",
-        rate,
-        "images/s",
-        ratio,
-        note="of OpenCV in one thread",
-    )
+        taken = setting.time(ways, DECODED)
+    title = "mode: JPEG files to pairs of views by DALI"
+    yield compare(title, taken["DALI"], taken["OpenCV"], "OpenCV in one thread")
 
 
-def _true_matches(side0: Features, side1: Features) -> MatchResult:
-    """Keypoints that the rotation of `_write_pair` brings within 1.5 px of each other."""
-    seen = cv2.transform(side0.keypoints[None], cv2.getRotationMatrix2D(*ROTATION))[0]
-    distances = np.linalg.norm(seen[:, None] - side1.keypoints, axis=-1)
-    nearest = distances.argmin(1)
-    mutual = (distances.argmin(0)[nearest] == np.arange(len(seen))) & (distances.min(1) < 1.5)
-    return MatchResult.of(side0, side1, np.where(mutual, nearest, -1), mutual.astype(np.float32))
+def rotate(image: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """An image and itself rotated by 10 degrees about its middle."""
+    height, width = image.shape
+    turn = cv2.getRotationMatrix2D((width / 2, height / 2), 10, 1.0)
+    return image, cv2.warpAffine(image, turn, (width, height))
 
 
-def _write_pair(folder: Path, image: np.ndarray) -> List[Path]:
-    rotated = cv2.warpAffine(image, cv2.getRotationMatrix2D(*ROTATION), (640, 480))
-    paths = [folder / "a.jpg", folder / "b.jpg"]
-    for path, view in zip(paths, (image, rotated)):
-        cv2.imwrite(str(path), view)
-    return paths
+@contextlib.contextmanager
+def two_files() -> Iterator[List[Path]]:
+    """JPEG files of a photograph and of its rotation."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / "a.jpg", Path(folder) / "b.jpg"]
+        for path, view in zip(paths, rotate(photographs(1)[0])):
+            cv2.imwrite(str(path), view)
+        yield paths

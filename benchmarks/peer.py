@@ -8,6 +8,7 @@ from that description and the paper, on the plain network of `benchmarks.plain`.
 
 from __future__ import annotations
 
+import itertools
 from typing import List, Sequence, Tuple
 
 import cv2
@@ -20,6 +21,7 @@ from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.geometry import transform
 from superglue_sift.superglue import SuperGlueConfig
 
+KEYPOINTS = 512
 CONFIG = SuperGlueConfig(
     dim=128, layers=9, heads=4, norm="batch", scale_angle=False, sinkhorn_iterations=20
 )
@@ -28,29 +30,23 @@ CONFIG = SuperGlueConfig(
 class PeerTraining:
     """One optimiser step per call, cycling through the images."""
 
-    def __init__(
-        self, images: Sequence[np.ndarray], keypoints: int, device: torch.device, seed: int = 0
-    ) -> None:
-        torch.manual_seed(seed)
-        self.images = images
-        self.keypoints = keypoints
+    def __init__(self, images: Sequence[np.ndarray], device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.images = itertools.cycle(images)
         self.device = device
         self.model = PlainSuperGlue(CONFIG).double().to(device).train()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
-        self.random = np.random.default_rng(seed)
-        self.count = 0
+        self.random = np.random.default_rng(0)
 
-    def __call__(self) -> float:
-        """Train on one pair: load, forward, backward, step; the loss."""
-        pair, H = self.load(self.images[self.count % len(self.images)])
-        self.count += 1
+    def __call__(self) -> None:
+        """Train on one pair: load, forward, backward, step."""
+        pair, H = self.load(next(self.images))
         self.optimizer.zero_grad()
         log_P = self.model(from_pairs([pair]).to(self.device))[0]
         entries = find_entries(pair, H)
         loss = torch.stack([-torch.log(log_P[i][j].exp()) for i, j in entries]).mean()
         loss.backward()
         self.optimizer.step()
-        return float(loss.detach())
 
     def load(self, image: np.ndarray) -> Tuple[Pair, np.ndarray]:
         """Warp the image (H, W) uint8 by random corners and extract both; the pair and its
@@ -61,15 +57,13 @@ class PeerTraining:
         moved = corners + self.random.uniform(-80, 80, (4, 2)).astype(np.float32)
         H = cv2.getPerspectiveTransform(corners, moved)
         warped = cv2.warpPerspective(image, H, (width, height))
-        records = [sift.extract(view, self.keypoints) for view in (image, warped)]
+        records = [sift.extract(view, KEYPOINTS) for view in (image, warped)]
         return Pair(records[0], records[1], (width, height), (width, height)), H
 
 
 def find_entries(pair: Pair, H_0to1: np.ndarray) -> List[Tuple[int, int]]:
     """Entries of the assignment in the loss: matches, and keypoints without one (-1: dustbin)."""
-    points0, points1 = (
-        np.stack([records["x"], records["y"]], 1).astype(np.float64) for records in pair[:2]
-    )
+    points0, points1 = (sift.positions(records).astype(np.float64) for records in pair[:2])
     distance = np.linalg.norm(transform(points0, H_0to1)[:, None] - points1[None], axis=-1)
     best1 = distance.argmin(0)
     best0 = enumerate(distance.argmin(1).tolist())

@@ -34,8 +34,8 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     below = dustbin.expand(B, 1, n + 1)
     Z = torch.cat([torch.cat([scores, right], 2), below], 1)
     norm = -math.log(m + n)
-    log_mu = torch.cat([scores.new_zeros(m), scores.new_tensor([math.log(n)])]) + norm
-    log_nu = torch.cat([scores.new_zeros(n), scores.new_tensor([math.log(m)])]) + norm
+    log_mu = scores.new_tensor([0.0] * m + [math.log(n)]) + norm
+    log_nu = scores.new_tensor([0.0] * n + [math.log(m)]) + norm
     u = torch.zeros_like(Z[:, :, 0])
     v = torch.zeros_like(Z[:, 0, :])
     for _ in range(iterations):
@@ -116,14 +116,12 @@ class PlainSuperGlue(nn.Module):
 
     def _encode(self, batch) -> List[Tensor]:
         keypoints = Keypoints.of([batch])
-        split = keypoints.images.split
+        units = root_sift(keypoints.descriptors).to(self.dustbin)
+        positions = geometry_of(keypoints, self.config.scale_angle).to(self.dustbin)
         return [
             self.descriptor_projection(unit.transpose(1, 2))
-            + self.keypoint_encoder(geometry.transpose(1, 2))
-            for unit, geometry in zip(
-                split(root_sift(keypoints.descriptors).to(self.dustbin.dtype)),
-                split(geometry_of(keypoints, self.config.scale_angle).to(self.dustbin.dtype)),
-            )
+            + self.keypoint_encoder(position.transpose(1, 2))
+            for unit, position in zip(*map(keypoints.images.split, (units, positions)))
         ]
 
 

@@ -34,20 +34,14 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
 
     photo = np.ascontiguousarray(data.astronaut()[:ROWS, :, ::-1])
     height, width = photo.shape[:2]
-    middle = np.array([(width - 1) / 2, (height - 1) / 2])
-    angle = np.radians(130.0)
-    turn = np.array(
-        [[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]]
-    )
-    side = np.array([[1 / 2.5, 0, 0], [0, 1, 0], [0.001, 0, 1]])
-    to_middle = np.eye(3)
-    back = np.eye(3)
-    to_middle[:2, 2] = -middle
-    back[:2, 2] = middle
-    H = back @ np.diag([1.0, 1.0, 1.0 / 0.9]) @ side @ turn @ to_middle
-    seen = cv2.GaussianBlur(
-        cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA), (0, 0), 1.0
-    )
+    middle = np.array([[1, 0, (width - 1) / 2], [0, 1, (height - 1) / 2], [0, 0, 1]])
+    cos = np.cos(np.radians(130.0))
+    sin = np.sin(np.radians(130.0))
+    turn = np.array([[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]])
+    tilt = np.array([[1 / 2.5, 0, 0], [0, 1, 0], [0.001, 0, 1]])
+    H = middle @ np.diag([1.0, 1.0, 1.0 / 0.9]) @ tilt @ turn @ np.linalg.inv(middle)
+    warped = cv2.warpPerspective(photo, H, (width, height), flags=cv2.INTER_AREA)
+    seen = cv2.GaussianBlur(warped, (0, 0), 1.0)
     dark = 0.8 * 255 * (seen / 255.0) ** 1.5 + np.random.default_rng(0).normal(0, 4, seen.shape)
     return photo, np.clip(np.rint(dark), 0, 255).astype(np.uint8), H
 

@@ -25,15 +25,12 @@ def executed(path: Path, folder: Path) -> Any:
     import nbformat
 
     notebook = nbformat.read(path, as_version=4)
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (os.getcwd(), os.environ.get("PYTHONPATH")))
-    )
     resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(
         notebook, timeout=SECONDS, kernel_name="python3", resources=resources
     )
     client.record_timing = False
-    client.execute()
+    client.execute(env={**os.environ, "PYTHONPATH": os.getcwd()})
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # Progress, which takes time
@@ -50,10 +47,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         prog="python -m benchmarks.dev.notebook", description=str(__doc__).splitlines()[0]
     )
     parser.add_argument("notebook", type=Path, help="run, and written with its outputs")
-    args = parser.parse_args(argv)
+    path = parser.parse_args(argv).notebook
     with tempfile.TemporaryDirectory() as folder:
-        nbformat.write(executed(args.notebook, Path(folder)), args.notebook)
-    print(f"{args.notebook}: {args.notebook.stat().st_size / 1000:.0f} kB")
+        nbformat.write(executed(path, Path(folder)), path)
+    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
     return 0
 
 

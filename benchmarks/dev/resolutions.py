@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Optional, Sequence, Tuple
+from typing import List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -25,15 +25,18 @@ SIDES = (384, 512, 640, 768, REFERENCE, 1536, 2048, 4096, 8192, 16384)
 
 def resize(gray: np.ndarray, side: int) -> np.ndarray:
     """Resize (H, W) to a longer side of `side` px."""
-    unit = max(gray.shape) / side
-    size = (round(gray.shape[1] / unit), round(gray.shape[0] / unit))
-    return cv2.resize(gray, size, interpolation=cv2.INTER_AREA if unit > 1 else cv2.INTER_CUBIC)
+    factor = side / max(gray.shape)
+    method = cv2.INTER_AREA if factor < 1 else cv2.INTER_CUBIC
+    return cv2.resize(gray, None, fx=factor, fy=factor, interpolation=method)
 
 
-def count(matcher: Matcher, first: np.ndarray, second: np.ndarray) -> Tuple[int, int]:
-    """Numbers of matches and of aligned matches."""
-    found = matcher.match(first, second)
-    return len(found.matches), int(np.isfinite(found.deviations).sum())
+def count(matcher: Matcher, pairs: List[Tuple[np.ndarray, np.ndarray]]) -> Tuple[int, int]:
+    """Numbers of matches and of aligned matches of all pairs."""
+    found = [matcher.match(*pair) for pair in pairs]
+    return (
+        sum(len(each.matches) for each in found),
+        sum(int(np.isfinite(each.deviations).sum()) for each in found),
+    )
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -48,12 +51,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     matcher = Matcher.load(device="cpu")
     photos = [reduce(read_gray(path, UPRIGHT), REFERENCE) for path in args.images]
     pairs = list(zip(photos[::2], photos[1::2]))
-    whole = sum(np.array(count(matcher, *pair)) for pair in pairs)
-    print(f"{len(pairs)} pairs, at {REFERENCE} px {whole[0]} matches, {whole[1]} aligned")
+    matches, aligned = count(matcher, pairs)
+    print(f"{len(pairs)} pairs, at {REFERENCE} px {matches} matches, {aligned} aligned")
     print("| file, px | matches, % | aligned, % |\n|---|---|---|")
     for side in SIDES:
-        found = sum(np.array(count(matcher, one, resize(other, side))) for one, other in pairs)
-        print(f"| {side:,} | {100 * found[0] / whole[0]:.0f} | {100 * found[1] / whole[1]:.0f} |")
+        found = count(matcher, [(one, resize(other, side)) for one, other in pairs])
+        print(f"| {side:,} | {100 * found[0] / matches:.0f} | {100 * found[1] / aligned:.0f} |")
     return 0
 
 

@@ -7,22 +7,20 @@ benchmarks.dev.scenes`.
 Ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match --colmap`;
 `colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024 features; `stored`,
 its SIFT matched by `superglue-match --colmap` into that database; `slot`, its SIFT matched by the
-file of --slot, as COLMAP would (`colmap_slot`). Photographs are first reduced to --width.
+file of --slot, as COLMAP would (`colmap_slot`). Photographs are first reduced to 1,024 px.
 Columns: photographs registered in the largest model; its points, their mean track length and
-reprojection error in pixels; mean error of camera centres (in the units of FILE, and in percent of
-the largest distance between two cameras) and of rotations (degrees) after a similarity; verified
-pairs, and how many of them are false: fewer than half of the matches lie within 4 px of the true
-epipolar lines; wall and processor seconds of extraction and matching, and seconds of mapping. With
---seeds N each database is mapped N times: registered is the minimum, the rest are means, and the
-range of the centres follows the row.
+reprojection error; mean error of camera centres (in cm if FILE is in metres, and in percent of the
+largest distance between two cameras) and of rotations (degrees) after a similarity; verified pairs,
+and how many of them are false: fewer than half of the matches lie within 4 px of the true epipolar
+lines; wall and processor seconds of extraction and matching.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,38 +30,37 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 import cv2
 import numpy as np
+from scipy.spatial.distance import pdist
 
-from benchmarks.dev import colmap_slot, scene_errors
-from benchmarks.dev.scene_errors import Camera
+from benchmarks.dev import colmap
+from benchmarks.dev.colmap import Camera
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.files import write_atomic
+from pipeline.evaluate.inputs import image_size
 from superglue_sift import geometry
+from superglue_sift.features import reduce
 from superglue_sift.images import read_gray
+from superglue_sift.interop.colmap import CENTRE, library, write_pair
 
 RIGHT_PX = 4.0  # from the true epipolar lines
+LONGER = 1024  # px, side of the photographs
 # COLMAP's features; in `held` as many as the network matches
 WAYS = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192, "slot": 8192}
 USUAL = ["ours", "colmap", "held"]
-# key and format of the columns
-COLUMNS = {
-    "scene": "18", "way": "6", "registered": "10", "points": "8.0f", "track": "7.2f", "px": "7.3f",
-    "centre": "8.4f", "percent": "8.3f", "rotation": "8.3f", "pairs": "6", "false": "6",
-    "matching": "9.0f", "cpu": "6.0f", "mapping": "8.0f",
-}  # fmt: skip
+MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
+COLUMNS = ["scene", "way", *MODEL, "pairs", "false", "seconds"]
 
 
 class Scene(NamedTuple):
-    """Photographs of one place in `folder`, reduced by `scale`, with their cameras by name."""
+    """Photographs of one place in `folder`, with their cameras by name."""
 
     name: str
     folder: Path
-    scale: float
     cameras: Dict[str, Camera]
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """The command line."""
+    """The command line. Raises RequestError."""
     title, _, more = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser(
         "python -m benchmarks.dev.scenes",
@@ -74,16 +71,12 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add = parser.add_argument
     add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
-    add("--only", action="append", metavar="SCENE", help="this scene alone; may be repeated")
-    add("--every", type=int, nargs="+", default=[1], metavar="N", help="each N-th photograph")
-    add("--width", type=int, default=1024, help="of the reduced photographs, pixels")
+    add("--only", metavar="SCENE", help="this scene alone")
+    add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
     add("--ways", nargs="+", default=USUAL, choices=list(WAYS), help="what is compared")
     add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
-    add("--seeds", type=int, default=1, metavar="N", help="of the mapper, 0 to N - 1")
     add("--work", type=Path, default=Path("scenes"), help="folder of databases and models")
     options = parser.parse_args(argv)
-    if options.width < 64 or min(options.every) < 1 or options.seeds < 1:
-        raise RequestError("--width must be 64 or more, --every and --seeds 1 or more")
     if "slot" in options.ways and not options.slot:
         raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
     return options
@@ -91,48 +84,48 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 def write_scenes(options: argparse.Namespace) -> Iterator[Scene]:
     """The scenes asked for, their photographs written below --work. Raises RequestError."""
-    cameras = scene_errors.read_cameras(options.cameras)
-    found = scene_errors.scenes_of([name for name in cameras if (options.images / name).is_file()])
-    chosen = options.only or list(found)
-    if not chosen or not set(chosen) <= set(found):
+    cameras = colmap.read_cameras(options.cameras)
+    scenes: Dict[str, List[str]] = {}
+    for file in sorted(cameras):
+        if (options.images / file).is_file():
+            # castle_0007.jpg belongs to castle
+            scenes.setdefault(re.sub(r"[-_]?\d+\.\w+$", "", file), []).append(file)
+    if options.only:
+        scenes = {name: files for name, files in scenes.items() if name == options.only}
+    if not scenes:
         raise RequestError(f"{options.images}: no photographs of {options.only or options.cameras}")
-    for name, every in itertools.product(chosen, options.every):
-        title = name if every == 1 else f"{name} 1/{every}"
-        folder = options.work / f"{name}-{every}-{options.width}" / "photos"
-        files = found[name][::every]
-        scales = [reduce(options.images / file, folder / file, options.width) for file in files]
-        yield Scene(title, folder, scales[0], {file: cameras[file] for file in files})
+    for name, files in scenes.items():
+        title = name if options.every == 1 else f"{name} 1/{options.every}"
+        folder = options.work / title.replace("/", "-") / "photos"
+        folder.mkdir(parents=True, exist_ok=True)
+        chosen = files[:: options.every]
+        written = {f: write_reduced(options.images / f, folder / f, cameras[f]) for f in chosen}
+        yield Scene(title, folder, written)
 
 
-def reduce(source: Path, target: Path, width: int) -> float:
-    """Write a photograph in gray, reduced to `width`; returns the scale."""
+def write_reduced(source: Path, target: Path, camera: Camera) -> Camera:
+    """Write a photograph in gray, reduced; returns its camera there."""
     image = read_gray(source)
-    scale = min(1.0, width / image.shape[1])
-    size = (round(image.shape[1] * scale), round(image.shape[0] * scale))
-    small = cv2.resize(image, size, interpolation=cv2.INTER_AREA) if scale < 1 else image
-    target.parent.mkdir(parents=True, exist_ok=True)
+    small = reduce(image, LONGER)
     cv2.imwrite(str(target), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
-    return scale
+    scaling = geometry.resizing(image_size(image), image_size(small))
+    return camera._replace(K=scaling @ camera.K)
 
 
 def match(scene: Scene, way: str, folder: Path, slot: Optional[Path]) -> Path:
     """Build a database: ours with the users' command, COLMAP's with its defaults."""
+    pycolmap = library()
     database = folder / "database.db"
     if way == "ours":
         run_ours(str(scene.folder), "--out-dir", str(folder / "found"), "--colmap", str(database))
         return database
-    import pycolmap
-
-    extraction = pycolmap.FeatureExtractionOptions()
-    extraction.sift.max_num_features = WAYS[way]
-    device = pycolmap.Device.cpu
-    pycolmap.extract_features(database, scene.folder, extraction_options=extraction, device=device)
+    colmap.extract(database, scene.folder, WAYS[way])
     if way == "stored":
         run_ours("--colmap", str(database))
     elif way == "slot" and slot:
-        colmap_slot.match_database(database, slot)
+        match_by_slot(database, slot)
     else:
-        pycolmap.match_exhaustive(database, device=device)
+        pycolmap.match_exhaustive(database, device=pycolmap.Device.cpu)
     return database
 
 
@@ -144,95 +137,98 @@ def run_ours(*words: str) -> None:
         raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def map_scene(database: Path, scene: Scene, folder: Path, seed: int) -> Dict[str, float]:
-    """Metrics of the largest model and the seconds of mapping; 0 registered without a model."""
-    import pycolmap
+def match_by_slot(path: Path, file: Path) -> None:
+    """Match all pairs of a database as COLMAP's exhaustive matcher would, and verify them."""
+    pycolmap = library()
+    slot = colmap.load_slot(file)
+    with pycolmap.Database.open(str(path)) as content:
+        for pair in itertools.combinations(colmap.read_sides(content).values(), 2):
+            matches, _ = colmap.match(slot, *(side for _, side in pair))
+            both = []
+            for image, side in pair:
+                camera = content.read_camera(image.camera_id)
+                both.append((image.image_id, camera, side.keypoints[:, :2].astype(np.float64)))
+            write_pair(pycolmap, content, both, matches.astype(np.uint32))
 
-    pycolmap.set_random_seed(seed)
-    (folder / f"model-{seed}").mkdir()
-    started = time.perf_counter()
-    models = pycolmap.incremental_mapping(database, scene.folder, folder / f"model-{seed}")
-    found: Dict[str, float] = {"registered": 0, "mapping": time.perf_counter() - started}
+
+def map_scene(database: Path, scene: Scene, folder: Path) -> List[str]:
+    """Map a database; returns the cells of MODEL for the largest model, errors from three
+    photographs on.
+    """
+    pycolmap = library()
+    pycolmap.set_random_seed(0)
+    models = pycolmap.incremental_mapping(database, scene.folder, folder)
     model = max(models.values(), key=lambda model: model.num_reg_images(), default=None)
-    if model is not None:
-        found.update(registered=model.num_reg_images(), points=model.num_points3D())
-        found.update(
-            track=model.compute_mean_track_length(), px=model.compute_mean_reprojection_error()
-        )
-        found.update(scene_errors.model_errors(model, scene.cameras))
-    return found
+    registered = model.num_reg_images() if model else 0
+    cells = [f"{registered} of {len(scene.cameras)}"]
+    if registered >= 3:
+        centre, percent, rotation = model_errors(model, scene.cameras)
+        cells += [f"{model.num_points3D():,}", f"{model.compute_mean_track_length():.2f}"]
+        cells += [f"{model.compute_mean_reprojection_error():.2f}"]
+        cells += [f"{100 * centre:.1f}", f"{percent:.2f}", f"{rotation:.2f}"]
+    return cells + [""] * (len(MODEL) - len(cells))
+
+
+def model_errors(model: Any, cameras: Dict[str, Camera]) -> Tuple[float, float, float]:
+    """Errors of a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
+
+    Mean distance of the centres, in the units of `cameras`; the same in percent of the largest
+    distance between two true cameras of the scene; mean angle of rotations in degrees.
+    """
+    poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
+    centres = np.array([pose.inverse().translation for pose in poses.values()])
+    true = np.array([cameras[name].C for name in poses])
+    moved = library().estimate_sim3d(centres, true)
+    distance = float(np.linalg.norm(moved * centres - true, axis=1).mean())
+    largest = float(pdist([camera.C for camera in cameras.values()]).max())
+    back = moved.rotation.matrix().T
+    turns = [pose.rotation.matrix() @ back @ cameras[name].R.T for name, pose in poses.items()]
+    cosines = [(np.trace(turn) - 1) / 2 for turn in turns]
+    rotation = float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean())
+    return distance, 100 * distance / largest, rotation
 
 
 def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
     """Numbers of verified pairs of a database and of the false ones among them."""
-    import pycolmap
-
+    pycolmap = library()
     verified = false = 0
     with pycolmap.Database.open(str(database)) as content:
         images = {image.image_id: image.name for image in content.read_all_images()}
-        points = {key: content.read_keypoints(key)[:, :2].astype(float) - 0.5 for key in images}
+        points = {key: content.read_keypoints(key)[:, :2].astype(float) - CENTRE for key in images}
         for pair, found in zip(*content.read_two_view_geometries()):
             matches = found.inlier_matches
             if not len(matches):
                 continue
             keys = pycolmap.pair_id_to_image_pair(pair)
-            cameras = [scene.cameras[images[key]] for key in keys]
-            F = scene_errors.true_fundamental(*cameras, scene.scale)
-            both = [points[key][matches[:, side]] for side, key in enumerate(keys)]
+            truth = colmap.pose_between(*(scene.cameras[images[key]] for key in keys))
+            both = [points[key][index] for key, index in zip(keys, matches.T)]
+            away = geometry.epipolar_distances(colmap.fundamental(truth), *both)
             verified += 1
-            false += bool((geometry.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
+            false += bool((away <= RIGHT_PX).mean() < 0.5)
     return verified, false
 
 
-def measure(scene: Scene, way: str, options: argparse.Namespace) -> Dict[str, Any]:
-    """The row of one scene matched in one way."""
+def measure(scene: Scene, way: str, slot: Optional[Path]) -> List[str]:
+    """The cells of one scene matched in one way."""
     folder = scene.folder.parent / way
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started = time.perf_counter()
     used = sum(os.times()[:4])  # of this process and of the children it waited for
-    database = match(scene, way, folder, options.slot)
-    row: Dict[str, Any] = {
-        "scene": scene.name,
-        "way": way,
-        "of": len(scene.cameras),
-        "matching": time.perf_counter() - started,
-        "cpu": sum(os.times()[:4]) - used,
-    }
-    models = [map_scene(database, scene, folder, seed) for seed in range(options.seeds)]
-    for name in set().union(*models):
-        row[name] = float(np.mean([each[name] for each in models if name in each]))
-    row["registered"] = min(each["registered"] for each in models)
-    centres = [each["centre"] for each in models if "centre" in each]
-    if len(centres) > 1:
-        row["centre_range"] = [min(centres), max(centres)]
-    row["pairs"], row["false"] = count_pairs(database, scene)
-    return row
-
-
-def show(row: Dict[str, Any]) -> str:
-    """A line of the table."""
-    shown = {**row, "registered": f"{row['registered']}/{row['of']}"}
-    cells = [format(shown.get(key, float("nan")), how) for key, how in COLUMNS.items()]
-    spread = "centre {:.4f} to {:.4f}".format(*row["centre_range"]) if "centre_range" in row else ""
-    return " ".join([*cells, spread]).rstrip()
+    database = match(scene, way, folder, slot)
+    wall = time.perf_counter() - started
+    seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
+    pairs = map(str, count_pairs(database, scene))
+    return [scene.name, way, *map_scene(database, scene, folder), *pairs, seconds]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the table."""
     options = parse(argv)
-    try:
-        import pycolmap
-    except ImportError:
-        raise RequestError(
-            "mapping needs one more package: pip install 'superglue-sift[colmap]'"
-        ) from None
-    pycolmap.logging.minloglevel = 2  # errors alone
-    print(" ".join(f"{key:{how.split('.')[0]}}" for key, how in COLUMNS.items()), flush=True)
-    rows: List[Dict[str, Any]] = []
+    library().logging.minloglevel = 2  # errors alone
+    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
     for scene, way in itertools.product(write_scenes(options), options.ways):
-        rows.append(measure(scene, way, options))
-        print(show(rows[-1]), flush=True)
-    write_atomic(options.work / "rows.json", json.dumps(rows, indent=1) + "\n")
+        print(f"| {' | '.join(measure(scene, way, options.slot))} |", flush=True)
     return 0
 
 

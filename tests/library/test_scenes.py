@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
 
-from benchmarks.dev import scene_errors
+from benchmarks.dev import colmap
 from superglue_sift import Matcher, classical, geometry, matcher, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
@@ -150,7 +150,7 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
 @pytest.fixture(scope="module")
 def strecha(shared_data):
     folder = shared_data / "poses" / "strecha"
-    return folder, scene_errors.read_cameras(folder / "cameras_gt.txt")
+    return folder, colmap.read_cameras(folder / "cameras_gt.txt")
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +179,11 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     assert len(rejected.matches) == 0
     assert found.accepted and found.pair_score > 50
     assert len(found.matches) > 850  # 917; the network alone finds 474
-    F = scene_errors.true_fundamental(cameras[names[0]], cameras[names[1]], 1.0)
+    truth = colmap.pose_between(cameras[names[0]], cameras[names[1]])
+    F = colmap.fundamental(truth)
     assert (geometry.epipolar_distances(F, found.points0, found.points1) < 4).mean() > 0.95
-    pose = found.relative_pose(*(cameras[name].K(1.0) for name in names[:2]))
-    true = cameras[names[1]].R @ cameras[names[0]].R.T
+    pose = found.relative_pose(truth.K0, truth.K1)
+    true = truth.T_0to1[:3, :3]
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
     both = list(place.match_many(one, [near, other], accepted_only=True))
     assert [len(each.matches) for each in both] == [len(found.matches)]
