@@ -12,7 +12,8 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Pose
 from superglue_sift import onnx
-from superglue_sift.interop.colmap import CENTRE, library
+from superglue_sift.interop.colmap import CENTRE
+from superglue_sift.system import import_extra
 
 
 class Camera(NamedTuple):
@@ -31,6 +32,11 @@ class Side(NamedTuple):
     keypoints: np.ndarray
     descriptors: np.ndarray
     size: Tuple[int, int]
+
+
+def library() -> Any:
+    """Import pycolmap. Raises RequestError if it is not installed."""
+    return import_extra("pycolmap", "colmap")
 
 
 def read_cameras(path: Path) -> Dict[str, Camera]:

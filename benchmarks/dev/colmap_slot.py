@@ -22,7 +22,7 @@ import cv2
 import numpy as np
 
 from benchmarks.dev import colmap
-from benchmarks.dev.colmap import Side
+from benchmarks.dev.colmap import Side, library
 from pipeline import errors
 from pipeline.bootstrap import auc_by_pair
 from pipeline.errors import RequestError
@@ -33,7 +33,7 @@ from pipeline.evaluate.inputs import Pose, Source, Truth
 from pipeline.evaluate.poses import PosePairs
 from pipeline.evaluate.scoring import CORRECT_PX, reprojection_errors
 from superglue_sift import Matcher, classical, geometry
-from superglue_sift.interop.colmap import CENTRE, library
+from superglue_sift.interop.colmap import CENTRE
 
 WAYS = ("slot", "ratio", "opencv", "opencv-ratio")
 

@@ -33,14 +33,14 @@ import numpy as np
 from scipy.spatial.distance import pdist
 
 from benchmarks.dev import colmap
-from benchmarks.dev.colmap import Camera
+from benchmarks.dev.colmap import Camera, library
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import image_size
 from superglue_sift import geometry
 from superglue_sift.features import reduce
 from superglue_sift.images import read_gray
-from superglue_sift.interop.colmap import CENTRE, library, write_pair
+from superglue_sift.interop.colmap import CENTRE, write_pair
 
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
