@@ -1,1 +1,1 @@
-"""The benchmarks that `python -m pipeline.benchmark` runs; no package imports them."""
+"""The benchmarks that `python -m benchmarks` runs; no package imports them."""

@@ -1,4 +1,4 @@
-"""The speed table of this machine: `python -m pipeline.benchmark`.
+"""The speed table of this machine: `python -m benchmarks`.
 
 Compare numbers within one run only: there, the compared ways alternate on the same work.
 """
@@ -43,7 +43,7 @@ GROUPS: Dict[str, Callable[[Setting], Iterable[Row]]] = {
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line. Raises RequestError."""
     parser = argparse.ArgumentParser(
-        prog="python -m pipeline.benchmark", description=str(__doc__).split("\n")[0]
+        prog="python -m benchmarks", description=str(__doc__).split("\n")[0]
     )
     add = parser.add_argument
     add("--only", default="", help=f"groups of rows, separated by commas: {', '.join(GROUPS)}")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import plain
+from benchmarks.synthetic import make_batch
 from benchmarks.timing import Call, Row, Setting, compare
 from pipeline import compat
 from pipeline.train.objective import MatchingObjective
-from pipeline.train.pairs.synthetic import make_batch
 from superglue_sift import sinkhorn
 from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth

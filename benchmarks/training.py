@@ -23,6 +23,7 @@ from benchmarks.images import SAMPLE
 from benchmarks.network import PRECISIONS
 from benchmarks.peer import KEYPOINTS, PeerTraining
 from benchmarks.photographs import photographs
+from benchmarks.synthetic import make_pairs
 from benchmarks.timing import Call, Row, Seconds, Setting, compare
 from pipeline import launch
 from pipeline.features import store
@@ -31,8 +32,7 @@ from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import setup
 from pipeline.train.pairs.loader import StepBatches
-from pipeline.train.pairs.synthetic import make_pairs
-from pipeline.train.step import CLIP_NORM, train_step
+from pipeline.train.step import train_step
 from superglue_sift import sift
 from superglue_sift.batch import Pair
 from superglue_sift.superglue import SuperGlueConfig
@@ -72,7 +72,7 @@ class Trainer:
         batches = [batch.to(context.device) for batch in self.batches.load(next(self.numbers))]
         state = self.parts.state
         common = (self.parts.ddp_model, state.optimizer, state.scaler, batches)
-        train_step(*common, self.batches.pairs, context.world_size, CLIP_NORM)
+        train_step(*common, self.batches.pairs, context.world_size)
 
 
 def write_store(folder: Path, pairs: Sequence[Pair], homographies: Sequence[np.ndarray]) -> Path:

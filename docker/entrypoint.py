@@ -26,7 +26,8 @@ USAGE = """usage: docker run [--gpus all] -v "$PWD:/workspace" IMAGE [COMMAND ..
                                  run the pipeline (the default), or what these stages need
   ui                             MLflow's pages on port 5000: add -p 127.0.0.1:5000:5000
   match A.jpg B.jpg ...          match two images
-  evaluate | export | benchmark | report ...    python -m pipeline.NAME ...
+  evaluate | export | report ...  python -m pipeline.NAME ...
+  benchmark ...                  python -m benchmarks ...
   doctor                         what this machine and these docker options can do
   shell                          a shell in the workspace
   any other program of the image, with its arguments"""
@@ -64,7 +65,8 @@ def program(command: str, rest: List[str]) -> List[str]:
         server = f"mlflow server --backend-store-uri {uri} --host 0.0.0.0 --port 5000 --workers 1"
         return [*server.split(), *rest]
     if command in MODULES:
-        return [sys.executable, "-m", f"pipeline.{command}", *rest]
+        module = "benchmarks" if command == "benchmark" else f"pipeline.{command}"
+        return [sys.executable, "-m", module, *rest]
     name = "bash" if command == "shell" else command
     if not shutil.which(name):
         raise Wrong(f"no command {command!r}; commands: repro, ui, shell, {', '.join(MODULES)}")

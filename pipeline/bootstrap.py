@@ -36,12 +36,7 @@ def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
 
     errors: one per pair, inf (or NaN) for a pair without an estimate, which counts as a failure.
     """
-    values = np.asarray(errors, dtype=np.float64)
-    if threshold <= 0:
-        raise ValueError(f"threshold must be positive, not {threshold}")
-    if np.any(values < 0):
-        raise ValueError("errors must not be negative")
-    return np.fmax(0.0, 1.0 - values / threshold)  # 0 for NaN, too
+    return np.fmax(0.0, 1.0 - np.asarray(errors, np.float64) / threshold)  # 0 for NaN, too
 
 
 def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:

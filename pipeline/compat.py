@@ -6,14 +6,12 @@ Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any, Dict, FrozenSet, List
+from typing import Dict, FrozenSet, List
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.errors import RequestError
 from superglue_sift.torch_compat import can_compile
 
 
@@ -43,22 +41,6 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
         value.lerp_(target, weight)
 
 
-def clip_grad_norm_(parameters: List[nn.Parameter], max_norm: float) -> Tensor:
-    """torch's function, with the same bits, in a few launches; that of 1.10 needs several for each
-    parameter.
-    """
-    norms_of, multiply = (getattr(torch, name, None) for name in ("_foreach_norm", "_foreach_mul_"))
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    # versions in between have both, but cannot multiply by a tensor
-    if norms_of is None or multiply is None or not (can_compile() and gradients):
-        return nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = torch.stack(norms_of(gradients)).norm()
-    if max_norm < math.inf:
-        scale: Any = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        multiply(gradients, scale)
-    return norm
-
-
 def backend(device_type: str) -> str:
     """Backend of torch.distributed: NCCL for GPU tensors, gloo for the rest; torch 1.10 allows only
     one.
@@ -77,33 +59,8 @@ def cpu_flags() -> FrozenSet[str]:
     )
 
 
-def torchvision_io() -> Any:
-    """torchvision's image decoders. Raises RequestError if torchvision or its decoders are missing.
-
-    Its CUDA build does not load with a CPU build of torch, which shows only when a decoder is used:
-    torch 1.10 raises RuntimeError, torch 2 AttributeError.
-    """
-    try:
-        from torchvision import io
-
-        assert torch.ops.image.decode_jpeg
-    except (ImportError, RuntimeError, AttributeError):
-        raise RequestError(
-            "keypoints.decoder = torchvision: torchvision is not installed, or is one for another"
-            f" torch than {torch.__version__}, and cannot decode; install the one for this torch,"
-            " or set keypoints.decoder: pillow"
-        ) from None
-    return io
-
-
 def dali_package() -> str:
     """pip requirement of NVIDIA DALI; later cuda110 packages only fetch the wheel from NVIDIA's
     index.
     """
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"
-
-
-def without_dali(asked: str, instead: str) -> RequestError:
-    """The error of a request that needs NVIDIA DALI."""
-    fix = f"`pip install {dali_package()}`, or {instead}"
-    return RequestError(f"{asked}: NVIDIA DALI is not installed; {fix}")

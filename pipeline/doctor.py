@@ -1,8 +1,8 @@
 """Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro`
 runs first).
 
-Driver, GPUs, memory, shared memory, disk, packages, and whether MLflow answers. Exit code 0 if the
-work can start, 2 if something prevents it. `--quick` prints only what does, or else the disk. How
+Driver, GPUs, memory, shared memory, disk and packages. Exit code 0 if the work can start, 2 if
+something prevents it. `--quick` prints only what does, or else the disk. How
 long a training takes, its progress says.
 """
 
@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import getpass
 import os
 import platform
-import resource
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Callable, Iterator, List, Optional, Sequence, Tuple
 
-from pipeline import errors, launch, tracking
+from pipeline import errors, launch
 from pipeline.image_sets import manifest
 from pipeline.parameters import params
 from pipeline.parameters.schema import FetchParams
@@ -29,9 +25,7 @@ from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, GIB, OK, WARN, Finding
 from pipeline.provenance import repro
 
-SECONDS = 3.0  # for an answer of MLflow
-MIN_OPEN_FILES = 256
-PACKAGES = (*repro.PACKAGES, "torchvision", "nvidia-dali-cuda130")
+PACKAGES = (*repro.PACKAGES, "nvidia-dali-cuda130")
 MANIFEST = Path("data/images/manifest.csv")
 Findings = Iterator[Finding]
 
@@ -41,13 +35,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="only what would stop the work, without the network"
-    )
+    parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     options = parser.parse_args(argv)
-    checks = (gpus, shared_memory, user, open_files, disk)
+    checks = (gpus, shared_memory, disk)
     if not options.quick:
-        checks = (software, memory, *checks, mlflow)
+        checks = (software, memory, *checks)
     found = [finding for check in checks for finding in run_check(check)]
     failed = [finding for finding in found if finding.level == FAIL]
     shown = failed or [each for each in found if each.subject == "disk"] if options.quick else found
@@ -146,11 +138,8 @@ def disk() -> Findings:
     limit = sections["keypoints"].max_keypoints
     archives = coco.expect(fetch.source, fetch.limit)[0]
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    needed = [
-        max(machine.disk_needed(archives, photographs(fetch), views, limit, copies) - present, 0)
-        for copies in (2, 1)
-    ]
-    yield machine.check_disk(shutil.disk_usage(".").free, needed[0], os.getcwd(), needed[1])
+    needed = machine.disk_needed(archives, photographs(fetch), views, limit) - present
+    yield machine.check_disk(shutil.disk_usage(".").free, max(needed, 0), os.getcwd())
 
 
 def photographs(fetch: FetchParams) -> int:
@@ -161,50 +150,6 @@ def photographs(fetch: FetchParams) -> int:
         with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
             return len(manifest.read(MANIFEST))
     return coco.expect(fetch.source, fetch.limit)[1]
-
-
-def user() -> Findings:
-    """The user, and whether the folder is writable."""
-    uid = os.getuid()
-    option = "--user $(id -u):$(id -g)"
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):
-        yield Finding(FAIL, "user", f"uid {uid} has no name, which DVC needs: set USER to any name")
-        return
-    if not os.access(".", os.W_OK):
-        text = f"{os.getcwd()} cannot be written by {name}: docker run {option}"
-        yield Finding(FAIL, "user", text)
-    elif uid == 0 and errors.in_image() and os.stat(".").st_uid != 0:
-        text = f"root writes files that their owner cannot change: {option}"
-        yield Finding(WARN, "user", text)
-    else:
-        yield Finding(OK, "user", f"{name} (uid {uid}) can write here")
-
-
-def open_files() -> Findings:
-    """The limit on open files."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    fix = f", {MIN_OPEN_FILES} wanted: ulimit -n 4096, or docker run --ulimit nofile=4096"
-    enough = soft >= MIN_OPEN_FILES
-    text = f"limit {soft}{'' if enough else fix}"
-    yield Finding(OK if enough else FAIL, "open files", text)
-
-
-def mlflow() -> Findings:
-    """Whether the tracking server answers."""
-    uri = tracking.redact(tracking.tracking_uri())
-    if not uri.startswith(("http://", "https://")):
-        yield Finding(OK, "MLflow", uri)
-        return
-    address = f"{uri}/api/2.0/mlflow/experiments/get?experiment_id=0"
-    try:
-        with urllib.request.urlopen(address, timeout=SECONDS) as answer:
-            yield machine.check_tracking(uri, answer.status)
-    except urllib.error.HTTPError as error:
-        yield machine.check_tracking(uri, error.code)
-    except OSError as error:
-        yield machine.check_tracking(uri, None, str(getattr(error, "reason", error)))
 
 
 if __name__ == "__main__":

@@ -9,23 +9,6 @@ from typing import Dict, List, NoReturn, Optional
 
 from superglue_sift.system import Main, RequestError, WorkError, exit_code
 
-__all__ = [
-    "AGENT_PID",
-    "EXIT_FOLDER",
-    "LOST_PEER",
-    "STOPPED",
-    "STOPPING",
-    "LostPeer",
-    "RequestError",
-    "WorkError",
-    "codes_of",
-    "end_as_lost",
-    "in_image",
-    "lost_ranks",
-    "run",
-    "spell_command",
-]
-
 EXIT_FOLDER = (  # set by pipeline.launch: folder for the exit code of each local rank
     "SG_EXIT_FOLDER"
 )
@@ -37,6 +20,14 @@ LOST_PEER = "lost peer"  # in place of an exit code: the rank ended because anot
 
 class LostPeer(WorkError):
     """Another rank died or hangs: torchrun starts all ranks again."""
+
+
+def read_number(name: str, usual: int, least: int = 0) -> int:
+    """A whole number in the environment, at least `least`. Raises RequestError."""
+    text = os.environ.get(name) or str(usual)
+    if not text.isdigit() or int(text) < least:
+        raise RequestError(f"environment {name}={text!r}: must be a whole number from {least} on")
+    return int(text)
 
 
 def in_image() -> bool:

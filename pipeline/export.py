@@ -21,21 +21,6 @@ from pipeline.provenance import repro, trained_on
 from superglue_sift import __version__
 from superglue_sift.weights import load_model, match_threshold, save_model_file
 
-INTERFACE = {
-    "keypoints0, keypoints1": "(B, N, 2) float32, pixels, centre of the first pixel at (0, 0)",
-    "descriptors0, descriptors1": (
-        "(B, N, 128) uint8, OpenCV SIFT; RootSIFT is taken inside the network"
-    ),
-    "scores, scales, angles": "(B, N) float32: SIFT response, diameter in pixels, degrees",
-    "matches0": "(B, M) int64, index into image 1, -1 without a match",
-    "matching_scores0": "(B, M) float32, probability of the match",
-}
-
-OF_OTHERS = {
-    "float": "(B, N, {dim}) float32; unit length is taken inside the network",
-    "binary": "(B, N, {dim} / 8) uint8, 8 bits in a byte; each is -1 or +1 inside the network",
-}
-
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -89,16 +74,9 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         raise RequestError(
             f"{source}: has no '{missing[0]}', so it is no best.safetensors of a training"
         )
-    model = info["model"]
-    interface = dict(INTERFACE)
-    kind = model["descriptor"]
-    if kind != "sift":
-        descriptors = f"{OF_OTHERS[kind].format(dim=model['descriptor_dim'])}: {model['extractor']}"
-        interface["descriptors0, descriptors1"] = descriptors
     return {
-        "model": model,
+        "model": info["model"],
         "match_threshold": match_threshold(info),
-        "interface": interface,
         "step": info["step"],
         "validation": info["validation"],
         "metrics": metrics,

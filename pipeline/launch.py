@@ -32,25 +32,30 @@ from typing import Any, Dict, List, Optional, Sequence
 import psutil
 
 from pipeline import errors
-from pipeline.errors import AGENT_PID, EXIT_FOLDER, LOST_PEER, STOPPED, STOPPING, RequestError
+from pipeline.errors import (
+    AGENT_PID,
+    EXIT_FOLDER,
+    LOST_PEER,
+    STOPPED,
+    STOPPING,
+    RequestError,
+    read_number,
+)
 from pipeline.processes import signals
 from superglue_sift import system
 
 DEFAULT_CPU_PROCESSES = 2
 AGENT = "--agent"  # first argument of the process in which torchrun runs
-LAUNCHED = ("pipeline.keypoints", "pipeline.train", "pipeline.evaluate")
+LAUNCHED = ("pipeline.keypoints", "pipeline.train")
 
 
 def processes_per_node() -> int:
     """NPROC_PER_NODE as a number. Raises RequestError."""
-    text = os.environ.get("NPROC_PER_NODE", "auto").strip()
-    if text == "auto":
+    if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
         import torch
 
         return torch.cuda.device_count() or DEFAULT_CPU_PROCESSES
-    if not text.isdigit() or int(text) < 1:
-        raise RequestError(f"NPROC_PER_NODE={text!r}: must be a whole number from 1 on, or auto")
-    return int(text)
+    return read_number("NPROC_PER_NODE", 1, least=1)
 
 
 def require_gpus(processes: int) -> None:
@@ -59,9 +64,8 @@ def require_gpus(processes: int) -> None:
 
     gpus = torch.cuda.device_count()
     if 0 < gpus < processes:
-        several = "is 1 GPU" if gpus == 1 else f"are {gpus} GPUs"
         raise RequestError(
-            f"NPROC_PER_NODE={processes}, but there {several} here: set it to {gpus} or auto"
+            f"NPROC_PER_NODE={processes}, but GPUs here: {gpus}; set it to {gpus} or auto"
         )
 
 
@@ -85,25 +89,20 @@ def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
         endpoint = f"{own}:{os.environ.get('MASTER_PORT') or free_port()}"
     if not endpoint:
         raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
-    torchrun = [
-        sys.executable,
-        "-m",
-        "pipeline.launch",
-        AGENT,
-        f"--nproc_per_node={processes}",
-        f"--nnodes={nodes}",
-    ]
-    torchrun += [
-        f"--max_restarts={max_restarts()}",
-        "--rdzv_backend=c10d",
-        f"--rdzv_endpoint={endpoint}",
-    ]
-    torchrun.append(f"--rdzv_id={os.environ.get('RDZV_ID', 'pipeline')}")
+    options = {
+        "nproc_per_node": processes,
+        "nnodes": nodes,
+        "max_restarts": read_number("SG_MAX_RESTARTS", 3),
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": endpoint,
+        "rdzv_id": os.environ.get("RDZV_ID", "pipeline"),
+    }
     if own:  # torchrun cannot tell from an address which node has the endpoint
-        torchrun.append(
-            f"--rdzv_conf=is_host={'true' if endpoint.rsplit(':', 1)[0] == own else 'false'}"
-        )
-    return [*torchrun, "-m", module, *arguments]
+        is_host = endpoint.rsplit(":", 1)[0] == own
+        options["rdzv_conf"] = f"is_host={str(is_host).lower()}"
+    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT]
+    words = [f"--{name}={value}" for name, value in options.items()]
+    return [*torchrun, *words, "-m", module, *arguments]
 
 
 def local_address() -> str:
@@ -160,14 +159,6 @@ def world_sizes(processes: int) -> List[int]:
     if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
         raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
     return [nodes * processes for nodes in range(int(bounds[0]), int(bounds[-1]) + 1)]
-
-
-def max_restarts() -> int:
-    """SG_MAX_RESTARTS, how often a run that lost a process is restarted. Raises RequestError."""
-    text = os.environ.get("SG_MAX_RESTARTS", "3")
-    if not text.isdigit():
-        raise RequestError(f"SG_MAX_RESTARTS={text!r}: must be a whole number from 0 on")
-    return int(text)
 
 
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:

@@ -2,7 +2,7 @@
 
 A preset is a whole params.yaml; `presets/sample.yaml` explains the keys. A params.yaml that holds
 the preset already keeps its edited keys. `--images` names a folder of images; the digest of its
-file names and sizes goes into `fetch.content`, so that a changed folder is fetched again.
+files goes into `fetch.content`, so that a changed folder is fetched again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import errors
 from pipeline.errors import RequestError, spell_command
-from pipeline.files import write_atomic
+from pipeline.files import json_digest, write_atomic
 from pipeline.parameters import params
 from pipeline.parameters.schema import flatten
 
@@ -60,24 +60,22 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     if takes_images and not images:
         example = spell_command("repro", images="~/photos")
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
-    if images:
-        from pipeline.fetch import containers
+    if not images:
+        params.parse(tree, origin)
+        return text
+    from pipeline.fetch import splits
+    from pipeline.views.homography import smallest_images
 
-        paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
-        for path in filter(None, paths):
-            containers.open_container(Path(path))
-        content = containers.digest(*paths)
-        tree["fetch"].update(path=paths[0], val_path=paths[1], content=content)
-        stream = io.StringIO()
-        yaml.dump(tree, stream)
-        text = stream.getvalue()
-    sections = params.parse(YAML(typ="safe", pure=True).load(text), origin)
-    if images:
-        from pipeline.fetch import splits
-        from pipeline.views.homography import smallest_images
-
-        splits.require_usable(*splits.own(sections["fetch"]), smallest_images(sections))
-    return text
+    paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
+    tree["fetch"].update(path=paths[0], val_path=paths[1])
+    sections = params.parse(tree, origin)
+    names, held = splits.own(sections["fetch"])
+    splits.require_usable(names, held, smallest_images(sections))
+    contents = [container.contents for container in held.values()]
+    tree["fetch"]["content"] = json_digest(contents)
+    stream = io.StringIO()
+    yaml.dump(tree, stream)
+    return stream.getvalue()
 
 
 def refresh(path: Path) -> bool:
@@ -100,10 +98,10 @@ def require_unseen(path: Path) -> None:
     keep_seen = "--keep-seen" in os.environ.get("TRAIN_OPTIONS", "")
     if fetch.source != "folder" or not model or keep_seen:
         return
-    seen = trained_on.read(Path(model)) or frozenset()
     names, held = splits.own(fetch)
     container = held[splits.container_of("val", held)]
-    if all(container.entry(name, "val", "").photograph in seen for name in names["val"]):
+    photographs = [container.entry(name, "val", "").photograph for name in names["val"]]
+    if not trained_on.leave_out(Path(model), photographs, False, model)[0]:
         raise RequestError(
             f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"
             ' train.init_from: "" (from scratch), hold out others (VAL_IMAGES=...), or keep them'

@@ -84,11 +84,6 @@ def colours_of(points: np.ndarray, width: int) -> np.ndarray:
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(x) else hsv[:, 0]
 
 
-def css_colours(points: np.ndarray, width: int) -> List[str]:
-    """`colours_of` for CSS, #rrggbb."""
-    return [f"#{red:02x}{green:02x}{blue:02x}" for blue, green, red in colours_of(points, width)]
-
-
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
     height = max(len(image0), len(image1))
@@ -98,11 +93,6 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
         color = image if image.ndim == 3 else image[..., None]
         canvas[: len(image), x : x + image.shape[1]] = color
     return canvas
-
-
-def drawing_order(panel: Panel) -> np.ndarray:
-    """(K,) int64: correct matches from weak to strong, then wrong ones, which stay visible."""
-    return np.lexsort((panel.scores, panel.is_wrong))
 
 
 def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
@@ -123,7 +113,8 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
 
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     """Draw the matches of a panel on two images side by side; size: (width, height) of the left."""
-    order = drawing_order(panel)
+    # correct matches from weak to strong, then wrong ones, which stay visible
+    order = np.lexsort((panel.scores, panel.is_wrong))
     lines = spread(panel.points0, panel.scores, size)[:LINES]
     thickness = 1 + canvas.shape[1] // 2000
     # fixed-point coordinates for cv2: four fractional bits

@@ -126,10 +126,3 @@ class FaultyServer:
             request, 200 if start == 0 else 206, half, Content_Range=f"bytes {start}-{end}/{half}"
         )
         self._send(request, self.data[start : start + half])
-
-    def fault_slow(self, request):
-        """A few bytes now and then, for ever."""
-        code, start, end = self._span(request)
-        total = f"bytes {start}-{end - 1}/{len(self.data)}"
-        self._headers(request, code, end - start, Content_Range=total)
-        self._send(request, self.data[start:end], step=10, pause=0.05)

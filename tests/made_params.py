@@ -20,4 +20,7 @@ def words_of(train):
     """The options among these values of the section `train`, as on a command line."""
     usual = {name: field.default for name, field in TrainOptions.model_fields.items()}
     changed = [name for name in usual if train.get(name, usual[name]) != usual[name]]
-    return " ".join(flag(name, train[name]) for name in changed).split()
+    words = []
+    for name in changed:
+        words += [flag(name), *([] if train[name] is True else [str(train[name])])]
+    return words

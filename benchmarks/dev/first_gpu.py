@@ -108,7 +108,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     fetch = f"pipeline.fetch {file} --out {out}/images --archives {out}/archives"
     extract = f"pipeline.keypoints {file} --images {out}/images --out {out}/keypoints"
     size = "--dim 16 --seconds 0.5" if small else "--dim 256"
-    table = f"pipeline.benchmark --device {device} {size}"
+    table = f"benchmarks --device {device} {size}"
     rows = {
         "parity": 50,
         "step,sinkhorn,latency": 120,

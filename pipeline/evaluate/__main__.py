@@ -24,13 +24,13 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import cv2
 
 from pipeline import errors, tracking
 from pipeline.errors import RequestError
-from pipeline.evaluate import estimators, lightglue, matchers, poses, protocol, unseen
+from pipeline.evaluate import estimators, matchers, poses, protocol, unseen
 from pipeline.evaluate.heldout import HeldOutPairs
 from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.matchers import OURS, Matchers
@@ -38,12 +38,13 @@ from pipeline.evaluate.protocol import Evaluation, Named
 from pipeline.evaluate.scoring import Settings
 from pipeline.image_sets import sources
 from pipeline.parameters.schema import EvaluateParams
-from pipeline.processes import distributed
 from pipeline.provenance import repro
 from pipeline.report import summary
 from pipeline.report.document import Content
 from superglue_sift import extractors
+from superglue_sift.batch import Pair
 from superglue_sift.extractors import Extractor
+from superglue_sift.matcher import PairMatches
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -57,15 +58,13 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    also = "another model; repeat for more"
+    also = "another model, or a matcher module:function; repeat for more"
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     cameras = "instead: a pairs_with_gt.txt of pairs with cameras, images in --images"
     add("--poses", type=Path, help=cameras)
-    paper = (
-        "the paper's protocol: 1,024 pairs (or PAIRS), 640x480 and 512x384, 512 and 1,024 keypoints"
-    )
+    paper = "the paper's protocol: 1,024 pairs (or PAIRS) in two sizes, 512 and 1,024 keypoints"
     add("--paper", type=int, nargs="?", const=PAPER_PAIRS, metavar="PAIRS", help=paper)
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
@@ -78,8 +77,6 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--resize", type=int, default=480, help=resize)
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
-    weights = "also LightGlue for SIFT, with these weights"
-    add("--lightglue", type=Path, metavar="FILE", help=weights)
     bound = "also a row of the true matches, an upper bound for all matchers"
     add("--bound", action="store_true", help=bound)
     aligned = "skip the metrics of aligned matches, to save time"
@@ -93,7 +90,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 
 def check_options(args: argparse.Namespace) -> argparse.Namespace:
-    """Add the models and the file of parameters. Raises RequestError."""
+    """Add the models, the estimators and the file of parameters. Raises RequestError."""
     given = [name for name in ("pairs", "poses", "paper") if getattr(args, name) is not None]
     if len(given) > 1:
         raise RequestError(f"--{given[0]} and --{given[1]} are two evaluations: run one at a time")
@@ -111,32 +108,36 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < least:
             raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
-    args.models = models_of(args)
+    args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
+    every = tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT
+    args.estimators = estimators.choose(args.estimators.split(",")) if args.estimators else every
     return args
 
 
-def models_of(args: argparse.Namespace) -> Dict[str, Path]:
-    """All model files by name, ours first. Raises RequestError for an invalid or used name."""
+def models_of(
+    args: argparse.Namespace,
+) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], PairMatches]]]:
+    """All model files by name, ours first, and matchers by name. Raises RequestError for an invalid
+    or used name.
+    """
     models = {OURS: args.model or shipped_weights()}
+    further = {}
     for word in args.also:
         name, _, file = word.partition("=")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
             raise RequestError(
                 f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _"
             )
-        if name in (*matchers.MATCHERS, *matchers.UNRANKED, lightglue.NAME, *models):
+        if name in (*matchers.MATCHERS, *matchers.UNRANKED, *models, *further):
             raise RequestError(
                 f"--also {word}: there is a matcher called {name} already; choose another name"
             )
-        models[name] = Path(file)
-    return models
-
-
-def section_of(args: argparse.Namespace) -> EvaluateParams:
-    """Section `evaluate` of params.yaml, with overrides from the command line."""
-    asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
-    return params.load("evaluate", args.params).model_copy(update=asked)
+        if re.fullmatch(r"[\w.]+:\w+", file):
+            further[name] = matchers.load_function(file)
+        else:
+            models[name] = Path(file)
+    return models, further
 
 
 def choose_photographs(args: argparse.Namespace) -> unseen.Choice:
@@ -179,13 +180,6 @@ def choose_source(
     return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
 
 
-def choose_estimators(args: argparse.Namespace) -> Tuple[str, ...]:
-    """Names of the estimators. Raises RequestError for an unknown one."""
-    if args.estimators is not None:
-        return estimators.choose(args.estimators.split(","))
-    return tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT
-
-
 def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
     """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not
     name.
@@ -204,7 +198,6 @@ def choose_matchers(
 ) -> Tuple[Matchers, List[str]]:
     """All compared matchers, and a note for each that is missing or matches other keypoints."""
     networks = {}
-    further = {}
     skipped = []
     for name, file in models.items():
         network = matchers.load_network(file, device, args.threshold)
@@ -214,28 +207,9 @@ def choose_matchers(
             networks[name] = network
         else:
             skipped.append(f"SKIP {name}: of keypoints of {extractor}")
-    networks, copies = matchers.drop_copies(networks)
-    skipped += copies
-    if args.lightglue is not None:
-        reason = "its weights are of SIFT's keypoints"
-        match = None
-        if ours == extractors.DEFAULT.name:
-            match, reason = lightglue.load(args.lightglue, device)
-        if match is None:
-            skipped.append(f"SKIP LightGlue: {reason}")
-        else:
-            further[lightglue.NAME] = match
-    return Matchers(networks, device, further, args.poses is not None), skipped
-
-
-def check(argv: Optional[List[str]] = None, world_size: int = 1) -> None:
-    """Check the request before processes start, so that an error is printed once. Raises
-    RequestError.
-    """
-    args = parse(argv)
-    networks = [matchers.load_network(file, "cpu", args.threshold) for file in args.models.values()]
-    choose_extractor(args, networks[0])
-    choose_source(args, section_of(args), choose_photographs(args))
+    if networks[OURS].info.get("step") == 0:
+        skipped.append("Training kept the weights it began with: no later step was better")
+    return Matchers(networks, device, args.further, args.poses is not None), skipped
 
 
 def track(
@@ -269,44 +243,37 @@ def track(
             run.compare_with_champion(args.out / "pairs.csv")
 
 
-def evaluate(
-    args: argparse.Namespace, context: distributed.Context
-) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
-    """Evaluate: content by variant, on the first process of a group, empty on the others; and the
-    model's info.
-    """
-    section = section_of(args)
-    device = choose_device(args.device) if context.world_size == 1 else str(context.device)
+def evaluate(args: argparse.Namespace) -> Tuple[Dict[str, Content], Mapping[str, Any]]:
+    """Evaluate: content by variant, and the model's info."""
+    asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
+    section = params.load("evaluate", args.params).model_copy(update=asked)
+    device = choose_device(args.device)
     chosen = choose_photographs(args)
     compared, skipped = choose_matchers(args, chosen.models, device)
     ours = compared.networks[OURS]
     settings = Settings(
         section,
-        choose_estimators(args),
+        args.estimators,
         args.resize,
         args.robustness,
         choose_extractor(args, ours),
         args.bound,
         args.refine,
     )
-    training = args.mlflow_run.parent / "curves" if args.mlflow_run else None
-    work = Evaluation(compared, settings, context, (*chosen.lines, *skipped), training)
+    work = Evaluation(compared, settings, (*chosen.lines, *skipped))
     if args.paper:
         source_of = lambda variant: choose_source(args, variant, chosen)  # noqa: E731
         return protocol.run_paper(work, source_of, args.out), ours.info
-    content = work.run(choose_source(args, section, chosen), args.out)
-    return {"": content} if content else {}, ours.info
+    return {"": work.run(choose_source(args, section, chosen), args.out)}, ours.info
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = parse(argv)
-    cv2.setNumThreads(1)  # the ranks of a machine share its cores
-    with distributed.process_group() as context:
-        contents, info = evaluate(args, context)
-        if contents:
-            track(args, contents, info)
-            print(f"took {time.monotonic() - started:.0f} s")
+    cv2.setNumThreads(1)  # several images are worked on at a time
+    contents, info = evaluate(args)
+    track(args, contents, info)
+    print(f"took {time.monotonic() - started:.0f} s")
     return 0
 
 

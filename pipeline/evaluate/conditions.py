@@ -40,18 +40,17 @@ def conditions_of(
     of the two principal stretches, 1 for a similarity; perspective: change of area between the
     corners, 1 for an affine map; overlap: 0..1.
     """
-    H_0to1 = np.asarray(H_0to1, np.float64)
     centre = (np.array([size0]) - 1) / 2
     left, stretches, right = np.linalg.svd(geometry.jacobians(H_0to1, centre)[0])
     rotation = left @ right  # nearest orthogonal map
-    scale = float(np.sqrt(stretches.prod()))
+    scale = np.sqrt(stretches.prod())
     depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in geometry.corners(size0)])
-    return {
-        "rotation_deg": float(np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))),
-        "scale": max(scale, 1 / scale) if scale > 0 else float("inf"),
-        "tilt": float(stretches[0] / stretches[1]) if stretches[1] > 0 else float("inf"),
-        "perspective": (
-            float((depths.max() / depths.min()) ** 3) if depths.min() > 0 else float("inf")
-        ),
-        "overlap": overlap(H_0to1, size0, size1),
-    }
+    with np.errstate(divide="ignore"):  # inf for a degenerate map
+        values = {
+            "rotation_deg": np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0]))),
+            "scale": max(scale, 1 / scale),
+            "tilt": stretches[0] / stretches[1],
+            "perspective": (depths.max() / depths.min()) ** 3,
+            "overlap": overlap(H_0to1, size0, size1),
+        }
+    return {name: float(value) for name, value in values.items()}

@@ -10,6 +10,7 @@ import numpy as np
 from pipeline.evaluate.scoring import ScoredMatches
 
 THRESHOLDS = tuple(round(0.05 * step, 2) for step in range(20))  # of precision_recall.csv
+BINS = 10  # of calibration.csv
 MEANS = ("precision", "recall", "matches")
 RECALLS = tuple(round(0.01 * step, 2) for step in range(101))  # of precision_at_recall.csv
 
@@ -90,13 +91,13 @@ def threshold_curve(
     return lines
 
 
-def calibration(scored: Sequence[ScoredMatches], bins: int = 10) -> List[Dict[str, float]]:
-    """Fraction of correct matches in each of `bins` equal ranges of the score 0..1; empty bins are
+def calibration(scored: Sequence[ScoredMatches]) -> List[Dict[str, float]]:
+    """Fraction of correct matches in each of BINS equal ranges of the score 0..1; empty bins are
     left out.
     """
     scores = np.concatenate([[], *(matches.scores for matches in scored)])
     correct = np.concatenate([[], *(matches.correct for matches in scored)])
-    part = np.minimum((scores * bins).astype(int), bins - 1)
+    part = np.minimum((scores * BINS).astype(int), BINS - 1)
     return [
         {
             "confidence": float(scores[part == index].mean()),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 from functools import lru_cache
-from typing import Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
-import cv2
 import numpy as np
 
 from pipeline import bootstrap
 from pipeline.evaluate import confidence, metrics
-from pipeline.evaluate.inputs import Source, pairs_of_scene
+from pipeline.evaluate.inputs import Results, Source, pairs_of_scene
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.metrics import Comparison, Line
 from pipeline.evaluate.scoring import PairResult, PairRow, Settings, correct_matches, matched_points
@@ -24,14 +22,6 @@ PICTURED = (OURS, metrics.RATIO_TEST)  # one above the other
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))
 # 0 .. 20 degrees, of the pose error
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))
-QUALITY = 80  # JPEG, of the pictures in the page
-
-
-class Results(NamedTuple):
-    """Results in the order of the source. bad: (scene, reason) of what could not be read."""
-
-    pairs: List
-    bad: List[Tuple[str, str]]
 
 
 def write_content(
@@ -116,10 +106,8 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
 
 def draw_pictures(
     source: Source, matchers: Matchers, results: Sequence[PairResult], settings: Settings
-) -> List[Tuple[document.Picture, np.ndarray]]:
-    """Draw gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ...: for the page, and as
-    (H, W, 3) BGR.
-    """
+) -> List[document.Picture]:
+    """Draw gain-median, gain-most, best-1, ..., median-1, ..., worst-1, ..."""
     load = lru_cache(None)(source.load)  # rendered again: the results keep no images
     rows = [result.rows for result in results]
     drawn = []
@@ -132,31 +120,17 @@ def draw_pictures(
         view = scene.pairs[position]
         left = source.in_color(number, view.first, scene.images[view.first])
         right = source.in_color(number, view.second, scene.images[view.second])
-        answers = matchers.answers([known.pair], 1)[0]
-        shown = matchers.above(answers)
+        shown = matchers.above(matchers.answers([known.pair], 1)[0])
         panels = []
-        captions = [f"{known.name}."]
-        lines = {}
+        captions = [known.name]
         for matcher in PICTURED:
             caption = f"{title(matcher)}: {describe(rows[index][matcher])}"
-            captions.append(f"{caption}.")
-            points0, points1, scores = matched_points(known.pair, shown[matcher])
-            correct = correct_matches(known, shown[matcher])
-            panels.append(
-                drawing.Panel(f"{caption}   ({known.name})", points0, points1, scores, ~correct)
-            )
-            # all of ours, for the slider of the page
-            every = answers[matcher] if matcher in matchers.networks else shown[matcher]
-            points0, points1, scores = matched_points(known.pair, every)
-            points1 = points1.round(1) + np.array([known.pair.size0[0] + drawing.GAP, 0])
-            columns = points0.round(1), points1, scores.round(3), correct_matches(known, every)
-            lines[matcher] = np.column_stack(columns).tolist()
-        canvas = drawing.side_by_side(left, right)
-        _, data = cv2.imencode(".jpg", canvas, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
-        jpeg = base64.b64encode(data.tobytes()).decode("ascii")
-        height, width = canvas.shape[:2]
-        small = document.Picture(name, " ".join(captions), jpeg, width, height, lines)
-        drawn.append((small, drawing.draw(left, right, panels)))
+            captions.append(caption)
+            points = matched_points(known.pair, shown[matcher])
+            wrong = ~correct_matches(known, shown[matcher])
+            panels.append(drawing.Panel(f"{caption}   ({known.name})", *points, wrong))
+        caption = " ".join(f"{words}." for words in captions)
+        drawn.append(document.Picture(name, caption, drawing.draw(left, right, panels)))
     return drawn
 
 

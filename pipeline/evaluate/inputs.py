@@ -7,11 +7,10 @@ bytes, so pictures are drawn afterwards without keeping the images of all pairs 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
-from superglue_sift import sift
 from superglue_sift.batch import Pair, choose_pair
 from superglue_sift.images import BadImage
 
@@ -93,11 +92,7 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def pairs_of_scene(
-    scene: Scene,
-    index: int,
-    max_keypoints: int,
-    extractor: Extract = sift.extract,
-    only: Optional[int] = None,
+    scene: Scene, index: int, max_keypoints: int, extractor: Extract, only: Optional[int] = None
 ) -> List[KnownPair]:
     """The pairs of scene number `index`, or only pair number `only`; runs the extractor once on
     each image.
@@ -119,12 +114,19 @@ def pairs_of_scene(
     return pairs
 
 
-def extract(
-    source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract = sift.extract
-) -> Tuple[List[KnownPair], List[Tuple[str, str]]]:
-    """Extract keypoints: all pairs of these scenes, in order, and (scene name, reason) of scenes
-    left out.
+class Results(NamedTuple):
+    """Pairs, or results of pairs, in the order of the source. bad: (scene, reason) of what could
+    not be read.
     """
+
+    pairs: List
+    bad: List[Tuple[str, str]]
+
+
+def extract(
+    source: Source, scenes: Sequence[int], max_keypoints: int, extractor: Extract
+) -> Results:
+    """Extract keypoints: all pairs of these scenes, in order."""
     pairs = []
     bad = []
     for index in scenes:
@@ -132,4 +134,4 @@ def extract(
             pairs += pairs_of_scene(source.load(index), index, max_keypoints, extractor)
         except BadImage as error:
             bad.append((source.scenes[index][0], error.reason))
-    return pairs, bad
+    return Results(pairs, bad)

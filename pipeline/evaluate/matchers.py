@@ -4,16 +4,18 @@ keypoints.
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence
 
 import numpy as np
-import torch
 
+from pipeline.errors import RequestError
 from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import kind_of
+from superglue_sift.features import Features
 from superglue_sift.matcher import PairMatches, match_pairs
 from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue
@@ -46,28 +48,6 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
     """Load a model file for evaluation; threshold 0: the model's own. Raises RequestError."""
     model, info = load_model(file, device, SINKHORN_ITERATIONS)
     return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
-
-
-def drop_copies(networks: Mapping[str, Network]) -> Tuple[Dict[str, Network], List[str]]:
-    """The networks without copies of ours, and a note for each copy and for a training that kept
-    its initial weights.
-    """
-    ours = networks[OURS]
-    copies = [n for n in networks if n != OURS and is_copy(networks[n], ours)]
-    notes = [f"{name} is the same model as ours, so it has no rows of its own" for name in copies]
-    if ours.info.get("step") == 0:
-        notes.append("Training kept the weights it began with: no later step was better")
-    return {name: each for name, each in networks.items() if name not in copies}, notes
-
-
-def is_copy(network: Network, other: Network) -> bool:
-    """Whether both have the same threshold and the same tensors, bit by bit."""
-    states = network.model.state_dict(), other.model.state_dict()
-    return (
-        network.threshold == other.threshold
-        and states[0].keys() == states[1].keys()
-        and all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    )
 
 
 @dataclass(frozen=True)
@@ -113,12 +93,38 @@ class Matchers:
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
 
+def load_function(name: str) -> Callable[[Pair], PairMatches]:
+    """A matcher of the user's, `module:function`, which is given the Features of both images and
+    returns indices in image 1, -1 without a match, and confidences from 0 to 1, (M,) each.
+
+    Raises RequestError if there is no such function.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # any: it is the user's code
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RequestError(f"--also {name}: {reason}") from error
+
+    def match(pair: Pair) -> PairMatches:
+        if not len(pair.records0) or not len(pair.records1):
+            return PairMatches(np.full(len(pair.records0), -1), np.zeros(len(pair.records0)))
+        sides = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
+        matches0, scores0 = map(np.asarray, function(*sides))
+        sizes = len(pair.records0), len(pair.records1)
+        if matches0.shape != sizes[:1] or matches0.max() >= sizes[1]:
+            raise RequestError(
+                f"--also {name}: must give an index below {sizes[1]} for each keypoint"
+            )
+        return PairMatches(matches0, np.where(matches0 >= 0, scores0, 0.0))
+
+    return match
+
+
 UNGUIDED = scenes.Rules(guided=False)
 
 
-def match_scene(
-    pair: Pair, answer: PairMatches, threshold: float, rules: scenes.Rules = UNGUIDED
-) -> PairMatches:
+def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
     accepted.
     """
@@ -127,7 +133,7 @@ def match_scene(
     side1 = scenes.Side(positions(pair.records1).astype(np.float64), none)
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    accepted = scenes.fill(matches, answer.scores0[index0], threshold, (side0, side1), rules)
+    accepted = scenes.fill(matches, answer.scores0[index0], threshold, (side0, side1), UNGUIDED)
     kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
     return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
 

@@ -1,35 +1,31 @@
 """Run one evaluation from its source to its folder, or the variants of the SuperGlue paper's
 protocol.
 
-The work is cut into units of consecutive scenes. Each process takes every n-th unit and gathers the
-results of all after each round, so metrics have the same bits for any number of processes.
+Threads load and score, the caller runs the networks. Results come in the order of the source.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Sequence, Tuple
 
 from pipeline import bootstrap
-from pipeline.errors import RequestError, WorkError
+from pipeline.errors import WorkError
 from pipeline.evaluate import content, estimators, inputs, metrics, poses, scoring, zoomed
-from pipeline.evaluate.content import Results
-from pipeline.evaluate.heldout import LEVELS, HeldOutPairs, NegativePairs, disturb
-from pipeline.evaluate.inputs import KnownPair, Source
+from pipeline.evaluate.heldout import HeldOutPairs, NegativePairs
+from pipeline.evaluate.inputs import KnownPair, Results, Source
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.scoring import Settings, score_pair
 from pipeline.files import file_sha256, write_atomic
 from pipeline.parameters.schema import EvaluateParams
-from pipeline.processes import distributed
 from pipeline.processes.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
-from superglue_sift import drawing, extractors
+from superglue_sift import extractors
 from superglue_sift.matcher import PairMatches
 from superglue_sift.progress import Progress
 
@@ -45,20 +41,14 @@ Score = Callable[[KnownPair, Mapping[str, PairMatches]], Any]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Everything that all sources share. skipped: notes on what is left out; training: folder of
-    its curves.
-    """
+    """Everything that all sources share. skipped: notes on what is left out."""
 
     matchers: Matchers
     settings: Settings
-    context: distributed.Context
     skipped: Tuple[str, ...] = ()
-    training: Optional[Path] = None
 
-    def run(self, named: Named, out: Path) -> Optional[document.Content]:
-        """Evaluate a source; the first process writes the report into `out` and returns it. Raises
-        WorkError.
-        """
+    def run(self, named: Named, out: Path) -> document.Content:
+        """Evaluate a source, and write the report into `out`. Raises WorkError."""
         source, where = named
         score = partial(score_pair, thresholds=self.matchers.thresholds, settings=self.settings)
         results = self.evaluate(source, "evaluate", score)
@@ -71,32 +61,25 @@ class Evaluation:
             disturbed = self.summarize_levels(source, score)
             found = self.evaluate(NegativePairs(source), "negative pairs", self.count_matches)
             negatives = metrics.count_negatives(found.pairs)
-        if not self.context.is_main:
-            return None
         compared = metrics.compare(results.pairs, self.matchers.thresholds)
         report = content.write_content(where, source, results, compared, disturbed, negatives)
-        drawn = content.draw_pictures(source, self.matchers, results.pairs, self.settings)
         report = replace(
             report,
-            pictures=[picture for picture, _ in drawn],
+            pictures=content.draw_pictures(source, self.matchers, results.pairs, self.settings),
             protocol=self.describe(source, where),
             notes=[*report.notes, *self.skipped],
         )
-        outputs.write(out, report, self.training)
-        for picture, canvas in drawn:
-            drawing.write(out / "pictures" / f"{picture.name}.png", canvas)
+        outputs.write(out, report)
         print(f"\n{summary.text(report)}\n\nwritten to {out}", flush=True)
         return report
 
     def evaluate(self, source: Source, title: str, score: Score) -> Results:
-        """Match and score all pairs, with progress on stderr. Every process of a group gets all
-        results.
-        """
+        """Match and score all pairs, with progress on stderr."""
         params = self.settings.params
         extractor = self.settings.extractor
 
         def extract(unit: Sequence[int]) -> Results:
-            return Results(*inputs.extract(source, unit, params.max_keypoints, extractor))
+            return inputs.extract(source, unit, params.max_keypoints, extractor)
 
         def match(found: Results) -> Tuple[Results, List[Dict[str, PairMatches]]]:
             return found, self.matchers.answers([known.pair for known in found.pairs], BATCH)
@@ -106,11 +89,12 @@ class Evaluation:
             return Results(list(map(score, found.pairs, answers)), found.bad)
 
         results = Results([], [])
-        total = sum(count for _, count in source.scenes)
-        quiet = not self.context.is_main
-        units = divide([count for _, count in source.scenes], BATCH)
-        with Progress(total=total, desc=title, unit="pair", disable=quiet) as bar:
-            for part in map_over_ranks(units, extract, match, score_all, self.context):
+        counts = [count for _, count in source.scenes]
+        # Threads suffice: decoding, warping, SIFT and robust estimators release the GIL
+        threads = min(os.cpu_count() or 1, MAX_THREADS)
+        matched = map(match, prefetch(extract, divide(counts, BATCH), threads, threads))
+        with Progress(total=sum(counts), desc=title, unit="pair") as bar:
+            for part in prefetch(score_all, matched, threads, threads):
                 results.pairs.extend(part.pairs)
                 results.bad.extend(part.bad)
                 bar.update(len(part.pairs))
@@ -121,13 +105,8 @@ class Evaluation:
         count = self.settings.robustness
         if not count:
             return []
-        variants = [
-            (name, level, disturb(source, count, function, level))
-            for name, (function, levels) in LEVELS.items()
-            for level in levels
-        ]
         found = []
-        for name, level, variant in [*variants, *zoomed.levels(source, count)]:
+        for name, level, variant in zoomed.levels(source, count):
             results = self.evaluate(variant, f"{name} {level:g}", score).pairs
             found += [metrics.summarize_condition(name, f"{level:g}", results)] if results else []
         return found
@@ -185,23 +164,17 @@ class Evaluation:
 def run_paper(
     work: Evaluation, source_of: Callable[[EvaluateParams], Named], out: Path
 ) -> Dict[str, document.Content]:
-    """Evaluate all variants, each into its folder, and write report.txt of all of them.
-
-    Returns the content of each variant on the first process, nothing on the others.
-    """
+    """Evaluate all variants, each into its folder, and write report.txt of all of them."""
     contents: Dict[str, document.Content] = {}
     for width, height, keypoints in VARIANTS:
         asked = {"width": width, "height": height, "max_keypoints": keypoints}
         variant = work.settings.params.model_copy(update=asked)
         part = replace(work, settings=replace(work.settings, params=variant))
         name = f"{width}x{height}-{keypoints}"
-        report = part.run(source_of(variant), out / name)
-        if report is not None:
-            contents[name] = report
-    if contents:
-        table = tables.side_by_side({name: report.table for name, report in contents.items()})
-        write_atomic(out / document.TEXT, f"{table}\n")
-        print(f"\nAll variants side by side\n\n{table}\n\nwritten to {out}", flush=True)
+        contents[name] = part.run(source_of(variant), out / name)
+    table = tables.side_by_side({name: report.table for name, report in contents.items()})
+    write_atomic(out / document.TEXT, f"{table}\n")
+    print(f"\nAll variants side by side\n\n{table}\n\nwritten to {out}", flush=True)
     return contents
 
 
@@ -218,44 +191,3 @@ def divide(counts: Sequence[int], most: int) -> List[List[int]]:
         units[-1].append(index)
         held += count
     return units
-
-
-def map_over_ranks(
-    units: Sequence[Sequence[int]],
-    prepare: Callable[[Sequence[int]], Any],
-    match: Callable[[Any], Any],
-    score: Callable[[Any], Any],
-    context: distributed.Context,
-) -> Iterator[Any]:
-    """Yield `score(match(prepare(unit)))` of every unit, in order, on every process of the group.
-
-    prepare and score run in threads, match in the caller. Threads suffice: decoding, warping, SIFT
-    and robust estimators release the GIL. In the last round some processes have an empty unit.
-    Raises RequestError on all processes when `prepare` raises one on any.
-    """
-    world_size = context.world_size
-    missing = -len(units) % world_size
-    mine = [*units, *([[]] * missing)][context.rank :: world_size]
-    workers = max(1, min((os.cpu_count() or 1) // world_size, MAX_THREADS))
-
-    def answer() -> Iterator[Any]:
-        try:
-            yield from map(match, prefetch(prepare, mine, workers, workers))
-        except RequestError as error:
-            yield error  # in place of a result, so that all processes raise it
-
-    def finish(item: Any) -> Any:
-        return item if isinstance(item, RequestError) else score(item)
-
-    failure = None
-    for result in prefetch(finish, answer(), workers, workers):
-        parts = distributed.all_gather(result)
-        failure = next((part for part in parts if isinstance(part, RequestError)), None)
-        if failure:
-            break
-        yield from parts
-    # a process that leaves early would close the connection before others have the results
-    with contextlib.suppress(RuntimeError):
-        distributed.barrier()
-    if failure:
-        raise failure

@@ -10,14 +10,12 @@ from pipeline.evaluate.matchers import OURS
 from pipeline.image_sets.manifest import Entry
 from pipeline.provenance import trained_on
 
-NAMES = {OURS: "ours"}
-
 
 class Choice(NamedTuple):
     """entries: to evaluate on; models: to compare, by name; lines: notes on what was left out and
     why.
 
-    mark: to add to the name of the entries; "" where no compared model was trained on any.
+    mark: to add to the name of the entries: the lines, where nothing was left out on request.
     """
 
     entries: List[Entry]
@@ -26,7 +24,7 @@ class Choice(NamedTuple):
     mark: str = ""
 
 
-def choose(entries: Sequence[Entry], models: Mapping[str, Path], keep: bool = False) -> Choice:
+def choose(entries: Sequence[Entry], models: Mapping[str, Path], keep: bool) -> Choice:
     """The entries that no model was trained on, since all rows of a table need the same pairs.
 
     models: files by name, ours first. A further model that was trained on all remaining entries is
@@ -38,27 +36,19 @@ def choose(entries: Sequence[Entry], models: Mapping[str, Path], keep: bool = Fa
     left = list(entries)
     compared = {}
     lines = []
-    marks = []
     for name, file in models.items():
-        photographs = trained_on.read(file)
-        title = NAMES.get(name, name)
-        if photographs is None:
-            lines.append(trained_on.unknown(file))
-        seen = [entry for entry in left if entry.photograph in (photographs or ())]
-        if seen and keep:
-            marks.append(f"{len(seen)} of them from the training of {title}")
-        elif len(seen) == len(left) and name == OURS:
+        seen = [entry.photograph for entry in left]
+        title = "ours" if name == OURS else name
+        places, line = trained_on.leave_out(file, seen, keep, title)
+        if not places and name == OURS:
             raise RequestError(
                 f"{file}: was trained on all of the {len(left)} held-out photographs; evaluate on"
                 ' others, train from scratch (train.init_from: ""), or keep them with --keep-seen'
             )
-        elif seen and len(seen) == len(left):
+        if not places:
             lines.append(f"SKIP {name}: trained on all of the {len(left)} photographs")
             continue
-        elif seen:
-            left = [entry for entry in left if entry not in seen]
-            lines.append(
-                f"{len(seen)} of {len(entries)} photographs left out: {title} was trained on them"
-            )
+        lines += [line] if line else []
+        left = [left[place] for place in places]
         compared[name] = file
-    return Choice(left, compared, lines, "".join(f", {mark}" for mark in marks))
+    return Choice(left, compared, lines, "".join(f", {line}" for line in lines if keep))

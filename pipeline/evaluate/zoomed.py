@@ -12,7 +12,7 @@ from typing import Iterator, Tuple
 import cv2
 import numpy as np
 
-from pipeline.evaluate.heldout import SEED, HeldOutPairs
+from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, disturb
 from pipeline.evaluate.inputs import Scene, ViewPair, image_size
 from pipeline.views import homography
 from superglue_sift.geometry import compose
@@ -71,8 +71,11 @@ def zoom_in(
     return H
 
 
-def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, ZoomedPairs]]:
-    """Condition, level and pairs of each line of robustness.csv: upright, then rotated."""
+def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
+    """Condition, level and pairs of each line of robustness.csv: disturbed, zoomed, rotated."""
+    for name, (function, amounts) in LEVELS.items():
+        for amount in amounts:
+            yield name, amount, disturb(source, count, function, amount)
     for rotation in (0.0, *ROTATIONS_DEG):
         name = f"zoom, rotated by {rotation:g} degrees" if rotation else "zoom"
         for zoom in ROTATED if rotation else ZOOMS:

@@ -133,7 +133,8 @@ def _digest(shards: Sequence[Dict[str, Any]]) -> str:
 class Store:
     """Read access to one split. Opening maps the shards; data is read on access.
 
-    Attributes: `images` names; `views_per_image`; `view_size` (width, height); `digest` SHA-256
+    Attributes: `images` names; `photographs` identifiers (`Entry.photograph`), "" if unknown;
+    `views_per_image`; `view_size` (width, height); `digest` SHA-256
     over those of the shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32
     width and height of each image; `extractor` name; `dtype` of the records; `scale_angle` whether
     they have scale and angle; `min_scale` of the extractor in px, 0 if unknown.
@@ -158,11 +159,19 @@ class Store:
             check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)
         shards = [shard for shard in about["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
+        # one for each image, "" if unknown
+        self.photographs: List[str] = [
+            name
+            for shard in shards
+            for name in shard.get("photographs", [""] * len(shard["images"]))
+        ]
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
-        lengths = [len(shard["images"]) for shard in shards]
-        # lists, since indexing an array for a scalar takes several times as long
-        self._shard_of: List[int] = np.repeat(np.arange(len(shards)), lengths).tolist()
-        self._first: List[int] = np.concatenate([[0], np.cumsum(lengths)])[:-1].astype(int).tolist()
+        # shard of each image, and its place there
+        self._places = [
+            (number, place)
+            for number, shard in enumerate(shards)
+            for place in range(len(shard["images"]))
+        ]
         self._records = [
             tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors
         ]
@@ -186,12 +195,11 @@ class Store:
         """View `view` of image `image`; IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
-        shard = self._shard_of[image]
-        local = image - self._first[shard]
-        at = local * self.views_per_image + view
+        shard, place = self._places[image]
+        at = place * self.views_per_image + view
         offsets = self._offsets[shard]
         records = self._records[shard][offsets[at] : offsets[at + 1]]
-        return View(records, self._homographies[shard][local, view], self.view_size)
+        return View(records, self._homographies[shard][place, view], self.view_size)
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:

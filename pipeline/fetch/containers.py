@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256, json_digest
 from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
 from pipeline.image_sets.sources import file_entry, list_images, read_entries
@@ -93,21 +92,6 @@ def open_container(
             f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)"
         )
     return container
-
-
-def digest(*paths: str) -> str:
-    """Digest of names and sizes of the images in folders or zips, or of the text of lists."""
-    rows: List[Any] = []
-    for path in map(Path, filter(None, paths)):
-        if not path.is_file():
-            files = list_images(path)
-            sizes = [file.stat().st_size if file.exists() else -1 for file in files]
-            rows.append([[str(file.relative_to(path)), n] for file, n in zip(files, sizes)])
-        elif path.suffix.lower() == ".zip":
-            rows.append(zip_container(path).contents)
-        else:
-            rows.append(file_sha256(path))
-    return json_digest(rows)
 
 
 def _folder(path: Path) -> Container:

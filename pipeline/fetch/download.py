@@ -1,7 +1,7 @@
 """Download of one large file over one connection, resumable and verified.
 
 `NAME.part` grows at its end, so a killed download resumes at its length. Only a file with the right
-MD5 is renamed to `NAME`, next to `NAME.json` (size, MD5, SHA-256); others are moved to `NAME.bad`.
+MD5 is renamed to `NAME`, next to `NAME.json` (size, MD5); others are moved to `NAME.bad`.
 The checksum protects against plain HTTP, against a file that changes between two requests, and
 against a wrong server.
 """
@@ -25,8 +25,6 @@ from superglue_sift.progress import Progress
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 READ = 1 << 17  # most bytes per read of a connection
 TIMEOUT = (10.0, 30.0)  # seconds to connect, seconds without a byte
-MIN_SPEED = 2048  # bytes per second below which a connection is closed
-SPEED_WINDOW = 20.0  # seconds over which the speed is measured
 TRIES = 5  # further tries after a failure without progress
 PROGRESS = 1 << 16  # bytes that count as progress
 BUSY = (408, 416, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a retry may help
@@ -100,7 +98,14 @@ class Remote:
             skipped = start if self._is_whole(answer, start, part) else 0
             # Else the last bytes before a broken connection are lost
             answer.raw.enforce_content_length = False
-            yield from _pieces(answer.raw, skipped, last - start)
+            while start < last:
+                piece = answer.raw.read1(READ)
+                if not piece:
+                    return
+                useful = piece[skipped : skipped + last - start]
+                skipped = max(skipped - len(piece), 0)
+                start += len(useful)
+                yield useful
 
     def _is_whole(self, answer: Any, start: int, part: bool) -> bool:
         """True for the whole file, False for its part from `start` on. Raises for anything else."""
@@ -118,31 +123,6 @@ class Remote:
         if size.isdigit() and int(size) != self.size:
             raise OSError(f"the file has {size} bytes there, {self.size} are expected")
         return answer.status_code == 200
-
-
-def _pieces(raw: Any, skipped: int, wanted: int) -> Iterator[bytes]:
-    """The bytes of a connection after the first `skipped`, up to `wanted`. Raises OSError if it is
-    too slow.
-    """
-    begun = time.monotonic()
-    received = 0
-    while wanted > 0:
-        piece = raw.read1(READ)
-        if not piece:
-            return
-        received += len(piece)
-        seconds = time.monotonic() - begun
-        if seconds > SPEED_WINDOW:
-            if received < MIN_SPEED * seconds:
-                raise OSError(f"too slow: {received} bytes in {seconds:.0f} s")
-            begun = time.monotonic()
-            received = 0
-        cut = min(skipped, len(piece))
-        skipped -= cut
-        piece = piece[cut : cut + wanted]
-        wanted -= len(piece)
-        if piece:
-            yield piece
 
 
 def download(urls: List[str], target: Path, md5: str, size: int) -> None:
@@ -170,16 +150,16 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> None:
         raise WorkError(
             f"{part}: cannot be written: {error.strerror}; the bytes so far are kept"
         ) from None
-    found = digests(part)
-    if found["md5"] != md5:
+    found = md5_of(part)
+    if found != md5:
         bad = target.with_name(target.name + ".bad")
         os.replace(part, bad)
         raise WorkError(
-            f"{target.name}: wrong MD5 {found['md5']}, expected {md5}; moved to {bad}; "
+            f"{target.name}: wrong MD5 {found}, expected {md5}; moved to {bad}; "
             f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
         )
     os.replace(part, target)
-    write_note(target, found, part.parent)
+    write_note(target, {"md5": md5}, target.parent)
 
 
 def _require_space(part: Path, missing: int) -> None:
@@ -209,20 +189,19 @@ def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
 
 def _copy(file: BinaryIO, remote: Remote, bar: Progress) -> str:
     """Append what is missing. Returns why it broke off, or ""."""
-    try:
-        for piece in remote.read(file.tell()):
-            file.write(piece)
-            bar.update(len(piece))
-    except Interrupted as error:
-        return str(error)
-    finally:
-        remote.close()
+    with contextlib.closing(remote):
+        try:
+            for piece in remote.read(file.tell()):
+                file.write(piece)
+                bar.update(len(piece))
+        except Interrupted as error:
+            return str(error)
     return ""
 
 
 def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
-    """Size and digests of a local archive, from its note in the folder `notes` or by hashing it;
-    None without an archive.
+    """Size and MD5 of a local archive, from its note in the folder `notes` or by hashing it; None
+    without an archive.
 
     Raises RequestError if the MD5 is wrong.
     """
@@ -231,52 +210,41 @@ def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
     known = read_note(target, notes)
     if known.get("md5") == md5:
         return known
-    found = digests(target)
-    if found["md5"] != md5:
+    found = md5_of(target)
+    if found != md5:
         raise RequestError(
-            f"{target}: wrong MD5 {found['md5']}, expected {md5}; delete it to download it from"
-            " scratch"
+            f"{target}: wrong MD5 {found}, expected {md5}; delete it to download it from scratch"
         )
-    write_note(target, found, notes)
-    return found
+    return write_note(target, {"md5": md5}, notes)
 
 
 def read_note(target: Path, notes: Path) -> Dict[str, Any]:
     """The content of `notes/NAME.json` about the file `target`; {} if it is missing, damaged, or
-    about other bytes.
-
-    A file with the noted size is the same if it has the note's time, or else the same SHA-256.
+    of another size or time.
     """
     note = notes / f"{target.name}.json"
-    try:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         known = json.loads(note.read_text(encoding="utf-8"))
         stat = target.stat()
-        same_time = note.stat().st_mtime_ns == stat.st_mtime_ns
-        if known["size"] != stat.st_size:
-            return {}
-        if not same_time and known["sha256"] != digests(target)["sha256"]:
-            return {}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
-    with contextlib.suppress(OSError):  # a read-only folder: the file is hashed each time
-        os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
-    return known
+        if (known["size"], note.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+            return known
+    return {}
 
 
-def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> None:
-    """Write the facts to `notes/NAME.json`, with the time of the file."""
+def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str, Any]:
+    """Write size and facts to `notes/NAME.json`, with the time of the file. Returns them."""
     note = notes / f"{target.name}.json"
-    write_atomic(note, json.dumps(facts, indent=1) + "\n")
-    time_ns = target.stat().st_mtime_ns
-    os.utime(note, ns=(time_ns, time_ns))
+    stat = target.stat()
+    content = {"size": stat.st_size, **facts}
+    write_atomic(note, json.dumps(content, indent=1) + "\n")
+    os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    return content
 
 
-def digests(path: Path) -> Dict[str, Any]:
-    """Size, MD5 (published by COCO) and SHA-256 (used afterwards) in one pass."""
-    md5 = hashlib.md5(usedforsecurity=False)
-    sha256 = hashlib.sha256()
+def md5_of(path: Path) -> str:
+    """The MD5, which COCO's mirrors publish, in hexadecimal digits."""
+    digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
-            md5.update(block)
-            sha256.update(block)
-    return {"size": os.path.getsize(path), "md5": md5.hexdigest(), "sha256": sha256.hexdigest()}
+            digest.update(block)
+    return digest.hexdigest()

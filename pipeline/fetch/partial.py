@@ -14,16 +14,15 @@ import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 from pipeline.errors import WorkError
 from pipeline.fetch import containers
-from pipeline.fetch.download import MIRROR, Interrupted, Remote, digests, read_note, write_note
+from pipeline.fetch.download import MIRROR, Interrupted, Remote, read_note, write_note
 from pipeline.image_sets.manifest import DEFLATED
 from superglue_sift.progress import Progress
 
 CONNECTIONS = 8  # hides the latency of many small requests
-_SLACK = 128  # bytes: a local header may be longer than the directory says
 
 
 class RemoteZip(io.RawIOBase):
@@ -39,6 +38,7 @@ class RemoteZip(io.RawIOBase):
         self._url = urls[0]
         self._size = size
         self._at = 0
+        self._ends: Dict[int, int] = {}  # of each member, by its start
 
     def close(self) -> None:
         for address in self._addresses:
@@ -48,7 +48,12 @@ class RemoteZip(io.RawIOBase):
     def directory(self) -> List[zipfile.ZipInfo]:
         """The images in the archive, checked as in a local one; COCO's directory has 10 MB."""
         try:
-            return containers.check_members(zipfile.ZipFile(self).infolist(), self._url)
+            archive = zipfile.ZipFile(self)
+            found = archive.infolist()
+            starts = sorted(member.header_offset for member in found)
+            # what follows each member: the next one, or the directory
+            self._ends = dict(zip(starts, [*starts[1:], archive.start_dir]))
+            return containers.check_members(found, self._url)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             raise WorkError(f"{self._url}: its directory cannot be read: {error}") from None
 
@@ -59,17 +64,9 @@ class RemoteZip(io.RawIOBase):
 
     def _image(self, member: zipfile.ZipInfo) -> bytes:
         start = member.header_offset
-        guess = (
-            containers.HEADER
-            + len(member.filename.encode())
-            + len(member.extra)
-            + member.compress_size
-        )
-        data = self._range(start, start + guess + _SLACK)
+        data = self._range(start, self._ends[start])
         begin = containers.header_length(data, member, self._url)
         packed = data[begin : begin + member.compress_size]
-        if len(packed) < member.compress_size:  # the header is longer than the slack
-            packed += self._range(start + len(data), start + begin + member.compress_size)
         image = zlib.decompress(packed, -15) if member.compress_type == DEFLATED else packed
         if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
             raise WorkError(
@@ -127,10 +124,5 @@ def fetch_zip(remote: RemoteZip, members: Sequence[zipfile.ZipInfo], target: Pat
         for member, data in zip(members, Progress(remote.fetch(members), **shown)):
             out.writestr(zipfile.ZipInfo(member.filename), data)
     os.replace(temporary, target)
-    facts = {
-        **digests(target),
-        "partial": "CRC-32 of each image checked, MD5 of the whole not",
-        "members": wanted,
-    }
-    write_note(target, facts, target.parent)
-    return facts
+    facts = {"partial": "CRC-32 of each image checked, MD5 of the whole not", "members": wanted}
+    return write_note(target, facts, target.parent)

@@ -1,3 +1,1 @@
-"""Photographs that stages share: `manifest` (the list), `sources` (reading files), `decode`,
-`dali_decoder`.
-"""
+"""Photographs of all stages: `manifest` (the list), `sources` (reading files), `dali_decoder`."""

@@ -7,20 +7,22 @@ pipeline per rank, not one CUDA context per worker. OpenCV does warping and phot
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from itertools import islice
-from typing import Any, Iterable, Iterator, List, Tuple, Union
+from typing import Any, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
-from pipeline.image_sets.decode import Outcome, decode_by_pillow, gpu, read_jpeg
+from pipeline.errors import RequestError
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from superglue_sift.images import BadImage
+from superglue_sift.images import BadImage, is_plain_jpeg
 
 BATCH = 32  # images per batch; DALI decodes one batch ahead
 
-Read = Tuple[Entry, Union[bytes, np.ndarray, BadImage]]  # bytes: for DALI to decode
+Work = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray pixels
 
 
 def require() -> None:
@@ -30,20 +32,21 @@ def require() -> None:
     try:
         import nvidia.dali  # noqa: F401
     except ImportError:
-        raise compat.without_dali(
-            "keypoints.decoder = dali", "set keypoints.decoder: pillow"
+        raise RequestError(
+            "keypoints.decoder = dali: NVIDIA DALI is not installed; `pip install"
+            f" {compat.dali_package()}`, or set keypoints.decoder: pillow"
         ) from None
 
 
-def decode_all(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Outcome]:
-    """Like `decode.decode_all`. Pillow decodes a batch that DALI refuses, and reports which file is
-    bad and why.
+def decode_all(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -> Iterator[Work]:
+    """Each entry in order with its gray pixels, (H, W) uint8; without them if Pillow is to decide:
+    other files than plain JPEG, and all of a batch that DALI refuses.
 
-    Raises RequestError where DALI is not installed.
+    Gray is the luma of the file (ITU-R BT.601): on a CPU the same pixels as Pillow's; nvJPEG may
+    differ by a few levels.
     """
-    require()
     pipeline: Any = None
-    before: List[Read] = []
+    before: List[Tuple[Entry, Optional[bytes]]] = []
     left = iter(entries)
     while True:
         # read this batch while DALI decodes the one before
@@ -55,11 +58,8 @@ def decode_all(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -
                 f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr
             )
             pipeline = None  # cannot be used after an error
-            done = [
-                (entry, decode_by_pillow(it, entry.name) if isinstance(it, bytes) else it)
-                for entry, it in before
-            ]
-        jpegs = [np.frombuffer(it, np.uint8) for _, it in batch_read if isinstance(it, bytes)]
+            done = [entry for entry, _ in before]
+        jpegs = [np.frombuffer(data, np.uint8) for _, data in batch_read if data is not None]
         if jpegs:
             pipeline = pipeline or _pipeline(batch)
             pipeline.feed_input("encoded", jpegs)
@@ -70,11 +70,22 @@ def decode_all(images: ImageSet, entries: Iterable[Entry], batch: int = BATCH) -
         before = batch_read
 
 
+def read_jpeg(images: ImageSet, entry: Entry) -> Optional[bytes]:
+    """The checked bytes of an 8-bit JPEG of one or three components; None for all other files."""
+    with contextlib.suppress(BadImage):
+        data = images.read(entry)
+        if is_plain_jpeg(data, entry.name):
+            return data
+    return None
+
+
 def _pipeline(batch: int) -> Any:
     """Bytes to gray pixels, as stored (EXIF orientation ignored, as everywhere in the project)."""
+    import torch
     from nvidia.dali import backend, fn, pipeline_def, types
 
-    device = gpu()
+    count = torch.cuda.device_count()
+    device = int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
     # DALI 1.34 ignores the EXIF orientation and lacks this argument
     rotates = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
     options = {"adjust_orientation": False} if rotates else {}
@@ -90,12 +101,12 @@ def _pipeline(batch: int) -> Any:
     return built
 
 
-def _finish(pipeline: Any, scheduled: List[Read]) -> List[Outcome]:
+def _finish(pipeline: Any, scheduled: List[Tuple[Entry, Optional[bytes]]]) -> List[Work]:
     """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one
     of the files.
     """
-    places = [place for place, (_, it) in enumerate(scheduled) if isinstance(it, bytes)]
-    done: List[Any] = list(scheduled)
+    done: List[Work] = [entry for entry, _ in scheduled]
+    places = [place for place, (_, data) in enumerate(scheduled) if data is not None]
     if places:
         (output,) = pipeline.share_outputs()
         pixels = output.as_cpu() if hasattr(output, "as_cpu") else output

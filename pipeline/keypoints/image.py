@@ -4,13 +4,12 @@ parameters.
 
 from __future__ import annotations
 
-from typing import Any, Callable, Iterable, Iterator, Union
+from typing import Any, Iterable, Union
 
 import numpy as np
 
-from pipeline import compat
 from pipeline.features.store import ImageViews
-from pipeline.image_sets import dali_decoder, decode
+from pipeline.image_sets import dali_decoder
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.views import homography, render
@@ -18,9 +17,6 @@ from superglue_sift import extractors
 from superglue_sift.images import BadImage, decode_gray
 
 Result = Union[ImageViews, BadImage]
-# an image to be decoded, or one already decoded
-Work = Union[Entry, decode.Outcome]
-Decoder = Callable[[ImageSet, Iterable[Entry]], Iterator[decode.Outcome]]
 
 # Of the shards. Raise it when the same photograph and parameters give other views or keypoints:
 # shards of another version are made again. tests/keypoints fails when a golden shard
@@ -29,53 +25,29 @@ VERSION = 1
 SEED = 0  # draws depend on the image's name and the index of the view, too
 
 
-def decoder(name: str) -> Decoder:
-    """The decoder of `keypoints.decoder`: pillow, torchvision or dali; all have the signature of
-    `decode.decode_all`.
-
-    Raises RequestError if its package is missing or cannot decode here.
-    """
-    if name == "torchvision":
-        compat.torchvision_io()
-        return decode.decode_by_torchvision
-    if name == "dali":
-        dali_decoder.require()
-        return dali_decoder.decode_all
-    return decode.decode_all
-
-
 class ImageExtractor:
     """From an image to its views, in a worker process."""
 
     def __init__(self, images: ImageSet, settings: Any) -> None:
         self.images = ImageSet((), images.containers)  # a worker does not get the list
         self.settings = settings
-        self.decode_all = decoder(settings.decoder)
 
-    def __call__(self, work: Work) -> Result:
+    def __call__(self, work: dali_decoder.Work) -> Result:
         """The views of an image, or the reason why it cannot be used; does not raise for bad
         images.
         """
         try:
-            entry, gray = (work, self._decode(work)) if isinstance(work, Entry) else work
-            if isinstance(gray, BadImage):
-                return gray
+            if isinstance(work, Entry):
+                work = work, decode_gray(self.images.read(work), work.name)
+            entry, gray = work
             return gray_views(gray, entry.name, self.settings)
         except BadImage as bad:
             return bad
 
-    def _decode(self, entry: Entry) -> Union[np.ndarray, BadImage]:
-        if self.settings.decoder == "pillow":
-            return decode_gray(self.images.read(entry), entry.name)
-        return next(self.decode_all(self.images, [entry]))[1]
-
-    def source(self, entries: Iterable[Entry]) -> Iterable[Work]:
-        """Input of the workers: entries, or decoded images if a GPU or DALI's threads decode for
-        all workers.
-        """
-        on_gpu = self.settings.decoder == "torchvision" and decode.gpu() is not None
-        if self.settings.decoder == "dali" or on_gpu:
-            return self.decode_all(self.images, entries)
+    def source(self, entries: Iterable[Entry]) -> Iterable[dali_decoder.Work]:
+        """Input of the workers: entries, or images that DALI decodes for all of them."""
+        if self.settings.decoder == "dali":
+            return dali_decoder.decode_all(self.images, entries)
         return entries
 
 

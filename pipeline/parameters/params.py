@@ -67,8 +67,7 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
     for name in TrainOptions.model_fields:
         if isinstance(train, dict) and name in train:
             raise RequestError(
-                f"{origin}: train.{name}: not a key; TRAIN_OPTIONS='{flag(name, train[name])}'"
-                " sets it"
+                f"{origin}: train.{name}: not a key; set it in TRAIN_OPTIONS, as {flag(name)}"
             )
     for name, values in _complete(tree, options).items():
         if name not in SECTIONS:
@@ -97,7 +96,7 @@ def option_parser() -> Parser:
     parser = Parser(add_help=False, allow_abbrev=False)
     for name, field in TrainOptions.model_fields.items():
         kind: Any = field.annotation
-        option = "--" + name.replace("_", "-")
+        option = flag(name)
         text = f"{field.description} (default: {field.default})"
         if kind is bool:
             parser.add_argument(
@@ -121,10 +120,9 @@ class Parser(argparse.ArgumentParser):
         raise RequestError(message)
 
 
-def flag(name: str, value: Any) -> str:
-    """An option of a training as on its command line; `no --name` for a flag that is off."""
-    option = "--" + name.replace("_", "-")
-    return (option if value else f"no {option}") if isinstance(value, bool) else f"{option} {value}"
+def flag(name: str) -> str:
+    """An option of a training as on its command line."""
+    return "--" + name.replace("_", "-")
 
 
 def _complete(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:

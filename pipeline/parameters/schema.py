@@ -75,7 +75,7 @@ class Views(Section):
 class KeypointsParams(Section):
     """views: the section `views`."""
 
-    decoder: Literal["pillow", "torchvision", "dali"]
+    decoder: Literal["pillow", "dali"]
     extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
     views_per_image: Annotated[int, Field(ge=2, le=1000)]
     width: Side
@@ -107,12 +107,6 @@ class TrainOptions(Section):
             "how the learning rate grows with the number of processes, for --batch-per-rank"
         ),
     )
-    loader: Literal["plain", "synthetic"] = Field(
-        "plain",
-        description=(
-            "plain: pairs from the store; synthetic: random keypoints, to measure the step alone"
-        ),
-    )
     accumulate: int = Field(
         1,
         ge=1,
@@ -137,9 +131,6 @@ class TrainOptions(Section):
     )
     log_every: int = Field(10, ge=1, description="steps between points of the training curves")
     save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
-    profile_steps: int = Field(
-        0, ge=0, description="number of steps to profile into reports/train/profile; 0: none"
-    )
 
 
 class TrainParams(TrainOptions):
@@ -151,7 +142,6 @@ class TrainParams(TrainOptions):
     min_keypoints: CountOrZero
     keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
     rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
-    window: Annotated[float, Field(gt=0.0, le=1.0)]
     negatives: Fraction
     zoom: Fraction
     dim: Annotated[int, Field(ge=8, le=1024)]
@@ -160,12 +150,11 @@ class TrainParams(TrainOptions):
     norm: Literal["layer", "batch"]
     neighbours: bool
     rotary: bool
-    optimizer: Literal["adam", "adamw", "muon", "sgd"]
+    optimizer: Literal["adam", "muon", "sgd"]
     lr: Annotated[float, Field(gt=0.0, le=10.0)]
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
-    ema: Annotated[float, Field(ge=0.0, lt=1.0)]
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
     init_from: str

@@ -26,7 +26,7 @@ import torch.distributed.nn
 from torch import Tensor, nn
 
 from pipeline import compat
-from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, RequestError
+from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, read_number
 from pipeline.processes import signals
 
 # Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another
@@ -49,14 +49,6 @@ class Context:
         return self.rank == 0
 
 
-def _integer(name: str, fallback: int) -> int:
-    text = os.environ.get(name, "")
-    try:
-        return int(text) if text else fallback
-    except ValueError:
-        raise RequestError(f"environment {name}={text!r}: must be a whole number") from None
-
-
 def _adopt_slurm() -> None:
     """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have
     precedence.
@@ -64,7 +56,11 @@ def _adopt_slurm() -> None:
     names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
     # itself
-    if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or _integer("SLURM_NTASKS", 1) < 2:
+    if (
+        "RANK" in os.environ
+        or "SLURM_STEP_ID" not in os.environ
+        or read_number("SLURM_NTASKS", 1) < 2
+    ):
         return
     for ours, theirs in names.items():
         os.environ[ours] = os.environ[theirs]
@@ -73,7 +69,7 @@ def _adopt_slurm() -> None:
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     )
     os.environ.setdefault("MASTER_ADDR", first_host(nodes))
-    os.environ.setdefault("MASTER_PORT", str(20000 + _integer("SLURM_JOB_ID", 0) % 20000))
+    os.environ.setdefault("MASTER_PORT", str(20000 + read_number("SLURM_JOB_ID", 0) % 20000))
 
 
 def first_host(nodes: str) -> str:
@@ -95,11 +91,11 @@ def start() -> Context:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # without torchrun this rank would hold its GPU for ever and write into the next run's
         # folder
-        signals.end_with_parent(parent=_integer(AGENT_PID, os.getppid()))
+        signals.end_with_parent(parent=read_number(AGENT_PID, os.getppid()))
     _adopt_slurm()
-    rank = _integer("RANK", 0)
-    world_size = _integer("WORLD_SIZE", 1)
-    local_rank = _integer("LOCAL_RANK", 0)
+    rank = read_number("RANK", 0)
+    world_size = read_number("WORLD_SIZE", 1)
+    local_rank = read_number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -107,14 +103,14 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
     if world_size > 1:
-        timeout = datetime.timedelta(seconds=_integer("SG_TIMEOUT", TIMEOUT_SECONDS))
+        timeout = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         dist.init_process_group(compat.backend(device.type), timeout=timeout)
     return Context(rank, world_size, local_rank, device)
 
 
 def finish() -> None:
     """Leave the group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         _finished.append(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()
 
@@ -140,7 +136,7 @@ def abandon() -> None:
     """Leave the group after a failure, without waiting for the other ranks, which see the
     connection close.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not (dist.is_initialized()):
         return
     group = dist.distributed_c10d._get_default_group()
     # never released: the destructor joins gloo's threads, which may wait for other ranks
@@ -175,14 +171,7 @@ def lost_peer(error: BaseException) -> bool:
 
 def several() -> bool:
     """Whether there are other ranks."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def all_reduce_sum(tensor: Tensor) -> Tensor:
-    """Sum over ranks, in place and returned; not differentiable."""
-    if several():
-        dist.all_reduce(tensor)
-    return tensor
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 class _DifferentiableSum(torch.autograd.Function):
@@ -213,7 +202,9 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
     names = sorted(sums)
     values = [float(value) for value in (weight, *(sums[name] for name in names))]
     packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
-    whole, *totals = all_reduce_sum(packed).tolist()
+    if several():
+        dist.all_reduce(packed)
+    whole, *totals = packed.tolist()
     return {name: total / whole if whole else 0.0 for name, total in zip(names, totals)}
 
 
@@ -237,15 +228,6 @@ def all_gather(item: Any) -> List[Any]:
     return items
 
 
-def all_gather_tensor(tensor: Tensor) -> Tensor:
-    """(W, ...) the tensors of all ranks, of one shape, in rank order."""
-    if not several():
-        return tensor.unsqueeze(0)
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, tensor.contiguous())
-    return torch.stack(parts)
-
-
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """`work(rows)` for a `work` that treats rows (K, ...) independently and keeps shapes: ranks
     share the rows.
@@ -256,7 +238,9 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
     part = rows[dist.get_rank() * count :][:count]
     done = torch.zeros_like(rows[:1]).repeat(count, *[1] * (rows.dim() - 1))
     done[: len(part)] = work(part)
-    return all_gather_tensor(done).flatten(0, 1)[: len(rows)]
+    parts = [torch.empty_like(done) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, done)
+    return torch.cat(parts)[: len(rows)]
 
 
 def broadcast(item: Any, source: int = 0) -> Any:
@@ -266,25 +250,6 @@ def broadcast(item: Any, source: int = 0) -> Any:
     box = [item]
     dist.broadcast_object_list(box, src=source)
     return box[0]
-
-
-def broadcast_tensors(tensors: Mapping[str, Tensor], source: int) -> Dict[str, Tensor]:
-    """The tensors of rank `source` by name, on every rank and on the host."""
-    if not several():
-        return dict(tensors)
-    shapes = broadcast(
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, source
-    )
-    sends = dist.get_rank() == source
-    device = _collective_device()
-    received = {}
-    for name, (dtype, shape) in shapes.items():
-        tensor = (
-            tensors[name].to(device) if sends else torch.empty(shape, dtype=dtype, device=device)
-        )
-        dist.broadcast(tensor.contiguous(), src=source)
-        received[name] = tensor.cpu()
-    return received
 
 
 def writes(folder: Path, context: Context) -> bool:
@@ -344,6 +309,7 @@ def process_group() -> Iterator[Context]:
     except BaseException as error:
         abandon()
         if not isinstance(error, LostPeer) and lost_peer(error):
-            raise LostPeer(f"rank {context.rank}: another rank died or hangs: {error}") from error
+            reason = str(error).splitlines()[0]
+            raise LostPeer(f"rank {context.rank}: another rank died or hangs ({reason})") from error
         raise
     finish()

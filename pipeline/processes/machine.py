@@ -1,5 +1,4 @@
-"""Checks of this machine as pure functions: GPUs, driver, shared memory, disk, files, tracking
-server.
+"""Checks of this machine as pure functions: GPUs, driver, shared memory, disk.
 
 Each returns a `Finding`; `pipeline.doctor` reads the machine and prints them.
 """
@@ -43,17 +42,12 @@ def check_capability(
     """
     card = f"{name} (compute capability {capability[0]}.{capability[1]})"
     matches = filter(None, (re.fullmatch(r"sm_(\d+)(\d)", arch) for arch in arch_list))
-    built = sorted((int(match[1]), int(match[2])) for match in matches)
+    built = [(int(match[1]), int(match[2])) for match in matches]
     if any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
-    text = f"{card} is older than this torch build supports (CUDA {cuda}): use the cu111 image"
-    if built and capability > built[-1]:
-        ends = "ends at {}.{}".format(*built[-1])
-        text = (
-            f"{card} is newer than this torch build, which {ends} (CUDA {cuda}): use the modern"
-            " image "
-        )
-        text += "(docker build --target modern)"
+    older = capability < max(built, default=capability)
+    image = "cu111 image" if older else "modern image (docker build --target modern)"
+    text = f"{card}: this torch build (CUDA {cuda}) has no kernels for it; use the {image}"
     return Finding(FAIL, "GPU", text)
 
 
@@ -77,17 +71,11 @@ def check_gpu_count(
     reports.
     """
     if not gpus and hidden:
-        reason = (
-            "this torch build has no CUDA"
-            if cuda is None
-            else "the driver is too old or not passed in"
-        )
-        text = f"{hidden} in the machine and none usable: {reason}; docker needs --gpus all"
-        return Finding(FAIL, "GPU", text)
+        build = "has no CUDA" if cuda is None else f"has CUDA {cuda}"
+        text = f"{hidden} in the machine and none usable: this torch build {build}; check driver"
+        return Finding(FAIL, "GPU", f"{text}, and in docker --gpus all")
     if not gpus:
-        return Finding(
-            NOTE, "GPU", "none: training runs on the CPU (in docker, --gpus all passes GPUs in)"
-        )
+        return Finding(NOTE, "GPU", "none: training runs on the CPU (docker: --gpus all adds them)")
     if processes.isdigit() and int(processes) > gpus:
         text = f"NPROC_PER_NODE={processes}, but there are {gpus}: set it to {gpus} or auto"
         return Finding(FAIL, "GPU", text)
@@ -106,62 +94,33 @@ def check_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
         needed: bytes that it requires; batches: bytes for the processes that load batches. With
             less memory there are fewer of these, or a thread.
     """
-    if not needed + batches:
-        return Finding(OK, "/dev/shm", f"{size(free)} free, none wanted: one process, or no GPU")
     text = f"{size(free)} free, {size(needed + batches)} wanted"
     if free >= needed + batches:
         return Finding(OK, "/dev/shm", text)
     fix = f"docker run --shm-size={math.ceil((needed + batches) / GIB)}g (or --ipc=host)"
     if free >= needed:
-        return Finding(
-            WARN,
-            "/dev/shm",
-            f"{text}, {size(batches)} of it for batches: fewer processes load them; {fix}",
-        )
+        return Finding(WARN, "/dev/shm", f"{text}: fewer processes load batches; {fix}")
     return Finding(FAIL, "/dev/shm", f"{text}: {fix}")
 
 
-def disk_needed(archives: int, images: int, views: int, keypoints: int, copies: int = 2) -> int:
+def disk_needed(archives: int, images: int, views: int, keypoints: int) -> int:
     """Bytes that a preset needs: its archives (bytes), the keypoints in workspace and DVC cache,
     checkpoints.
-
-    copies: of the keypoints; 1 if DVC's cache.type is a link.
     """
     # Not at the top: OpenCV may not load on a machine that the doctor checks
     from superglue_sift.sift import ORIENTED
 
     # Most photographs give fewer keypoints than the limit; three quarters is a safe mean.
-    return archives + copies * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
+    return archives + 2 * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
 
-def check_disk(free: int, needed: int, place: str, linked: Optional[int] = None) -> Finding:
-    """Disk space for a preset; `linked`: bytes needed if DVC's cache.type is a link."""
+def check_disk(free: int, needed: int, place: str) -> Finding:
+    """Disk space for a preset."""
     space = f"{size(free)} free in {place}, about {size(needed)} wanted"
     if free >= needed:
         return Finding(OK, "disk", space)
-    if linked is not None and free >= linked:
-        less = f"{size(linked)} with `dvc config --local cache.type hardlink`"
-        return Finding(WARN, "disk", f"{space}, or {less}")
-    return Finding(
-        FAIL, "disk", f"{space}: choose a smaller preset, set fetch.limit, or free some space"
-    )
-
-
-def check_tracking(uri: str, status: Optional[int], error: str = "") -> Finding:
-    """A tracking server by its REST interface: the HTTP status, or None and the error."""
-    text = f"{uri} answers"
-    if status == 403:
-        host = uri.split("://", 1)[1].split("/", 1)[0]
-        text = (
-            f"{uri} refuses the name {host} (403): start it with --allowed-hosts"
-            f" '{host},localhost:*'"
-        )
-    elif status is None or status >= 400:
-        why = error or f"HTTP {status}"
-        text = (
-            f"{uri} does not answer ({why}); runs wait in reports/train (pipeline.tracking resend)"
-        )
-    return Finding(OK if status and status < 400 else WARN, "MLflow", text)
+    fix = "choose a smaller preset, set fetch.limit, link DVC's cache (docs/data.md), or free space"
+    return Finding(FAIL, "disk", f"{space}: {fix}")
 
 
 def size(count: float) -> str:

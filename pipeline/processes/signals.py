@@ -51,8 +51,7 @@ class Stop:
     once.
     """
 
-    def __init__(self) -> None:
-        self.requested = False
+    requested = False
 
     def _note(self, number: int, frame) -> None:
         if self.requested and number == signal.SIGINT:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import FrozenSet, Iterable, Optional
+from typing import FrozenSet, Iterable, List, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
@@ -73,11 +73,21 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
     return photographs
 
 
-def unknown(model: Path) -> str:
-    """Message about a model without a list."""
-    why = (
-        "its training did not know either"
-        if list_of(model).is_file()
-        else f"no {list_of(model).name} beside it"
-    )
-    return f"what {model.name} was trained on is not known ({why}): no photograph is left out"
+def leave_out(
+    model: Path, photographs: Sequence[str], keep: bool, title: str
+) -> Tuple[List[int], str]:
+    """The places of the photographs that a model was not trained on, and a message, "" if that is
+    all of them. With `keep` nothing is left out; title: of the model, for the message.
+    """
+    every = list(range(len(photographs)))
+    known = read(model)
+    if known is None:
+        why = "its training did not know either" if list_of(model).is_file() else "it has no list"
+        return every, f"what {model.name} was trained on is not known ({why}): none is left out"
+    left = [place for place in every if photographs[place] not in known]
+    count = f"{len(every) - len(left)} of {len(every)} photographs"
+    if len(left) == len(every):
+        return every, ""
+    if keep:
+        return every, f"{count} are from the training of {title}"
+    return left, f"{count} left out: {title} was trained on them"

@@ -11,7 +11,6 @@ from typing import List, Optional
 
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, spell_command
-from pipeline.files import read_json
 from pipeline.report.document import PAGE, TEXT
 
 
@@ -28,11 +27,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
     lines.append(f"  runs      {spell_command('ui')}  {where}")
     if model.exists():
         match = spell_command("match") if in_image() else ".venv/bin/python -m pipeline.match"
-        missing = "no description of the model; run `dvc repro export`"
-        about = read_json(model.with_suffix(".json"), missing)
-        name = about["model"].get("extractor", "sift")  # code, which runs only if a person names it
-        allowed = "" if name == "sift" else f" --extractor {name}"
-        lines.append(f"  use it    {match} A.jpg B.jpg --model {model}{allowed}")
+        lines.append(f"  use it    {match} A.jpg B.jpg --model {model}")
     return lines
 
 

@@ -35,29 +35,33 @@ def line_chart(
     series: Mapping[str, Points],
     x_label: str,
     y_label: str,
-    x_range: Tuple[float, float],
-    y_range: Tuple[float, float] = (0.0, 1.0),
+    x_end: float = 1.0,
     diagonal: bool = False,
 ) -> Markup:
     """An `img` of an SVG with one line per series and a legend.
 
-    series: name -> (x, y) points; diagonal: add a dashed diagonal, for calibration.
+    series: name -> (x, y) points, y from 0 to 1; diagonal: add a dashed diagonal, for calibration.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(5.6, 3.8), layout="constrained")
         axes = figure.subplots()
         if diagonal:
-            axes.plot(x_range, y_range, color=INK, alpha=0.5, linestyle="--", linewidth=1)
+            axes.plot((0, 1), (0, 1), color=INK, alpha=0.5, linestyle="--", linewidth=1)
         for colour, (name, points) in zip(COLOURS, series.items()):
             marker = "o" if len(points) <= FEW else ""
             across, up = zip(*points) if points else ((), ())
             axes.plot(across, up, color=colour, label=name, marker=marker, markersize=4)
-        axes.set(xlabel=x_label, ylabel=y_label, xlim=x_range, ylim=y_range)
+        axes.set(xlabel=x_label, ylabel=y_label, xlim=(0, x_end), ylim=(0, 1))
         figure.legend(loc="outside upper left", ncols=2 if len(series) < 5 else 1)
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    address = "data:image/svg+xml;base64," + base64.b64encode(svg.getvalue()).decode("ascii")
-    return Markup('<img src="{}" alt="{}, {}">').format(address, y_label, x_label)
+    source = address("svg+xml", svg.getvalue())
+    return Markup('<img src="{}" alt="{}, {}">').format(source, y_label, x_label)
+
+
+def address(kind: str, data: bytes) -> str:
+    """The bytes of an image as an address, so that the page needs no other file."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def column(lines: Sequence[Mapping[str, Any]], x: str, y: str) -> List[Tuple[float, float]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
+import numpy as np
+
 from pipeline.report.rows import Measure, Row, Table, table_of
 
 Line = Mapping[str, Any]
@@ -12,20 +14,12 @@ TEXT = "report.txt"  # what the evaluation printed
 PAGE = "index.html"
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A pair and its matches.
-
-    jpeg: both images side by side, base64, of width x height pixels; matches: by matcher, rows of
-    x0, y0, x1, y1 in these pixels, score and 1 (correct) or 0.
-    """
+class Picture(NamedTuple):
+    """A pair with the matches of ours and of the ratio test. pixels: (H, W, 3) uint8 BGR."""
 
     name: str
     caption: str
-    jpeg: str
-    width: int
-    height: int
-    matches: Mapping[str, Sequence[Sequence[float]]]
+    pixels: np.ndarray
 
 
 class Condition(NamedTuple):

@@ -9,12 +9,13 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Sequence
 
 from pipeline.files import write_atomic, write_csv
 from pipeline.report import page, summary
 from pipeline.report.document import PAGE, TEXT, Content, Line
 from pipeline.report.rows import Row, Table
+from superglue_sift import drawing
 
 FOLDERS = ("curves", "pictures")
 # Decimals and significant digits of a value in a file. Intervals of some hundred pairs are wider
@@ -27,11 +28,8 @@ COLUMNS = {
 }  # of files that may have no line
 
 
-def write(out: Path, content: Content, training: Optional[Path] = None) -> None:
-    """Write all files but the pictures, and remove those of an earlier evaluation.
-
-    training: folder of its curves.
-    """
+def write(out: Path, content: Content) -> None:
+    """Write all files, and remove those of an earlier evaluation."""
     write_json(out / "metrics.json", {row.name: shorten(row.value) for row in content.rows})
     headline = summary.headline(content)
     write_json(out / "summary.json", {name: shorten(value) for name, value in headline.items()})
@@ -43,8 +41,10 @@ def write(out: Path, content: Content, training: Optional[Path] = None) -> None:
     curves = {f"curves/{name}": lines for name, lines in {**errors, **content.curves}.items()}
     for name, lines in {**tables_of(content), **curves}.items():
         write_lines(out / f"{name}.csv", lines)
+    for picture in content.pictures:
+        drawing.write(out / "pictures" / f"{picture.name}.png", picture.pixels)
     write_atomic(out / TEXT, summary.text(content) + "\n")
-    write_atomic(out / PAGE, page.render(content, page.read_curves(training)))
+    write_atomic(out / PAGE, page.render(content))
 
 
 def tables_of(content: Content) -> Dict[str, Sequence[Line]]:

@@ -10,7 +10,6 @@ TITLES = {
     "nn": "nearest neighbour",
     "mutual_nn": "mutual nearest neighbour",
     "ratio_test": "ratio test, mutual",
-    "lightglue": "LightGlue",
     "true_matches": "true matches (bound)",
 }
 ALIGNED = "aligned"  # matches whose positions were moved by the pixels around them

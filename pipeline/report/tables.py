@@ -194,9 +194,9 @@ def foremost(rows: Sequence[Row]) -> List[Row]:
     return [row for row in rows if row.measure.metric in SHORT or row.measure.limit == 5]
 
 
-def span(row: Row, form=points) -> str:
+def span(row: Row) -> str:
     """The 95 % interval of a row: `+0.7 .. +2.4`."""
-    return "-" if row.low is None else f"{form(row.low)} .. {form(row.high)}"
+    return "-" if row.low is None else f"{points(row.low)} .. {points(row.high)}"
 
 
 def differences(rows: Sequence[Row]) -> str:

@@ -8,22 +8,6 @@ with the best.
 
 from __future__ import annotations
 
+# ruff: noqa: F401 (the names that stages use)
 from pipeline.tracking.mlflow_store import EVALUATION, HEADLINE, HIDDEN, LEADING, RUN_ID
-from pipeline.tracking.run import NullRun, Run, attach, ending, known_run, open_run, tracking_uri
-from pipeline.tracking.secrets import redact
-
-__all__ = [
-    "EVALUATION",
-    "HEADLINE",
-    "HIDDEN",
-    "LEADING",
-    "RUN_ID",
-    "NullRun",
-    "Run",
-    "attach",
-    "ending",
-    "known_run",
-    "open_run",
-    "redact",
-    "tracking_uri",
-]
+from pipeline.tracking.run import NullRun, attach, ending, known_run, open_run, tracking_uri

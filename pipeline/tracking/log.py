@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, Optional, Tuple
 
@@ -27,12 +28,12 @@ def now_ms() -> int:
     return int(time.time() * 1000)
 
 
+@dataclass
 class EventLog:
     """An append-only file of events. Any thread may append."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = Path(path)
-        self._stream: Optional[BinaryIO] = None
+    path: Path
+    _stream: Optional[BinaryIO] = None
 
     def append(self, event: Event) -> None:
         """Append one event. Raises OSError if it cannot be written."""

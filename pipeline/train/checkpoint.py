@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from pipeline.errors import WorkError
 from pipeline.processes import distributed
-from pipeline.train.optimization import MovingAverage, optimizer_tensors, restore_optimizer
+from pipeline.train.optimization import optimizer_tensors, restore_optimizer
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
+PLAIN = ("step", "best", "best_step", "best_figures", "skipped", "validated")  # of `TrainState`
 Saved = Tuple[Dict[str, Tensor], Dict[str, Any]]  # tensors and JSON of a checkpoint
 
 
+@dataclass
 class TrainState:
-    """Model, optimiser, scaler, moving average, position and best score of one training."""
+    """Model, optimiser, scaler, position and best score of one training."""
 
-    PLAIN = ("step", "best", "best_step", "best_figures", "skipped", "validated")
-
-    def __init__(self, model: SuperGlue, optimizer, scaler, ema: MovingAverage) -> None:
-        self.model = model
-        self.optimizer = optimizer
-        self.scaler = scaler
-        self.ema = ema
-        self.step = 0  # optimiser steps done
-        self.best: Optional[float] = None  # best validation f1 so far
-        self.best_step = 0
-        self.best_figures: Dict[str, float] = {}  # all metrics of that validation
-        self.best_weights: Dict[str, Tensor] = {}  # on the host
-        self.validated = -1  # step of the last validation
-        self.skipped = 0  # steps not applied because the gradient was not finite
+    model: SuperGlue
+    optimizer: Any
+    scaler: Any
+    step: int = 0  # optimiser steps done
+    best: Optional[float] = None  # best validation f1 so far
+    best_step: int = 0
+    best_figures: Dict[str, float] = field(default_factory=dict)  # of that validation
+    best_weights: Dict[str, Tensor] = field(default_factory=dict)  # on the host
+    validated: int = -1  # step of the last validation
+    skipped: int = 0  # steps not applied because the gradient was not finite
 
     def tensors(self) -> Dict[str, Tensor]:
         """Everything that is a tensor, by name."""
         kinds = {
             "model.": self.model.state_dict(),
             "optimizer.": optimizer_tensors(self.optimizer),
-            "average.": self.ema.values,
             "best.": self.best_weights,
             "rng.": {"cpu": torch.get_rng_state()},
         }
@@ -54,19 +52,18 @@ class TrainState:
 
     def info(self) -> Dict[str, Any]:
         """Everything else, as JSON values."""
-        plain = {name: getattr(self, name) for name in self.PLAIN}
+        plain = {name: getattr(self, name) for name in PLAIN}
         return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
         """Load a saved state."""
         self.model.load_state_dict(part(tensors, "model."))
         restore_optimizer(self.optimizer, part(tensors, "optimizer."))
-        self.ema.restore(part(tensors, "average."))
         torch.set_rng_state(tensors["rng.cpu"])
         if info["scaler"]:  # empty if saved in a precision without scaling
             self.scaler.load_state_dict(info["scaler"])
         self.best_weights = part(tensors, "best.")
-        for name in self.PLAIN:
+        for name in PLAIN:
             setattr(self, name, info[name])
 
     def keep_best(self, metrics: Dict[str, float]) -> bool:
@@ -76,12 +73,9 @@ class TrainState:
         self.best = metrics["f1"]
         self.best_step = self.step
         self.best_figures = metrics
-        self.best_weights = {k: v.detach().cpu().clone() for k, v in self.weights().items()}
+        weights = self.model.state_dict()
+        self.best_weights = {k: v.detach().cpu().clone() for k, v in weights.items()}
         return True
-
-    def weights(self) -> Dict[str, Tensor]:
-        """The weights to validate and to ship: the moving average if there is one."""
-        return self.ema.values or self.model.state_dict()
 
     def compare_ranks(self, is_main: bool) -> None:
         """Compare weights and optimiser of all ranks, to the bit; all ranks call it.
@@ -114,12 +108,12 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
+@dataclass(frozen=True)
 class Checkpoints:
     """The checkpoints of a training: `step-00000100.safetensors`, the newest `keep`, and `best`."""
 
-    def __init__(self, folder: Union[str, Path], keep: int = 2) -> None:
-        self.folder = Path(folder)
-        self.keep = keep
+    folder: Path
+    keep: int = 2
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
         """Write the checkpoint of `step`, then delete the oldest beyond `keep`.

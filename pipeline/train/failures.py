@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Iterator
 
-from pipeline.errors import LostPeer, WorkError, end_as_lost
-from pipeline.processes import distributed
+from pipeline.errors import WorkError, end_as_lost
 from pipeline.train.checkpoint import TrainState
 from pipeline.train.pairs.workers import a_process_died
 
@@ -35,17 +34,11 @@ def explain_lack_of_memory(
 
 @contextlib.contextmanager
 def watch_processes(rank: int, state: TrainState) -> Iterator[None]:
-    """End as a lost rank when a process that loads batches died, with LostPeer when a rank did:
-    torchrun starts all again.
-    """
+    """End as a lost rank when a process that loads batches died: torchrun starts all again."""
     try:
         yield
     except RuntimeError as error:
-        name = f"rank {rank} at step {state.step}"
         if a_process_died(error):
             reason = "a process that loads batches died (killed, or out of memory)"
-            end_as_lost(f"{name}: {reason}: {error}")
-        if distributed.lost_peer(error):
-            reason = f"another rank died or hangs ({str(error).splitlines()[0]})"
-            raise LostPeer(f"{name}: {reason}") from error
+            end_as_lost(f"rank {rank} at step {state.step}: {reason}: {error}")
         raise

@@ -25,10 +25,9 @@ CODE = "code"  # the commit, among the versions of a checkpoint
 
 PREFIX = "train."
 # Keys and options of `train` that affect no weight.
-OPERATIONAL = {
-    f"{PREFIX}{key}"
-    for key in ("log_every", "profile_steps", "save_every", "val_every", "val_pairs")
-}
+OPERATIONAL = {f"{PREFIX}{key}" for key in ("log_every", "save_every", "val_every", "val_pairs")}
+# Those of version 0.1 that are gone, with what they did nothing with.
+GONE = {"train.ema": 0.0, "train.loader": "plain", "train.profile_steps": 0, "train.window": 1.0}
 # These change how a step is computed: with norm `layer` the same up to rounding.
 COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}
 # These act only through the learning rate.
@@ -68,7 +67,8 @@ def name_of(values: Fingerprint) -> str:
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
     """The keys that differ."""
-    return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
+    one, other = ({**GONE, **values} for values in (saved, ours))
+    return [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
 
 
 def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
@@ -99,10 +99,8 @@ def _rates(values: Fingerprint, steps: int) -> List[float]:
 
 def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
     """A line for each parameter of a resumed training that has another value."""
-    reasons = dict.fromkeys(SCHEDULE, ": earlier steps have the same learning rates")
-    reasons.update(dict.fromkeys(COMPUTED, ": the same steps up to rounding"))
     return [
-        f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}{reasons.get(key, '')}"
+        f"{key} changed on resume: {saved.get(key)} -> {ours.get(key)}"
         for key in changed_keys(saved, ours)
         if key.startswith(PREFIX) and key != "train.init_from"
     ]

@@ -1,4 +1,4 @@
-"""Reports of a training: the local log and MLflow, curves for DVC, a profile, printed lines.
+"""Reports of a training: the local log and MLflow, curves for DVC, printed lines.
 
 Rank 0 reports, and one rank writes the curves in each folder of reports; sums over ranks are
 exchanged every `--log-every` steps. The log and MLflow also have what depends on the machine.
@@ -6,13 +6,11 @@ exchanged every `--log-every` steps. The log and MLflow also have what depends o
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import resource
 import time
-from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Dict, List, Mapping, Optional, Sequence
 
 import torch
 
@@ -247,30 +245,3 @@ def _memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-NOT_PROFILED = 3  # first steps, which are slower
-
-
-@contextlib.contextmanager
-def profile(steps: int, folder: Path) -> Iterator[Callable[[], None]]:
-    """Profile `steps` steps after the first few, as a table and as a trace for Perfetto; 0: no
-    profile.
-
-    Yields a function to call at the end of each step.
-    """
-    if not steps:
-        yield lambda: None
-        return
-
-    def write(profiler: torch.profiler.profile) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(str(folder / "trace.json"))
-        order = "cuda_time_total" if torch.cuda.is_available() else "cpu_time_total"
-        table = profiler.key_averages().table(sort_by=order, row_limit=30)
-        (folder / "table.txt").write_text(table + "\n")
-        print(f"profile of {steps} steps: {folder}/table.txt, trace.json")
-
-    schedule = torch.profiler.schedule(wait=NOT_PROFILED - 1, warmup=1, active=steps, repeat=1)
-    with torch.profiler.profile(schedule=schedule, on_trace_ready=write) as profiler:
-        yield profiler.step

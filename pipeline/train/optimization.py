@@ -1,10 +1,10 @@
-"""Optimiser, learning rate as a function of the step, and the moving average of the weights."""
+"""Optimiser, and the learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
-from typing import Dict, List, Sequence
+from typing import Any, Dict, List, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from superglue_sift.superglue import SuperGlue
 
 # The paper's decay, 0.999998 per step after step 200,000: by this factor in `decay_start` steps.
 DECAY = math.exp(-0.4)
-ADAMW_DECAY = 0.01  # torch's
 
 
 def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
@@ -28,22 +27,18 @@ def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     Each starts with a linear warm-up over `warmup_steps`. `lr_scaling` scales it with the number of
     processes (linear: Goyal 2017), for `batch_per_rank`.
     """
-    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}[
-        train.lr_scaling
-    ]
+    lr = (
+        train.lr
+        * {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}[train.lr_scaling]
+    )
     if step < train.warmup_steps:
-        return train.lr * factor * (step + 1) / train.warmup_steps
+        return lr * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
-        return (
-            train.lr
-            * factor
-            * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
-        )
+        return lr * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
     if train.schedule == "wsd":
-        left = (train.steps - step) / max(1, train.steps - train.decay_start)
-        return train.lr * factor * min(1.0, left)
+        return lr * min(1.0, (train.steps - step) / max(1, train.steps - train.decay_start))
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
-    return train.lr * factor * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
@@ -68,7 +63,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
 
 
 def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
-    """Adam, AdamW, Muon or SGD (momentum 0.9) over the parameters that are not frozen."""
+    """Adam, Muon or SGD (momentum 0.9) over the parameters that are not frozen."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
@@ -76,9 +71,8 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
         return Muon(model, train.lr)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
-    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[train.optimizer]
-    decay = {"weight_decay": ADAMW_DECAY} if train.optimizer == "adamw" else {}
-    return kind(parameters, lr=train.lr, **decay, **compat.fused_adam())
+    options: Any = compat.fused_adam()
+    return torch.optim.Adam(parameters, lr=train.lr, **options)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
@@ -103,29 +97,3 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )
-
-
-class MovingAverage:
-    """Exponential moving average of a model's parameters and buffers; empty with decay 0."""
-
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.decay = decay
-        self.values = (
-            {k: v.detach().clone() for k, v in model.state_dict().items()} if decay > 0 else {}
-        )
-
-    @torch.no_grad()
-    def update(self, model: nn.Module, step: int) -> None:
-        """Update after global step `step`; early steps weigh more, so that the initial weights
-        fade.
-        """
-        if not self.values:
-            return
-        decay = min(self.decay, (1 + step) / (10 + step))
-        weights = model.state_dict()
-        compat.lerp_(list(self.values.values()), [weights[name] for name in self.values], 1 - decay)
-
-    def restore(self, values: Dict[str, Tensor]) -> None:
-        """Load saved averages."""
-        for name, value in values.items():
-            self.values[name].copy_(value)

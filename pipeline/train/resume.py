@@ -100,8 +100,9 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     if source is None:
         return Start(folder)
     tensors, info = saved or ({}, {})
-    tensors = distributed.broadcast_tensors(tensors, source)
-    info = distributed.broadcast(info, source)
+    # copies: what is sent of a tensor is all of its memory, which may be the whole file's
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors, info = distributed.broadcast((tensors, info), source)
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
         # Of another training, or a node with a folder of its own that lacks it
         Checkpoints(folder).save(info["step"], tensors, info)

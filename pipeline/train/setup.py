@@ -20,7 +20,7 @@ from pipeline.processes import distributed
 from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState, part
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
-from pipeline.train.optimization import MovingAverage, freeze, make_optimizer
+from pipeline.train.optimization import freeze, make_optimizer
 from superglue_sift import attention, portable, torch_compat
 from superglue_sift.extractors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
@@ -164,23 +164,15 @@ def build(
         pairs = -(-global_batch(train, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // train.accumulate), train.max_keypoints)
     state = TrainState(
-        model,
-        make_optimizer(train, model),
-        compat.grad_scaler(chosen.precision == "float16"),
-        MovingAverage(model, train.ema),
+        model, make_optimizer(train, model), compat.grad_scaler(chosen.precision == "float16")
     )
-    return Parts(objective, _wrap(train, objective), state, init_threshold), messages
-
-
-def _wrap(train: TrainParams, objective: MatchingObjective) -> nn.Module:
-    if train.parallel == "dp":
-        return DataParallelObjective(objective)
-    return distributed.wrap(objective)
+    wrap = DataParallelObjective if train.parallel == "dp" else distributed.wrap
+    return Parts(objective, wrap(objective), state, init_threshold), messages
 
 
 def seed_everything(seed: int, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch for reproducible
-    kernels.
+    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch and cuBLAS for
+    reproducible kernels: slower on a GPU, not on a CPU.
 
     Training draws from its own generators (seed, epoch, index); this covers libraries that draw
     from the global ones.
@@ -188,12 +180,8 @@ def seed_everything(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if deterministic:
-        set_deterministic()
-
-
-def set_deterministic() -> None:
-    """Ask torch and cuBLAS for reproducible kernels; slower on a GPU, not on a CPU."""
+    if not deterministic:
+        return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must be set before cuBLAS starts
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True

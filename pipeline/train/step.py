@@ -11,7 +11,6 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline import compat
 from superglue_sift.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
@@ -38,7 +37,6 @@ def train_step(
     micro_batches: Sequence[PairBatch],
     pairs: int,
     world_size: int,
-    clip_norm: float,
 ) -> StepResult:
     """One step over this rank's micro-batches; a gradient that is not finite is not applied.
 
@@ -52,7 +50,6 @@ def train_step(
         micro_batches: one or more PairBatches, on the device; gradients are exchanged with the
             last.
         pairs: pairs in this step over all ranks and micro-batches.
-        clip_norm: largest norm of the gradient; 0: no clipping.
     """
     # running statistics of `norm: batch`, which a gradient that is not finite leaves as they were
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
@@ -60,7 +57,7 @@ def train_step(
     for wait in _attempts(micro_batches[0].device):
         optimizer.zero_grad()
         names, values = backward(objective, scaler, micro_batches, world_size / pairs, wait)
-        totals = clip_and_sum(values, optimizer, scaler, clip_norm)
+        totals = clip_and_sum(values, optimizer, scaler)
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
         # taken after the exchange, so that all ranks decide alike
         applied = math.isfinite(grad_norm)
@@ -103,14 +100,12 @@ def backward(
     return list(values), joined.view(len(values), -1)
 
 
-def clip_and_sum(
-    values: Tensor, optimizer: torch.optim.Optimizer, scaler, clip_norm: float
-) -> Tensor:
+def clip_and_sum(values: Tensor, optimizer: torch.optim.Optimizer, scaler) -> Tensor:
     """Clip the gradient and add up the logged values (V, B), so that the host reads the GPU once.
 
     Returns (1 + V,) float64: the norm of the gradient before clipping, and the sum of each value.
     """
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = compat.clip_grad_norm_(parameters, clip_norm if clip_norm > 0 else math.inf)
+    norm = nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
     return torch.cat([norm.reshape(1), values.sum(1)]).double()

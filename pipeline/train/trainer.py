@@ -21,11 +21,11 @@ from pipeline.provenance import trained_on
 from pipeline.train import failures, identity, published, resume, setup
 from pipeline.train.checkpoint import BEST, Checkpoints, Saved
 from pipeline.train.curves import to_tensors
-from pipeline.train.logger import TrainingLogger, profile
+from pipeline.train.logger import TrainingLogger
 from pipeline.train.optimization import learning_rate
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import StepBatches
-from pipeline.train.step import CLIP_NORM, StepResult, train_step
+from pipeline.train.step import StepResult, train_step
 from pipeline.train.validation import (
     MIN_IMAGES,
     HeldOut,
@@ -153,12 +153,8 @@ class Training:
         """Train. True: the last step is done; False: stopped by a signal, after a checkpoint."""
         state = self.state
         train = self.train
-        profiled_steps = train.profile_steps if self.context.is_main else 0
         steps = range(state.step, train.steps)
-        with (
-            contextlib.closing(self.batches.prefetch(steps)) as loader,
-            profile(profiled_steps, self.paths.reports / "profile") as end_profiled_step,
-        ):
+        with contextlib.closing(self.batches.prefetch(steps)) as loader:
             # The curve begins at the initial weights; a training may end where it was stopped
             if state.step == 0 or (state.step == train.steps != state.validated):
                 self._validate()
@@ -166,7 +162,6 @@ class Training:
             for micro_batches in loader:
                 waited = time.perf_counter() - waiting
                 self._step(micro_batches, waited)
-                end_profiled_step()
                 last = state.step == train.steps
 
                 stop = distributed.any_rank(self.stop.requested)
@@ -200,10 +195,8 @@ class Training:
         how = (self.ddp_model, state.optimizer, state.scaler, micro_batches)
         size = (self.pairs, world_size, train.accumulate)
         with failures.explain_lack_of_memory(state.step, *size):
-            result = train_step(*how, self.pairs, world_size, CLIP_NORM)
-        if result.applied:
-            state.ema.update(state.model, state.step)
-        else:
+            result = train_step(*how, self.pairs, world_size)
+        if not result.applied:
             self._skip(result)
         state.step += 1
         self.logger.add_step(result, waited)
@@ -243,7 +236,7 @@ class Training:
         Initial weights of `init_from` may stay the best, an untrained network may not.
         """
         state = self.state
-        metrics = self._metrics_of(state.weights())
+        metrics = validate(self.objective, self.held_out)
         untrained = state.step == 0 and not self.train.init_from
         self.logger.log_validation(state.step, metrics, state.best, untrained)
         state.validated = state.step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import RequestError
-from pipeline.features.store import Store, read_index
+from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.provenance import trained_on
@@ -48,27 +48,16 @@ def choose_pairs(
     Raises:
         RequestError: it was trained on all of them.
     """
-    seen = trained_on.read(model) if model else frozenset()
+    left = list(range(len(store)))
     messages = []
-    if seen is None and model:
-        messages.append(f"validation: {trained_on.unknown(model)}")
-    names = _photographs_of(store) or [""] * len(store)
-    left = [image for image, name in enumerate(names) if name not in (seen or ())]
-    out = len(names) - len(left)
-    if out and keep_seen:
-        left = list(range(len(names)))
-        messages.append(
-            f"validation: {out} of {len(names)} photographs are from the training of {model}"
-        )
-    elif out and not left:
+    if model:
+        left, message = trained_on.leave_out(model, store.photographs, keep_seen, str(model))
+        messages += [f"validation: {message}"] if message else []
+    if not left:
         raise RequestError(
-            f"{model}: was trained on all of the {out} validation photographs; validate on others"
-            ' (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
+            f"{model}: was trained on all of the {len(store)} validation photographs; validate on"
+            ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " --keep-seen"
-        )
-    elif out:
-        messages.append(
-            f"validation: {out} of {len(names)} photographs left out: {model} was trained on them"
         )
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
@@ -78,17 +67,9 @@ def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str
     """The photographs of a training on `store` and of its initial weights; None if not all are
     known.
     """
-    images = _photographs_of(store)
+    known = frozenset(store.photographs) - {""}
     before = trained_on.read(Path(train.init_from)) if train.init_from else frozenset()
-    return None if images is None or before is None else (before | frozenset(images)) - {""}
-
-
-def _photographs_of(store: Store) -> Optional[List[str]]:
-    """Identifier of each image of a store (`Entry.photograph`); None if the store has none."""
-    shards = [shard for shard in read_index(store.path)["shards"] if shard["images"]]
-    if not all("photographs" in shard for shard in shards):
-        return None
-    return [name for shard in shards for name in shard["photographs"]]
+    return before | known if known and before is not None else None
 
 
 class HeldOut(NamedTuple):

@@ -78,12 +78,9 @@ def sample_view(
 
     Args:
         rng: consumed in a fixed order; see `generator`.
-        image_size, view_size: (width, height) px.
+        image_size, view_size: (width, height) px, which fit (`require_size`).
         difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
-
-    Raises ValueError when not `fits(image_size, view_size)`.
     """
-    _require_fit(image_size, view_size)
     for attempt in range(_TRIES):
         strength = difficulty * (1.0 - attempt / _TRIES)  # weaker after each rejection
         H = _try_view(rng, image_size, view_size, limits, strength)
@@ -93,19 +90,13 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments and errors:
+    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments:
     `sample_view`.
     """
-    _require_fit(image_size, view_size)
     largest = _largest(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
     quad = (corners(view_size) - corners(view_size).mean(0)) * scale
     return _place(rng, quad, image_size, view_size)
-
-
-def _require_fit(image_size: Size, view_size: Size) -> None:
-    if not fits(image_size, view_size):
-        raise ValueError(f"an image of {image_size} cannot give a view of {view_size}")
 
 
 def _largest(image_size: Size, view_size: Size) -> float:

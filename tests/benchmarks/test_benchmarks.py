@@ -9,10 +9,10 @@ from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
 from benchmarks import images, plain, timing
+from benchmarks.synthetic import make_batch
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.train.objective import assignment_loss
-from pipeline.train.pairs.synthetic import make_batch
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import ground_truth
 

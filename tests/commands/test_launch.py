@@ -37,6 +37,8 @@ class TestRequest:
             assert launch.processes_per_node() == 2
         monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
         assert launch.processes_per_node() == 4
+        monkeypatch.setenv("NPROC_PER_NODE", "")
+        assert launch.processes_per_node() == 4
         for wrong in ("0", "two", "-1", "1.5"):
             monkeypatch.setenv("NPROC_PER_NODE", wrong)
             with pytest.raises(RequestError, match="NPROC_PER_NODE"):
@@ -45,7 +47,7 @@ class TestRequest:
     def test_more_processes_than_gpus_are_refused_in_one_line(self, monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
         with pytest.raises(
-            RequestError, match="NPROC_PER_NODE=3, but there are 2 GPUs here: set it to 2 or auto"
+            RequestError, match="NPROC_PER_NODE=3, but GPUs here: 2; set it to 2 or auto"
         ):
             launch.require_gpus(3)
         launch.require_gpus(2)

@@ -32,11 +32,8 @@ def test_auc_of_cases_made_by_hand(errors, threshold, expected):
     assert auc(errors, threshold) == pytest.approx(expected, abs=1e-12)
 
 
-def test_auc_without_pairs_is_no_number_and_bad_input_is_refused():
+def test_auc_without_pairs_is_no_number():
     assert np.isnan(auc([], 3))
-    for errors, threshold in (([1.0], 0), ([-1.0], 3)):
-        with pytest.raises(ValueError):
-            auc(errors, threshold)
 
 
 def test_no_match_is_a_failure_and_no_truth_is_no_question():

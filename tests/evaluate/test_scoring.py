@@ -131,7 +131,7 @@ def test_threshold_curve_and_calibration():
     assert low["precision"] == pytest.approx(0.75) and low["recall"] == pytest.approx(0.5)
     assert high["precision"] == high["matches"] == pytest.approx(0.5)
     assert (none["precision"], none["recall"], none["matches"]) == (0.0, 0.0, 0.0)
-    lines = confidence.calibration(scored, bins=10)
+    lines = confidence.calibration(scored)
     assert [line["matches"] for line in lines] == [2, 1]
     assert confidence.calibration_error(lines) == pytest.approx((2 * abs(0.325 - 0.5) + 0.1) / 3)
 

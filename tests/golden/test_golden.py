@@ -52,7 +52,7 @@ def compute_losses(folder, **changes):
     losses = []
     for step in range(STEPS):
         batch = load_batch(store, order.step(step, 6), 48)
-        done = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1, 1.0)
+        done = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
         losses.append(done.sums["loss"] / 6)
     return losses
 

@@ -1,4 +1,4 @@
-"""DALI and torchvision give the pixels, order and verdicts of Pillow."""
+"""DALI gives the pixels, order and verdicts of Pillow."""
 
 import io
 import sys
@@ -9,34 +9,25 @@ import torch
 from PIL import Image
 
 from pipeline.errors import RequestError
-from pipeline.image_sets import dali_decoder, decode
+from pipeline.image_sets import dali_decoder
+from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet, folder_entries
-from pipeline.keypoints.image import decoder
-from superglue_sift.images import BadImage
+from superglue_sift.images import BadImage, decode_gray
 
 
-def find_missing(name):
-    """Why a decoder cannot be used here, or ""."""
+def find_missing():
+    """Why DALI cannot be used here, or ""."""
     try:
-        decoder(name)
+        dali_decoder.require()
     except RequestError as error:
         return str(error)
     return ""
 
 
-NO_DALI = find_missing("dali")
-NO_TORCHVISION = find_missing("torchvision")
+NO_DALI = find_missing()
 needs_dali = pytest.mark.skipif(bool(NO_DALI), reason=NO_DALI)
-needs_torchvision = pytest.mark.skipif(bool(NO_TORCHVISION), reason=NO_TORCHVISION)
 on_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="nvJPEG's pixels differ by a few levels"
-)
-both = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("dali", marks=needs_dali),
-        pytest.param("torchvision", marks=[needs_torchvision, pytest.mark.cu111]),
-    ],
 )
 
 
@@ -75,12 +66,27 @@ def images(tmp_path, color_photo):
     return ImageSet(entries, {"photographs": str(folder)})
 
 
+def by_pillow(images, entry):
+    """Pixels, or the reason why there are none."""
+    try:
+        return decode_gray(images.read(entry), entry.name)
+    except BadImage as bad:
+        return bad
+
+
+def outcomes(images, found):
+    """Each entry with its pixels or the reason; Pillow decides where there are none."""
+    for work in found:
+        yield (work, by_pillow(images, work)) if isinstance(work, Entry) else work
+
+
 def check_same(found, images, leave_out=()):
     """The entries in order, with Pillow's pixels or reason."""
     entries = images.entries("train")
-    found = list(found)
+    found = list(outcomes(images, found))
     assert [entry for entry, _ in found] == entries
-    for (entry, one), (_, other) in zip(found, decode.decode_all(images, entries)):
+    for entry, one in found:
+        other = by_pillow(images, entry)
         if isinstance(other, BadImage):
             assert str(one) == str(other)
         elif entry.name not in leave_out:
@@ -89,9 +95,9 @@ def check_same(found, images, leave_out=()):
 
 
 @on_cpu
-@both
-def test_pixels_order_and_verdicts_are_those_of_pillow(images, name):
-    check_same(decoder(name)(images, images.entries("train")), images)
+@needs_dali
+def test_pixels_order_and_verdicts_are_those_of_pillow(images):
+    check_same(dali_decoder.decode_all(images, images.entries("train")), images)
 
 
 @needs_dali
@@ -105,42 +111,34 @@ def test_partial_batches_of_dali(images, batch):
 def test_dali_without_jpegs_and_left_early(images):
     assert list(dali_decoder.decode_all(images, [])) == []
     others = [entry for entry in images.entries("train") if "-" in entry.name]
-    assert [entry for entry, _ in dali_decoder.decode_all(images, others, 2)] == others
+    assert list(dali_decoder.decode_all(images, others, 2)) == others
     source = dali_decoder.decode_all(images, images.entries("train"), 2)
     next(source)
     source.close()
 
 
 @on_cpu
-@both
-def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, name):
+@needs_dali
+def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch):
     """Without our checks it gets web pages and PNG; DALI then drops the whole batch."""
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
-    monkeypatch.setattr(decode, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
-    check_same(decoder(name)(images, images.entries("train")), images, cmyk)
+    monkeypatch.setattr(dali_decoder, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
+    check_same(dali_decoder.decode_all(images, images.entries("train")), images, cmyk)
 
 
 @pytest.mark.gpu
-@both
-def test_a_gpu_decodes_nearly_the_same(images, name):
+@needs_dali
+def test_a_gpu_decodes_nearly_the_same(images):
     entries = images.entries("train")
-    found = decoder(name)(images, entries)
-    for (entry, one), (_, other) in zip(found, decode.decode_all(images, entries)):
+    for entry, one in outcomes(images, dali_decoder.decode_all(images, entries)):
+        other = by_pillow(images, entry)
         assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
         if not isinstance(one, BadImage):
             assert one.shape == other.shape
             assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
 
 
-@pytest.mark.parametrize(
-    "name, modules, fix",
-    [
-        ("dali", ("nvidia.dali",), r"pip install nvidia-dali-cuda1.*decoder: pillow$"),
-        ("torchvision", ("torchvision",), r"set keypoints\.decoder: pillow$"),
-    ],
-)
-def test_a_missing_package_is_one_line_with_the_fix(monkeypatch, name, modules, fix):
-    for module in modules:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(RequestError, match=fix):
-        decoder(name)
+def test_a_missing_package_is_one_line_with_the_fix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(RequestError, match=r"pip install nvidia-dali-cuda1.*pillow$"):
+        dali_decoder.require()

@@ -66,7 +66,7 @@ def message(tree, change):
             "train",
             "save_every",
             9,
-            "train.save_every: not a key; TRAIN_OPTIONS='--save-every 9' sets it",
+            "train.save_every: not a key; set it in TRAIN_OPTIONS, as --save-every",
         ),
     ],
 )

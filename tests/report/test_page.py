@@ -1,18 +1,18 @@
 """The HTML page, and what it says of hard pairs."""
 
+import base64
 import re
 from html.parser import HTMLParser
 
+import cv2
+import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.report import __main__ as report
 from pipeline.report import document, page, summary
 from pipeline.report.document import Condition
 from pipeline.report.rows import Measure, Row
-from superglue_sift import drawing
 
 OURS = "superglue"
 PRECISION = Measure("precision")
@@ -50,11 +50,7 @@ def named(matcher, **values):
     return [Row(matcher, Measure(name), value) for name, value in values.items()]
 
 
-MATCHES = {
-    "superglue": [[1.0, 2.0, 101.0, 2.0, 0.9, 1.0], [3.0, 4.0, 150.0, 9.0, 0.3, 0.0]],
-    "ratio_test": [],
-}
-PICTURE = document.Picture("worst-1", "a & <blur>", "/9g=", 200, 100, MATCHES)
+PICTURE = document.Picture("worst-1", "a & <blur>", np.zeros((100, 200, 3), np.uint8))
 GAIN = Row(OURS, PRECISION, 0.1, 0.05, 0.2, 40, "nn", "better")
 CURVE = [{"error_px": 0.0, "superglue": 0.0}, {"error_px": 10.0, "superglue": 1.0}]
 ROWS = [
@@ -94,7 +90,7 @@ def content(**changes):
 
 
 def render(**changes):
-    text = page.render(content(**changes), {})
+    text = page.render(content(**changes))
     assert all(address.startswith("data:") for address in Balanced(text).loaded)
     return text
 
@@ -131,7 +127,7 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
     gain = Row(OURS, area(5), 0.016, 0.007, 0.024, 99, "ratio_test", said)
     given = content(differences=[gain], clusters=3 if said == "too few" else 52)
     assert summary.verdict(given)[0] == PLAIN[said]
-    body = page.render(given, {}).split("</h1>")[1]
+    body = page.render(given).split("</h1>")[1]
     assert body.lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
     assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
     (tmp_path / document.TEXT).write_text(summary.text(given).partition("\n\n")[2])
@@ -139,24 +135,9 @@ def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_pa
     assert capsys.readouterr().out.startswith(PLAIN[said])
 
 
-def test_pictures_show_matches_above_the_threshold_and_hold_all():
-    pattern = (
-        r'<path d="([^"]*)" class="(\w+)"(?: stroke="([^"]*)")? data-score="([^"]*)"( hidden)?'
-    )
-    colour = drawing.css_colours([[1.0, 2.0]], 96)[0]
-    assert re.findall(pattern, render()) == [
-        ("M1 2L101 2", "right", colour, "0.9", ""),
-        ("M3 4L150 9", "wrong", "", "0.3", " hidden"),
-    ]
-
-
-@given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=400))
-def test_of_many_matches_some_are_lines_and_wrong_ones_on_top(matches):
-    rows = [[1.0, 2.0, 103.0, 4.0, score, float(right)] for score, right in matches]
-    marks = page.draw(rows, PICTURE)
-    assert sum(mark.line for mark in marks) == min(len(marks), drawing.LINES)
-    assert {mark.path for mark in marks} <= {"M1 2L103 4", "M1 2h0M103 4h0"}
-    assert [mark.right for mark in marks] == sorted((mark.right for mark in marks), reverse=True)
+def test_pictures_are_inside_with_their_captions():
+    data = base64.b64decode(re.search('src="data:image/jpeg;base64,([^"]*)"', render()).group(1))
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), 1), PICTURE.pixels)
 
 
 def hard(pairs, ours=0.9, theirs=0.8, name="precision", **counts):

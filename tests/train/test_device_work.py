@@ -62,7 +62,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         objective = MatchingObjective(model, 3.0, 5.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         monkeypatch.setattr(step, "_attempts", lambda device, attempts=attempts: attempts)
-        steps.append(step.train_step(objective, optimizer, grad_scaler(False), [batch], 3, 1, 1.0))
+        steps.append(step.train_step(objective, optimizer, grad_scaler(False), [batch], 3, 1))
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
         )

@@ -1,4 +1,4 @@
-"""Where batches come from: the store or synthetic pairs, and locked pages for a GPU."""
+"""Locked pages of batches for a GPU."""
 
 import dataclasses
 import threading
@@ -20,10 +20,9 @@ def equal(one, other):
     return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in FIELDS)
 
 
-@pytest.mark.parametrize("name", ["synthetic", "plain"])
 @pytest.mark.parametrize("device, locked", [("cpu", 0), ("cuda", 4)])
 def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
-    tmp_path, make_params, monkeypatch, name, device, locked
+    tmp_path, make_params, monkeypatch, device, locked
 ):
     """Without a GPU: copies to its memory are replaced by ones that are noted with their thread."""
     copies = []
@@ -37,7 +36,7 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
     monkeypatch.setattr(PairBatch, "pin_memory", pin_memory)
     monkeypatch.setattr(PairBatch, "to", lambda batch, where: batch)
     monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 0)  # so no processes
-    train = make_params("train", loader=name, accumulate=2, max_keypoints=30)
+    train = make_params("train", accumulate=2, max_keypoints=30)
     context = Context(0, 1, 0, torch.device(device))
     source = loader.StepBatches(train, Store(made_store(tmp_path / "store")), 4, context)
     steps = list(source.prefetch(range(2)))
@@ -47,5 +46,3 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
     assert threads == ({"prefetch"} if locked else set())
     for step, made in enumerate(steps):
         assert all(equal(one, other) for one, other in zip(made, source.load(step)))
-    full = [batch.counts0.tolist() == [30, 30] for batch in batches]
-    assert all(full) == (name == "synthetic")

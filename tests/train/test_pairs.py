@@ -75,10 +75,6 @@ class TestOrder:
         alone = torch.tensor([p.seed == NO_AUGMENTATION for p in pairs])
         assert matched.equal(matched_plain & alone) and matched_plain[~alone].any()
 
-    def test_no_pair_to_draw_is_an_error(self):
-        with pytest.raises(ValueError, match="no pair"):
-            PairOrder(0, 3, 1)
-
 
 class TestLoader:
     def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
@@ -131,7 +127,7 @@ class TestAugmentation:
 
     @settings(max_examples=20, deadline=None)
     @given(seed=st.integers(0, 2**31 - 1))
-    def test_truth_follows_turns_and_windows(self, tmp_path_factory, seed):
+    def test_truth_follows_turns(self, tmp_path_factory, seed):
         store = Store(made_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
         plain = ground_truth(load_batch(store, samples, 1000))
@@ -139,19 +135,6 @@ class TestAugmentation:
         truth = ground_truth(turned)
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
-        cut = load_batch(store, samples, 1000, Augmentation(rotation_deg=180, window=0.5))
-        sides = (
-            (cut.keypoints(0), cut.image_size0, cut.counts0),
-            (cut.keypoints(1), cut.image_size1, cut.counts1),
-        )
-        for keypoints, size, counts in sides:
-            for i, count in enumerate(counts.tolist()):
-                assert (
-                    (keypoints[i, :count] >= -0.51) & (keypoints[i, :count] <= size[i] - 0.49)
-                ).all()
-        found = ground_truth(cut).matches0
-        if (found[0] >= 0).any():
-            assert np.median(misses(cut)[found[0].numpy() >= 0]) < 1.0
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
@@ -164,7 +147,7 @@ class TestAugmentation:
         assert len({batch.records1[i].numpy().tobytes() for i in range(8)}) > 1
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
-        augmentation = Augmentation(0.5, 180.0, 0.5, 0.3, 10, 1.0)
+        augmentation = Augmentation(0.5, 180.0, 0.3, 10, 1.0)
         one = Sample(3, 0, 1, 5)
         other = Sample(4, 2, 1, 6)
         alone = load_batch(store, [one], 30, augmentation)
@@ -180,9 +163,7 @@ class TestAugmentation:
             bytes(each) for view in range(3) for each in store.view(3, view).records["descriptor"]
         }
         pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
-        batch = load_batch(
-            store, pairs, 400, Augmentation(rotation_deg=180, window=0.5, zoom_fraction=1.0)
-        )
+        batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, zoom=1.0))
         truth = ground_truth(batch)
         for matches, descriptors in (
             (truth.matches0, batch.descriptors(0)),

@@ -8,7 +8,7 @@ import torch
 from pipeline import compat
 from pipeline.errors import RequestError
 from pipeline.processes import distributed
-from pipeline.train import optimization, precision, setup
+from pipeline.train import precision, setup
 from pipeline.train.checkpoint import TrainState
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 
@@ -122,12 +122,7 @@ def test_a_checkpoint_goes_on_with_its_loss_scale_also_in_another_precision(befo
 
     def state(values):
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
-        return TrainState(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            Scaler(values),
-            optimization.MovingAverage(model, 0.0),
-        )
+        return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), Scaler(values))
 
     saved = state(before)
     resumed = state({"scale": 65536.0})

@@ -171,7 +171,7 @@ def model_of(out):
     }
 
 
-OF_REPORTS = ("log_every", "save_every", "val_every", "val_pairs", "profile_steps")
+OF_REPORTS = ("log_every", "save_every", "val_every", "val_pairs")
 
 
 class TestWhatMayChange:
@@ -236,10 +236,7 @@ class TestWhatMayChange:
         assert train.main(request_of("run", **constant, steps=9)) == 0
         printed = capsys.readouterr().out
         assert "resuming at step 6 of 9" in printed
-        assert (
-            "train.steps changed on resume: 6 -> 9: earlier steps have the same learning rates"
-            in printed
-        )
+        assert "train.steps changed on resume: 6 -> 9" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
         best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow

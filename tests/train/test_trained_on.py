@@ -110,7 +110,7 @@ def test_what_is_kept_on_request_is_marked(work, capsys):
     trained_on.write(work / "model.safetensors", ["139", "285"])
     assert run(work, "--keep-seen") == 0
     assert evaluated(work)["superglue"] == set(COCO)
-    marked = "3 held-out images (test), 2 of them from the training of ours"
+    marked = "3 held-out images (test), 2 of 3 photographs are from the training of ours"
     assert marked in capsys.readouterr().out and marked in (work / "out" / "index.html").read_text()
 
 

@@ -66,8 +66,6 @@ def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, d
     if not homography.fits(image_size, view_size):
         smallest = homography.smallest_image(view_size)
         assert width < smallest[0] or height < smallest[1]
-        with pytest.raises(ValueError):
-            sample_view(rng, image_size, view_size, limits, difficulty)
         return
     H = sample_view(rng, image_size, view_size, limits, difficulty)
     check_view(H, image_size, view_size, limits.max_upscale)

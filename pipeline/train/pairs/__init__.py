@@ -1,5 +1,5 @@
 """Pairs of views on their way to the network.
 
 `order` (which pair when), `loader` (from the store to batches), `augmentation`, `workers`
-(processes that load), `synthetic` (the same interface, to measure the step alone).
+(processes that load).
 """

@@ -1,8 +1,8 @@
 """Random changes of a pair in keypoint space, determined by the seed of its sample.
 
 They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel
-grid, since SIFT's descriptor rotates along. A crop is exact except near its edges. A smaller view
-is an approximation, since SIFT samples other scales there.
+grid, since SIFT's descriptor rotates along. A smaller view is an approximation, since SIFT samples
+other scales there.
 """
 
 from __future__ import annotations
@@ -39,35 +39,27 @@ _ZOOM = 3
 class Augmentation:
     """Amounts of the changes; the defaults change nothing.
 
-    drop: largest fraction of a view's keypoints to leave out.
+    keypoint_drop: largest fraction of a view's keypoints to leave out.
     rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just
     holds it.
-    window: smallest side of a random crop, as a fraction of the view's side; 1: no crop.
     negatives: fraction of pairs from different images, which have no match.
     min_keypoints: each view keeps its strongest n, with n log-uniform from here to the limit; 0:
     always the limit.
-    zoom_fraction: fraction of pairs with one view that is shrunk and surrounded by views of other
+    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
         images; the factor is log-uniform from MIN_ZOOM to MAX_ZOOM.
     """
 
-    drop: float = 0.0
+    keypoint_drop: float = 0.0
     rotation_deg: float = 0.0
-    window: float = 1.0
     negatives: float = 0.0
     min_keypoints: int = 0
-    zoom_fraction: float = 0.0
+    zoom: float = 0.0
 
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
-        """The changes that the section `train` of the parameters asks for."""
-        return cls(
-            drop=train.keypoint_drop,
-            rotation_deg=train.rotation_deg,
-            window=train.window,
-            negatives=train.negatives,
-            min_keypoints=train.min_keypoints,
-            zoom_fraction=train.zoom,
-        )
+        """The changes that the section `train` of the parameters asks for, by their keys."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: getattr(train, name) for name in names})
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the
@@ -90,9 +82,9 @@ class Augmentation:
         n0, n1 = np.exp(np.random.default_rng((seed, _COUNTS)).uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
-    def zoom(self, seed: int, side: int) -> float:
+    def zoom_factor(self, seed: int, side: int) -> float:
         """Factor by which the view of this side (0 or 1) shrinks; 1: it keeps its size."""
-        zoomed, factor = _zoom(self.zoom_fraction, seed) if self.zoom_fraction else (0, 1.0)
+        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
         return factor if side == zoomed else 1.0
 
     def apply(
@@ -114,17 +106,16 @@ class Augmentation:
         """
         given = view.records
         # Creating a generator is slow
-        if self.window < 1.0 or self.drop > 0 or self.rotation_deg > 0:
+        if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, side))
-        if self.window < 1.0:
-            view = _crop(view, self.window, random)
-        if self.drop > 0:
+        if self.keypoint_drop > 0:
             view = view._replace(
                 records=_keep(
-                    view.records, random.random(len(view.records)) >= self.drop * random.random()
+                    view.records,
+                    random.random(len(view.records)) >= self.keypoint_drop * random.random(),
                 )
             )
-        factor = self.zoom(seed, side)
+        factor = self.zoom_factor(seed, side)
         if factor > 1.0:
             # from a separate stream: the rotation is the same with and without zoom
             view = make_mosaic(
@@ -150,24 +141,6 @@ def _zoom(fraction: float, seed: int) -> Tuple[int, float]:
 def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """`records[chosen]`, copied as opaque bytes: eight times as fast as records of fields."""
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
-
-
-def _crop(view: View, smallest: float, random: np.random.Generator) -> View:
-    """The keypoints inside a random window with sides of at least the fraction `smallest` of the
-    view's.
-    """
-    records = view.records
-    size = np.array(view.size)
-    sides = np.maximum(np.round(size * random.uniform(smallest, 1.0)), 1.0)
-    corner = np.floor(random.uniform(0.0, 1.0, 2) * (size - sides + 1))
-    x = records["x"] - corner[0]
-    y = records["y"] - corner[1]
-    inside = (x >= -0.5) & (y >= -0.5) & (x <= sides[0] - 0.5) & (y <= sides[1] - 0.5)
-    kept = _keep(records, inside)
-    kept["x"] = x[inside]
-    kept["y"] = y[inside]
-    shift = np.array([[1.0, 0.0, -corner[0]], [0.0, 1.0, -corner[1]], [0.0, 0.0, 1.0]])
-    return View(kept, shift @ view.H_image_to_view, (int(sides[0]), int(sides[1])))
 
 
 def _rotate(view: View, degrees: float, in_place: bool) -> View:

@@ -14,7 +14,7 @@ from pipeline.features.store import Store, View
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.processes.prefetch import prefetch
-from pipeline.train.pairs import synthetic, workers
+from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice
 from superglue_sift.batch import Pair, PairBatch, from_pairs
@@ -110,8 +110,6 @@ class StepBatches:
     def load(self, step: int) -> List[PairBatch]:
         """The PairBatches of `samples`, on the host."""
         limit = self.train.max_keypoints
-        if self.train.loader == "synthetic":
-            return [synthetic.load_batch(self.store, part, limit) for part in self.samples(step)]
         return [
             load_batch(self.store, part, limit, self._augmentation) for part in self.samples(step)
         ]

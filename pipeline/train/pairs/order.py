@@ -6,7 +6,8 @@ run.
 
 from __future__ import annotations
 
-from typing import List, NamedTuple
+from dataclasses import dataclass
+from typing import Any, List, NamedTuple
 
 import numpy as np
 
@@ -31,6 +32,7 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
+@dataclass
 class PairOrder:
     """The endless sequence of training pairs. Position p is in epoch p // images; each epoch
     shuffles the images.
@@ -38,19 +40,17 @@ class PairOrder:
     In every epoch each image gives one ordered pair of its views, drawn by (seed, epoch, image).
     """
 
-    def __init__(self, seed: int, images: int, views: int) -> None:
-        if images < 1 or views < 2:
-            raise ValueError(f"{images} images of {views} views hold no pair")
-        self.seed = seed
-        self.images = images
-        self.views = views
-        self._epoch = -1
-        self._shuffled = np.zeros(0, np.int64)
+    seed: int
+    images: int
+    views: int
+    # the epoch shuffled last: a cache, since positions may be asked for in any order
+    _epoch: int = -1
+    _shuffled: Any = ()  # (images,) int64
 
     def sample(self, position: int) -> Sample:
         """The pair at a global position 0, 1, 2, ..."""
         epoch, place = divmod(position, self.images)
-        if epoch != self._epoch:  # a cache: positions may be asked for in any order
+        if epoch != self._epoch:
             self._shuffled = _generator(self.seed, _SHUFFLE, epoch).permutation(self.images)
             self._epoch = epoch
         image = int(self._shuffled[place])

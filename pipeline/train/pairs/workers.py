@@ -22,7 +22,7 @@ from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, Typ
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline.errors import RequestError
+from pipeline.errors import read_number
 from pipeline.processes import machine, signals
 
 Made = TypeVar("Made")
@@ -89,11 +89,8 @@ def read_wanted(on_gpu: bool, ranks: int) -> int:
     On a CPU none: the step needs the cores, and handing a batch between processes takes longer than
     loading it. Raises RequestError if SG_LOADER_PROCESSES is not a number.
     """
-    text = os.environ.get(NUMBER, "auto").strip()
-    if text != "auto":
-        if not text.isdigit():
-            raise RequestError(f"{NUMBER}={text!r}: must be a whole number from 0 on, or auto")
-        return int(text)
+    if os.environ.get(NUMBER, "") not in ("", "auto"):
+        return read_number(NUMBER, 0)
     return max(min(MAX_PROCESSES, len(os.sched_getaffinity(0)) // ranks - 1), 0) if on_gpu else 0
 
 
@@ -118,8 +115,8 @@ def choose_processes(device: torch.device, step: StepSize) -> int:
         instead = f"{chosen} process(es)" if chosen else "a thread"
         needed = machine.size(steps_in_memory(wanted) * step.bytes * ranks)
         print(
-            f"batches are loaded by {instead} instead of {wanted}, which need {needed} of {SHARED},"
-            " or more open files (`python -m pipeline.doctor` names the fix)"
+            f"batches are loaded by {instead} instead of {wanted}, which need {needed} of {SHARED}"
+            " (docker run --shm-size), or more open files (ulimit -n)"
         )
     return chosen
 
