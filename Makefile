@@ -8,7 +8,7 @@ SHELL := /bin/bash
 VENV := .venv
 # Python 3.11 to 3.13, for making .venv; empty: python3.11, else python3.
 PYTHON ?=
-# Another package index for torch, for instance one with CPU builds; empty: pip's own.
+# Another package index for torch and torchvision, for instance one with CPU builds; empty: pip's own.
 TORCH_INDEX ?=
 PRESET ?=
 IMAGES ?=

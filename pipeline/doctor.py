@@ -25,7 +25,7 @@ from pipeline.processes import machine
 from pipeline.processes.machine import FAIL, GIB, OK, WARN, Finding
 from pipeline.provenance import repro
 
-PACKAGES = (*repro.PACKAGES, "nvidia-dali-cuda130")
+PACKAGES = (*repro.PACKAGES, "torchvision", "nvidia-dali-cuda130")
 MANIFEST = Path("data/images/manifest.csv")
 Findings = Iterator[Finding]
 

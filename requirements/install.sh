@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Make the virtual environment from the hash lock, torch first: `requirements/install.sh VENV run|dev`.
-# PYTHON names the interpreter (3.11 to 3.13), TORCH_INDEX another package index for torch.
+# PYTHON names the interpreter (3.11 to 3.13), TORCH_INDEX another package index for torch and torchvision.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 TORCH=2.13.0
+TORCHVISION=0.28.0 # the one made for this torch; its own dependencies are torch, numpy and pillow
 venv=$1
 what=$2
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -34,6 +35,8 @@ install() {
     pip install "torch==$TORCH" ${index[@]+"${index[@]}"}
     echo "== the packages of requirements/modern.lock, checked by their hashes"
     pip install --quiet --require-hashes --no-deps -r requirements/modern.lock
+    echo "== torchvision $TORCHVISION"
+    pip install --quiet --no-deps "torchvision==$TORCHVISION" ${index[@]+"${index[@]}"}
     # Other builds of torch bring their own pins: worth knowing, not worth stopping for.
     pip check || echo "note: pip names the conflicts above; the locks were tested with the CPU build of torch $TORCH"
 }

@@ -37,7 +37,7 @@ if [ ! -f "$stamp" ]; then
     echo "== $venv with $("$python" -V)"
     "$python" -m venv --clear "$venv"
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r docker/locks/pip.lock
-    "$venv/bin/pip" install --quiet --no-deps torch==1.10.2
+    "$venv/bin/pip" install --quiet --no-deps torch==1.10.2 torchvision==0.11.3
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111.lock
     "$venv/bin/pip" install --quiet --require-hashes --no-deps -r requirements/cu111-dev.lock
     touch "$stamp"

@@ -1,1 +1,2 @@
-"""Photographs of all stages: `manifest` (the list), `sources` (reading files), `dali_decoder`."""
+"""Photographs of all stages: `manifest` (the list), `sources` (reading files), `dali_decoder`,
+`torchvision_decoder`."""

@@ -79,13 +79,19 @@ def read_jpeg(images: ImageSet, entry: Entry) -> Optional[bytes]:
     return None
 
 
-def _pipeline(batch: int) -> Any:
-    """Bytes to gray pixels, as stored (EXIF orientation ignored, as everywhere in the project)."""
+def gpu_index() -> Optional[int]:
+    """Index of this rank's GPU, None without one."""
     import torch
-    from nvidia.dali import backend, fn, pipeline_def, types
 
     count = torch.cuda.device_count()
-    device = int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
+    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
+
+
+def _pipeline(batch: int) -> Any:
+    """Bytes to gray pixels, as stored (EXIF orientation ignored, as everywhere in the project)."""
+    from nvidia.dali import backend, fn, pipeline_def, types
+
+    device = gpu_index()
     # DALI 1.34 ignores the EXIF orientation and lacks this argument
     rotates = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
     options = {"adjust_orientation": False} if rotates else {}

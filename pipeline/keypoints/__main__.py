@@ -22,9 +22,9 @@ from pipeline import errors
 from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.files import write_atomic, write_csv
-from pipeline.image_sets import dali_decoder
 from pipeline.image_sets.manifest import writable
 from pipeline.image_sets.sources import ImageSet, open_manifest
+from pipeline.keypoints.image import DECODERS
 from pipeline.keypoints.pool import count_cores, extract_all
 from pipeline.keypoints.shards import Folder, Shard, plan
 from pipeline.parameters import params
@@ -41,8 +41,8 @@ Work = List[Tuple[Folder, Shard]]
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     settings = params.load("keypoints", options.params)
-    if settings.decoder == "dali":
-        dali_decoder.require()
+    if settings.decoder in DECODERS:
+        DECODERS[settings.decoder].require()
     images = open_manifest(options.images)
     folders = {
         split: Folder(options.out / split, plan(images.entries(split), settings))

@@ -4,12 +4,12 @@ parameters.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Union
+from typing import Any, Dict, Iterable, Union
 
 import numpy as np
 
 from pipeline.features.store import ImageViews
-from pipeline.image_sets import dali_decoder
+from pipeline.image_sets import dali_decoder, torchvision_decoder
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.views import homography, render
@@ -22,6 +22,8 @@ Result = Union[ImageViews, BadImage]
 # shards of another version are made again. tests/keypoints fails when a golden shard
 # changes and this does not.
 VERSION = 1
+# Values of `keypoints.decoder` beside pillow, which decodes in the workers
+DECODERS: Dict[str, Any] = {"dali": dali_decoder, "torchvision": torchvision_decoder}
 SEED = 0  # draws depend on the image's name and the index of the view, too
 
 
@@ -45,10 +47,9 @@ class ImageExtractor:
             return bad
 
     def source(self, entries: Iterable[Entry]) -> Iterable[dali_decoder.Work]:
-        """Input of the workers: entries, or images that DALI decodes for all of them."""
-        if self.settings.decoder == "dali":
-            return dali_decoder.decode_all(self.images, entries)
-        return entries
+        """Input of the workers: entries, or images decoded for all of them."""
+        decoder = DECODERS.get(self.settings.decoder)
+        return decoder.decode_all(self.images, entries) if decoder else entries
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:

@@ -75,7 +75,7 @@ class Views(Section):
 class KeypointsParams(Section):
     """views: the section `views`."""
 
-    decoder: Literal["pillow", "dali"]
+    decoder: Literal["pillow", "torchvision", "dali"]
     extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
     views_per_image: Annotated[int, Field(ge=2, le=1000)]
     width: Side

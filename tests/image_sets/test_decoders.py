@@ -1,4 +1,4 @@
-"""DALI gives the pixels, order and verdicts of Pillow."""
+"""DALI and torchvision give the pixels, order and verdicts of Pillow."""
 
 import io
 import sys
@@ -9,23 +9,32 @@ import torch
 from PIL import Image
 
 from pipeline.errors import RequestError
-from pipeline.image_sets import dali_decoder
+from pipeline.image_sets import dali_decoder, torchvision_decoder
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet, folder_entries
 from superglue_sift.images import BadImage, decode_gray
 
 
-def find_missing():
-    """Why DALI cannot be used here, or ""."""
+def find_missing(decoder):
+    """Why a decoder cannot be used here, or ""."""
     try:
-        dali_decoder.require()
+        decoder.require()
     except RequestError as error:
         return str(error)
     return ""
 
 
-NO_DALI = find_missing()
+NO_DALI = find_missing(dali_decoder)
+NO_TORCHVISION = find_missing(torchvision_decoder)
 needs_dali = pytest.mark.skipif(bool(NO_DALI), reason=NO_DALI)
+needs_torchvision = pytest.mark.skipif(bool(NO_TORCHVISION), reason=NO_TORCHVISION)
+both = pytest.mark.parametrize(
+    "decoder",
+    [
+        pytest.param(dali_decoder, marks=needs_dali),
+        pytest.param(torchvision_decoder, marks=[needs_torchvision, pytest.mark.cu111]),
+    ],
+)
 on_cpu = pytest.mark.skipif(
     torch.cuda.is_available(), reason="nvJPEG's pixels differ by a few levels"
 )
@@ -95,9 +104,9 @@ def check_same(found, images, leave_out=()):
 
 
 @on_cpu
-@needs_dali
-def test_pixels_order_and_verdicts_are_those_of_pillow(images):
-    check_same(dali_decoder.decode_all(images, images.entries("train")), images)
+@both
+def test_pixels_order_and_verdicts_are_those_of_pillow(images, decoder):
+    check_same(decoder.decode_all(images, images.entries("train")), images)
 
 
 @needs_dali
@@ -118,19 +127,19 @@ def test_dali_without_jpegs_and_left_early(images):
 
 
 @on_cpu
-@needs_dali
-def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch):
+@both
+def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, decoder):
     """Without our checks it gets web pages and PNG; DALI then drops the whole batch."""
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
     monkeypatch.setattr(dali_decoder, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
-    check_same(dali_decoder.decode_all(images, images.entries("train")), images, cmyk)
+    check_same(decoder.decode_all(images, images.entries("train")), images, cmyk)
 
 
 @pytest.mark.gpu
-@needs_dali
-def test_a_gpu_decodes_nearly_the_same(images):
+@both
+def test_a_gpu_decodes_nearly_the_same(images, decoder):
     entries = images.entries("train")
-    for entry, one in outcomes(images, dali_decoder.decode_all(images, entries)):
+    for entry, one in outcomes(images, decoder.decode_all(images, entries)):
         other = by_pillow(images, entry)
         assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
         if not isinstance(one, BadImage):
@@ -138,7 +147,14 @@ def test_a_gpu_decodes_nearly_the_same(images):
             assert np.abs(one.astype(int) - other).mean() < 1.0, entry.name
 
 
-def test_a_missing_package_is_one_line_with_the_fix(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
-    with pytest.raises(RequestError, match=r"pip install nvidia-dali-cuda1.*pillow$"):
-        dali_decoder.require()
+@pytest.mark.parametrize(
+    "decoder, module, fix",
+    [
+        (dali_decoder, "nvidia.dali", r"pip install nvidia-dali-cuda1.*decoder: pillow$"),
+        (torchvision_decoder, "torchvision", r"set keypoints\.decoder: pillow$"),
+    ],
+)
+def test_a_missing_package_is_one_line_with_the_fix(monkeypatch, decoder, module, fix):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(RequestError, match=fix):
+        decoder.require()
