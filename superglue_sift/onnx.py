@@ -57,6 +57,9 @@ COLMAP_OUTPUTS = ("matches0", "mscores0")
 # Most keypoints of an image that the file for COLMAP matches, which finds up to 8,192: time and
 # memory grow with the square, at 2,048 to 2 s on one core and 0.8 GB.
 COLMAP_KEYPOINTS = 2048
+# Of COLMAP's models of Strecha's scenes the cameras are most exact between 0.6 and 0.8; below, some
+# pairs are false.
+COLMAP_THRESHOLD = 0.7
 
 
 class PaddedSuperGlue(nn.Module):
@@ -259,9 +262,9 @@ def export(
 ) -> Path:
     """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one .onnx file.
 
-    threshold: minimum probability of a match; None: the model's own, else 0.2. The file's metadata
-    contain it. form: of FORMS, who reads the file. max_keypoints: of an image, for COLMAP. Takes a
-    minute or more.
+    threshold: minimum probability of a match; None: for COLMAP COLMAP_THRESHOLD, otherwise the
+    model's own, else 0.2. The file's metadata contain it. form: of FORMS, who reads the file.
+    max_keypoints: of an image, for COLMAP. Takes a minute or more.
     Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
     packages.
     """
@@ -272,7 +275,8 @@ def export(
     onnx = import_extra("onnx", "onnx")
     import_extra("onnxscript", "onnx")  # torch's exporter needs it
     network, info = load_model(model or shipped_weights())
-    threshold = match_threshold(info) if threshold is None else threshold
+    if threshold is None:
+        threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
     names = dict(zip(("input_names", "output_names"), FORMS[form]))
     exported = program(network, threshold, form, max_keypoints)
     written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
@@ -292,7 +296,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")
     parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
     parser.add_argument(
-        "--threshold", type=float, help="minimum probability of a match (default: the model's own)"
+        "--threshold",
+        type=float,
+        help="minimum probability of a match (default: the model's own; for colmap"
+        f" {COLMAP_THRESHOLD})",
     )
     parser.add_argument(
         "--for", dest="form", choices=list(FORMS), default="any", help="the program that reads it"

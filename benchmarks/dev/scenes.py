@@ -182,6 +182,8 @@ def model_errors(model: Any, cameras: Dict[str, Camera]) -> Tuple[float, float, 
     centres = np.array([pose.inverse().translation for pose in poses.values()])
     true = np.array([cameras[name].C for name in poses])
     moved = library().estimate_sim3d(centres, true)
+    if moved is None:  # cameras at one place
+        return np.inf, np.inf, np.inf
     distance = float(np.linalg.norm(moved * centres - true, axis=1).mean())
     largest = float(pdist([camera.C for camera in cameras.values()]).max())
     back = moved.rotation.matrix().T
