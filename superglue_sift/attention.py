@@ -131,6 +131,7 @@ class _PlainGradient(torch.autograd.Function):
         B, H, M, d = query.shape
         gradients = [torch.empty_like(t) for t in (query, key, value)]
         weights, d_logits = query.new_empty((2, H, M, key.shape[2]))
+        softmax_gradient = torch._softmax_backward_data  # pyright: ignore
         for i in range(B):
             q, k, v, g = (t[i].contiguous() for t in (query, key, value, grad))
             k = k / math.sqrt(d)
@@ -139,7 +140,7 @@ class _PlainGradient(torch.autograd.Function):
                 weights[..., int(visible[i].sum()) :] = -math.inf  # padding comes last
             torch.softmax(weights, -1, out=weights)
             torch.bmm(g, v.transpose(1, 2), out=d_logits)
-            torch._softmax_backward_data(d_logits, weights, -1, weights.dtype, grad_input=d_logits)  # pyright: ignore
+            softmax_gradient(d_logits, weights, -1, weights.dtype, grad_input=d_logits)
             gradients[0][i] = torch.bmm(d_logits, k)
             gradients[1][i] = torch.bmm(d_logits.transpose(1, 2), q).div_(math.sqrt(d))
             gradients[2][i] = torch.bmm(weights.transpose(1, 2), g)

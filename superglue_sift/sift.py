@@ -53,7 +53,8 @@ def extract(gray: np.ndarray, max_keypoints: int, contrast: float = CONTRAST) ->
     """
     asked = with_spare(max_keypoints)
     while True:
-        points, descriptors = detector(asked, contrast).detectAndCompute(gray, None)  # pyright: ignore
+        sift = detector(asked, contrast)
+        points, descriptors = sift.detectAndCompute(gray, None)  # pyright: ignore
         records = _join_orientations(_records(points, descriptors))[:max_keypoints]
         # repeated only for images with very many double orientations
         if len(records) >= max_keypoints or len(points) < asked:

@@ -77,7 +77,8 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
                     " train one"
                 )
             header = json.loads(metadata[FORMAT])
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not iterable)
+            names = file.keys()  # the file itself is not iterable
+            arrays = {name: file.get_tensor(name) for name in names}
         if _digest(arrays, header["info"]) != header["sha256"]:
             raise BadCheckpoint(
                 f"{path}: the checksum does not fit: the file was altered; copy it again"
