@@ -54,11 +54,11 @@ OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matc
 COLMAP_SIDE = ("kpts", "desc", "image_size", "scales", "oris")
 COLMAP_INPUTS = tuple(f"{name}{side}" for name in COLMAP_SIDE for side in "01")
 COLMAP_OUTPUTS = ("matches0", "mscores0")
-# Most keypoints of an image that the file for COLMAP matches, which finds up to 8,192: time and
-# memory grow with the square, at 2,048 to 2 s on one core and 0.8 GB.
+# Most keypoints of an image that the file for COLMAP matches, of the 8,192 that COLMAP may find:
+# time and memory grow with the square. At 2,048 a pair takes 3 s of one core and 0.7 GB.
 COLMAP_KEYPOINTS = 2048
-# Of COLMAP's models of Strecha's scenes the cameras are most exact between 0.6 and 0.8; below, some
-# pairs are false.
+# Of COLMAP's models of Strecha's scenes the cameras are most exact between 0.6 and 0.8; below 0.8
+# one pair is false.
 COLMAP_THRESHOLD = 0.7
 
 
@@ -137,7 +137,7 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     Returns (M,) and (N,) float32: Lowe's ratio of distances, the smaller one of both directions
     for mutual nearest neighbours, so that both are kept or none; 1 more for all others.
     """
-    # two columns of zeros: a second neighbour for an image of 0 or 1 keypoints
+    # two rows of zeros: a second neighbour also in an image of 0 or 1 keypoints
     padded = [torch.cat([desc, desc.new_zeros((2, desc.shape[1]))]) for desc in (desc0, desc1)]
     cosines = padded[0] @ padded[1].T
     nearest = [cosines.topk(2, dim=1), cosines.topk(2, dim=0)]
