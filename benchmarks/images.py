@@ -22,7 +22,6 @@ from pipeline.keypoints.image import gray_views
 from pipeline.parameters import params
 from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair
-from superglue_sift.extractors import DENSE
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.weights import fuse_for_inference
@@ -54,7 +53,7 @@ def keypoints(setting: Setting) -> Iterator[Row]:
     settings = params.load("keypoints", SAMPLE)
     photograph = photographs(1)[0]
     view = cv2.resize(photograph, (settings.width, settings.height))
-    detector = sift.detector(sift.with_spare(settings.max_keypoints))
+    detector = sift.detector()
     count = settings.views_per_image
     ways = {
         "stage": lambda: gray_views(photograph, "a.jpg", settings),
@@ -102,7 +101,7 @@ def filled(setting: Setting) -> Iterator[Row]:
     large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
     views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
     sides = tuple(
-        scenes.side_of(DENSE(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0) for view in views
+        scenes.side_of(sift.extract(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0) for view in views
     )
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
     strict = matches[np.argsort(-scores)[:ALIGNED]]

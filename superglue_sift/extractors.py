@@ -37,7 +37,7 @@ class Extractor:
     `dtype`.
 
     scale_angle: whether it provides scale and angle (else they are 0). code: SHA-256 of the
-    module's file, "" for SIFT.
+    module's file, of SIFT its version.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Extractor:
     code: str = ""
 
     def __call__(self, gray: np.ndarray, max_keypoints: int) -> np.ndarray:
-        """(n,) records, n <= max_keypoints, strongest first, positions distinct."""
+        """(n,) records, n <= max_keypoints, highest rank first, positions distinct."""
         if self.name == DEFAULT.name:
             return self.function(gray, max_keypoints)
         records = records_of(self.name, self.function(gray, max_keypoints))
@@ -58,9 +58,7 @@ class Extractor:
         return sift.strongest(records, max_keypoints)
 
 
-DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract)
-# also finds weaker keypoints, if there are fewer than wanted
-DENSE = Extractor("sift", sift.ORIENTED, True, functools.partial(sift.extract, contrast=sift.WEAK))
+DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
 
 
 @functools.lru_cache(maxsize=4)

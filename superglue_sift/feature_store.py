@@ -14,8 +14,8 @@ from typing import Dict, NamedTuple, OrderedDict, Tuple, Union
 import cv2
 import numpy as np
 
-from superglue_sift import __version__, sift
-from superglue_sift.extractors import DEFAULT, DENSE
+from superglue_sift import __version__
+from superglue_sift.extractors import DEFAULT
 from superglue_sift.features import ALIGNED_AT, Features, reduce
 from superglue_sift.images import read, read_gray
 from superglue_sift.matcher import Matcher
@@ -42,8 +42,7 @@ class FeatureStore:
         self.held = held
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
-        own = "" if self.is_sift else f"{extractor.name}{extractor.code} "
-        own += f"{sift.WEAK} " if extractor is DENSE else ""
+        own = f"{extractor.name}{extractor.code} "
         versions = f"{__version__} {cv2.__version__}"
         asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
         self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"

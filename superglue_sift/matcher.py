@@ -39,7 +39,7 @@ import torch
 
 from superglue_sift import scenes, system
 from superglue_sift.batch import Pair, from_pairs, size_class
-from superglue_sift.extractors import DEFAULT, DENSE, Extractor, kind_of
+from superglue_sift.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, UPRIGHT, decode, read
@@ -168,7 +168,7 @@ class Matcher:
             sizes[0] if max_keypoints is None else max_keypoints,
             sizes[1] if resize is None else resize,
             match_threshold(info) if threshold is None else threshold,
-            _extractor_of(model.config.extractor, extractor, scene),
+            _extractor_of(model.config.extractor, extractor),
             refine and not scene,
             scene_rules,
             frame,
@@ -375,12 +375,12 @@ def _check_settings(
     check_range("threshold", threshold, 0, 1)
 
 
-def _extractor_of(of_model: str, allowed: Optional[str], scene: bool) -> Optional[Extractor]:
+def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
     """The extractor of a model: SIFT, or code that the caller allowed by name; else None."""
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
     if of_model == DEFAULT.name:
-        return DENSE if scene else DEFAULT
+        return DEFAULT
     return load_extractor(of_model) if allowed else None
 
 

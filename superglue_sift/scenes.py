@@ -25,7 +25,7 @@ from superglue_sift import classical, geometry
 from superglue_sift.features import Features
 from superglue_sift.geometry import MIN_AGREEING, nearest_affine
 from superglue_sift.match_result import MatchResult, near_stamp
-from superglue_sift.sift import positions
+from superglue_sift.sift import positions, rank
 from superglue_sift.system import check_range
 
 # Minimum confidence of a strict match, and minimum number of strict matches of one geometry in an
@@ -99,7 +99,7 @@ class Screened(NamedTuple):
 
 def screen(pair: Sequence[Features], resize: int) -> Screened:
     """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
-    orders = [np.argsort(-side.records["score"], kind="stable") for side in pair]
+    orders = [np.argsort(-rank(side.records), kind="stable") for side in pair]
     few = [select(side, order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side.records, side.size, resize) for side in few)
     matches, scores = classical.ratio_matches(one.described, other.described)

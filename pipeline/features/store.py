@@ -7,6 +7,7 @@ A folder with `store.json` and shards `shard-00000.safetensors`, each of some co
     offsets      int64   (images * views + 1) where each view's records begin
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
+    view_sizes   int32   (images, views, 2)   width, height of the view
 
 One view is one contiguous slice of the file, so random access reads a few pages and decodes
 nothing. store.json lists format version, fields of a record, images, and the SHA-256 of every
@@ -31,7 +32,7 @@ from superglue_sift.extractors import Extractor
 from superglue_sift.sift import MIN_SCALE, ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
-VERSION = 1
+VERSION = 2
 INDEX = "store.json"
 SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 
@@ -50,6 +51,7 @@ class ImageViews(NamedTuple):
     size: Tuple[int, int]  # width, height of the image
     homographies: np.ndarray  # (views, 3, 3) float64, image to view
     records: List[np.ndarray]  # (n,) keypoint records of each view
+    view_sizes: np.ndarray  # (views, 2) int, width, height of each view
 
 
 class View(NamedTuple):
@@ -84,6 +86,9 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
             "offsets": np.cumsum([0, *map(len, records)], dtype=np.int64),
             "homographies": np.array(homographies, np.float64).reshape(len(images), views, 3, 3),
             "sizes": np.array([image.size for image in images], np.int32).reshape(len(images), 2),
+            "view_sizes": np.array([image.view_sizes for image in images], np.int32).reshape(
+                len(images), views, 2
+            ),
         },
         metadata={"format": f"{FORMAT} {VERSION}"},
     )
@@ -100,7 +105,6 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
 def index(
     shards: Sequence[Dict[str, Any]],
     views: int,
-    view_size: Tuple[int, int],
     extractor: Extractor = extractors.DEFAULT,
 ) -> Dict[str, Any]:
     """The content of store.json for these rows of `write_shard`; names the extractor unless it is
@@ -113,7 +117,6 @@ def index(
         "version": VERSION,
         **(others if extractor is not extractors.DEFAULT else {}),
         "views_per_image": views,
-        "view_size": list(view_size),
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
         ],
@@ -134,8 +137,7 @@ class Store:
     """Read access to one split. Opening maps the shards; data is read on access.
 
     Attributes: `images` names; `photographs` identifiers (`Entry.photograph`), "" if unknown;
-    `views_per_image`; `view_size` (width, height); `digest` SHA-256
-    over those of the shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32
+    `views_per_image`; `digest` SHA-256 over those of the shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32
     width and height of each image; `extractor` name; `dtype` of the records; `scale_angle` whether
     they have scale and angle; `min_scale` of the extractor in px, 0 if unknown.
     """
@@ -148,7 +150,6 @@ class Store:
         self.path = Path(path)
         about = read_index(self.path)
         self.views_per_image: int = about["views_per_image"]
-        self.view_size: Tuple[int, int] = tuple(about["view_size"])
         self.digest: str = about["digest"]
         self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
         self.scale_angle: bool = about.get("scale_angle", True)
@@ -177,6 +178,7 @@ class Store:
         ]
         self._offsets = [memoryview(tensors["offsets"]) for tensors in self._tensors]
         self._homographies = [tensors["homographies"] for tensors in self._tensors]
+        self._view_sizes = [tensors["view_sizes"] for tensors in self._tensors]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in self._tensors]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -199,7 +201,8 @@ class Store:
         at = place * self.views_per_image + view
         offsets = self._offsets[shard]
         records = self._records[shard][offsets[at] : offsets[at + 1]]
-        return View(records, self._homographies[shard][place, view], self.view_size)
+        width, height = self._view_sizes[shard][place, view].tolist()
+        return View(records, self._homographies[shard][place, view], (width, height))
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:

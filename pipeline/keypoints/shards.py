@@ -120,9 +120,7 @@ class Folder:
             {**row, "photographs": [known[name] for name in row["images"]]}
             for known, row in zip(photographs, rows)
         ]
-        content = store.index(
-            named, settings.views_per_image, (settings.width, settings.height), extractor
-        )
+        content = store.index(named, settings.views_per_image, extractor)
         write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)

@@ -80,6 +80,7 @@ class KeypointsParams(Section):
     views_per_image: Annotated[int, Field(ge=2, le=1000)]
     width: Side
     height: Side
+    smallest: Annotated[float, Field(ge=0.25, le=1.0)]
     max_keypoints: KeypointCount
     difficulty_first: Fraction
     views: Views
@@ -144,6 +145,7 @@ class TrainParams(TrainOptions):
     rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
     negatives: Fraction
     zoom: Fraction
+    score_drop: Fraction
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
     heads: Annotated[int, Field(ge=1, le=64)]

@@ -26,7 +26,6 @@ from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.progress import Progress
-from superglue_sift.sift import WEAK
 from superglue_sift.system import WorkError, file_sha256, write_atomic, write_csv
 from superglue_sift.weights import shipped_weights
 
@@ -83,7 +82,7 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
         "extractor": f"{extractor.name} {extractor.code}".strip(),
         "precision": args.precision,
         **{name: getattr(matcher, name) for name in SETTINGS},
-        **({"scene": dataclasses.asdict(matcher.rules), "contrast": WEAK} if matcher.rules else {}),
+        **({"scene": dataclasses.asdict(matcher.rules)} if matcher.rules else {}),
     }
 
 

@@ -18,6 +18,8 @@ import numpy as np
 from pipeline.features.store import EVERYWHERE, View
 from pipeline.parameters.schema import TrainParams
 from superglue_sift.geometry import compose, inverse, resizing
+from superglue_sift.sift import rank
+from superglue_sift.superglue import TYPICAL_SCORE
 
 # Draws another view of the store; None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]
@@ -33,6 +35,7 @@ _NEGATIVE = 0
 _COUNTS = 1
 _VIEW = 2
 _ZOOM = 3
+_SCORE = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Augmentation:
     always the limit.
     zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
         images; the factor is log-uniform from MIN_ZOOM to MAX_ZOOM.
+    score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
     """
 
     keypoint_drop: float = 0.0
@@ -54,6 +58,7 @@ class Augmentation:
     negatives: float = 0.0
     min_keypoints: int = 0
     zoom: float = 0.0
+    score_drop: float = 0.0
 
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
@@ -124,6 +129,10 @@ class Augmentation:
         copied = view.records is not given
         # Before the rotation, which keeps their order
         view = view._replace(records=view.records[:limit])
+        if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
+            view = view._replace(records=_keep(view.records, np.arange(len(view.records))))
+            view.records["score"] = TYPICAL_SCORE
+            copied = True
         if self.rotation_deg > 0:
             view = _rotate(view, random.uniform(-self.rotation_deg, self.rotation_deg), copied)
         return view
@@ -172,7 +181,7 @@ def make_mosaic(
     its own size.
 
     Keypoints outside the canvas are dropped, and those below the scale `min_scale` (px), which no
-    detector would find. The rest stay ordered by falling score. Descriptors and angles do not
+    detector would find. The rest stay ordered by falling rank. Descriptors and angles do not
     change. The truth needs the `cell` of the view: its homography also maps points onto the other
     photographs.
     """
@@ -195,7 +204,7 @@ def make_mosaic(
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     order = np.flatnonzero(inside)
-    order = order[np.argsort(-joined["score"][order], kind="stable")]
+    order = order[np.argsort(-rank(_keep(joined, order)), kind="stable")]
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
