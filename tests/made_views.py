@@ -42,7 +42,9 @@ def made_image(rng, name, views, points):
                 rng, seen[inside] + rng.normal(0, 0.3, (len(inside), 2)), descriptors[inside]
             )
         )
-    return store.ImageViews(name, SIZE, np.stack(homographies), records)
+    return store.ImageViews(
+        name, SIZE, np.stack(homographies), records, np.array([SIZE] * len(records))
+    )
 
 
 def made_store(folder, images=5, views=3, points=40, seed=0):
@@ -53,7 +55,7 @@ def made_store(folder, images=5, views=3, points=40, seed=0):
         made_image(rng, f"{i:03d}", views, (points + 7 * i) if i != 1 else 0) for i in range(images)
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views, SIZE)))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views)))
     return folder
 
 

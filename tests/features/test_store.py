@@ -29,6 +29,7 @@ def make_images(counts, seed=0):
             (640 + i, 480),
             rng.normal(size=(len(row), 3, 3)),
             [records(n, rng) for n in row],
+            rng.integers(64, 640, (len(row), 2)),
         )
         for i, row in enumerate(counts)
     ]
@@ -40,7 +41,7 @@ def write(folder, images, per_shard=2, views=2):
     rows = [
         store.write_shard(folder / store.shard_name(i), piece) for i, piece in enumerate(pieces)
     ]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views, (320, 240))))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views)))
     return folder
 
 
@@ -60,20 +61,21 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
         write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all"
     )
     assert len(opened) == len(images) and opened.images == [image.name for image in images]
-    assert opened.views_per_image == 3 and opened.view_size == (320, 240)
+    assert opened.views_per_image == 3
     assert opened.counts.tolist() == counts
     assert opened.sizes.tolist() == [list(image.size) for image in images]
     for i, image in enumerate(images):
         for v in range(3):
             view = opened.view(i, v)
-            assert view.records.tobytes() == image.records[v].tobytes() and view.size == (320, 240)
+            assert view.records.tobytes() == image.records[v].tobytes()
+            assert view.size == tuple(image.view_sizes[v])
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
 
 
 def test_a_store_says_of_which_features_it_is(tmp_path):
     binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
     rows = [store.write_shard(tmp_path / store.shard_name(0), [])]
-    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, (320, 240), binary)))
+    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, binary)))
     opened = Store(tmp_path)
     found = (opened.extractor, opened.dtype, opened.scale_angle)
     assert found == (binary.name, binary.dtype, False)
@@ -117,8 +119,8 @@ def test_missing_foreign_and_newer_stores_are_named(tmp_path):
     folder = write(tmp_path, make_images(COUNTS))
     index = json.loads((folder / "store.json").read_text())
     for change, message in (
-        ({"version": 99}, "version 99, this program reads .* version 1"),
-        ({"format": "other"}, "other version 1"),
+        ({"version": 99}, "version 99, this program reads .* version 2"),
+        ({"format": "other"}, "other version 2"),
         ({"digest": "0" * 64}, "digest does not fit"),
     ):
         (folder / "store.json").write_text(json.dumps({**index, **change}))

@@ -100,7 +100,19 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
         view = store.view(1, index)
         assert view.records.tobytes() == made.records[index].tobytes()
         assert np.array_equal(view.H_image_to_view, made.homographies[index])
-    assert tuple(store.sizes[1]) == made.size and store.view_size == (128, 96)
+        assert view.size == (128, 96)
+    assert tuple(store.sizes[1]) == made.size
+
+
+def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_params, photo):
+    settings = make_params("keypoints", **{**SMALL, "views_per_image": 8, "smallest": 0.5})
+    made = gray_views(photo, "coffee.png", settings)
+    widths, heights = made.view_sizes.T
+    assert len(set(widths)) > 4 and widths.min() >= 64 and widths.max() <= 128
+    assert np.abs(widths / heights - 4 / 3).max() < 0.05
+    for records, width, height in zip(made.records, widths, heights):
+        assert len(records) > 5
+        assert records["x"].max() < width and records["y"].max() < height
 
 
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
@@ -271,7 +283,7 @@ def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_pat
 # Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and
 # the sums of their x, y and descriptors.
 GOLDEN = {
-    1: [[190, 30253, 25630, 594838], [200, 34855, 22656, 606367], [141, 25182, 19934, 424917]]
+    2: [[256, 41681, 31748, 810825], [256, 43118, 28882, 772640], [256, 43473, 34254, 734136]]
 }
 
 

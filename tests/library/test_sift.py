@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from superglue_sift.sift import ORIENTED, extract
+from superglue_sift.sift import CONTRAST, KEYPOINT, ORIENTED, extract, rank
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
-def test_the_strongest_are_kept_in_order_and_positions_are_distinct(photo, limit):
+def test_those_of_highest_rank_are_kept_in_order_and_positions_are_distinct(photo, limit):
     records = extract(photo, limit)
     everything = extract(photo, 100_000)
     assert records.dtype == ORIENTED and len(records) == min(limit, len(everything))
     assert np.array_equal(records, everything[:limit])
-    assert (np.diff(records["score"]) <= 0).all()
+    assert (np.diff(rank(records)) <= 0).all()
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
 
 
@@ -34,7 +34,8 @@ def test_keypoints_lie_on_the_structure_without_a_bias():
 
 
 def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo):
-    points, descriptors = cv2.SIFT_create(enable_precise_upscale=True).detectAndCompute(photo, None)
+    detector = cv2.SIFT_create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
+    points, descriptors = detector.detectAndCompute(photo, None)
     at_place = {}
     for point, descriptor in zip(points, descriptors):
         at_place.setdefault(point.pt, []).append((np.float32(point.angle), descriptor))
@@ -42,6 +43,7 @@ def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo
     for record in extract(photo, 100_000):
         found = sorted(at_place[(record["x"], record["y"])], key=lambda each: each[0])
         assert record["angle"] == found[0][0]
+        assert np.array_equal(record["descriptor"].astype(np.float32), found[0][1])
         if len(found) > 1:
             several += 1
             assert record["second_angle"] == found[1][0]
@@ -49,6 +51,33 @@ def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo
         else:
             assert not record["second_descriptor"].any()
     assert several > 20
+
+
+def test_rank_is_response_times_scale_and_less_for_two_orientations():
+    records = np.zeros(3, ORIENTED)
+    records["score"] = [0.1, 0.05, 0.05]
+    records["scale"] = [2.0, 8.0, 8.0]
+    records["second_descriptor"][2, 5] = 1
+    assert rank(records) == pytest.approx([0.2, 0.4, 0.32])
+    assert rank(records[["x", "score"]]) == pytest.approx([0.1, 0.05, 0.05])  # another extractor's
+    plain = np.zeros(1, KEYPOINT)
+    plain["score"], plain["scale"] = 0.5, 4
+    assert rank(plain) == 2.0
+
+
+def test_small_pictures_are_described_in_the_doubled_image_too():
+    """A large blob alone has no keypoint for which OpenCV would double the picture by itself."""
+    x, y = np.meshgrid(np.arange(128), np.arange(128))
+    blob = (30 + 180 * np.exp(-((x - 64) ** 2 + (y - 64) ** 2) / (2 * 12.0**2))).astype(np.uint8)
+    detector = cv2.SIFT_create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
+    points, descriptors = detector.detectAndCompute(blob, None)
+    by_place = {
+        (point.pt, np.float32(point.angle)): descriptor
+        for point, descriptor in zip(points, descriptors)
+    }
+    for record in extract(blob, 1):
+        described = by_place[((record["x"], record["y"]), record["angle"])]
+        assert np.array_equal(record["descriptor"].astype(np.float32), described)
 
 
 @settings(max_examples=30, deadline=None)

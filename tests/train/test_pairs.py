@@ -21,6 +21,7 @@ from pipeline.train.pairs.order import (
     validation_pairs,
 )
 from superglue_sift.geometry import transform
+from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.truth import IGNORED, UNMATCHED, ground_truth
 
 pytestmark = pytest.mark.cu111
@@ -176,9 +177,21 @@ class TestAugmentation:
             # Padding, others
             assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
 
+    def test_a_part_of_the_pairs_has_one_score(self, tmp_path):
+        store = Store(made_store(tmp_path))
+        pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
+        batch = load_batch(store, pairs, 20, Augmentation(score_drop=0.3))
+        whole = load_batch(store, pairs, 20)
+        records = [batch.records(side).numpy().view(store.dtype)[..., 0] for side in (0, 1)]
+        same = [(side["score"] == np.float32(TYPICAL_SCORE)).all(1) for side in records]
+        assert np.array_equal(*same) and 30 < same[0].sum() < 90
+        before = whole.records0.numpy().view(store.dtype)[..., 0]
+        assert np.array_equal(records[0][~same[0]], before[~same[0]])
+        assert np.array_equal(records[0]["descriptor"], before["descriptor"])
+
     def test_a_mosaic_by_hand(self):
         """Two times smaller: positions about the outer edge, scales halved, small keypoints gone,
-        ordered by score.
+        ordered by score times scale.
         """
         # So near the middle that none can be cut off
         xy = np.array([[90, 80], [150, 100], [210, 160.0]])
@@ -188,10 +201,9 @@ class TestAugmentation:
         records["score"] = [0.1, 0.3, 0.2]
         view = View(records, np.eye(3), SIZE)
         small = make_mosaic(view, 2.0, 1.8, lambda random: None, np.random.default_rng(3))
-        assert small.size == SIZE and list(small.records["angle"]) == [30, 10]
-        assert np.allclose(small.records["scale"], [1.85, 4]) and np.allclose(
-            small.records["score"], [0.2, 0.1]
-        )
+        assert small.size == SIZE and list(small.records["angle"]) == [10, 30]
+        assert np.allclose(small.records["scale"], [4, 1.85])
+        assert np.allclose(small.records["score"], [0.1, 0.2])
         H = small.H_image_to_view
         corner = small.H_image_to_view[:2, 2]
         assert np.allclose(H[:2, :2], np.eye(2) / 2) and np.allclose(H[2], [0, 0, 1])
