@@ -33,6 +33,8 @@ CHUNK = 8
 # Fewest photographs to choose a threshold from; with fewer it is noise, and the initial weights'
 # threshold is kept.
 MIN_IMAGES = 16
+ALL = "all"  # kinds of pairs
+Sums = Dict[str, np.ndarray]
 
 
 def choose_pairs(
@@ -84,29 +86,36 @@ class HeldOut(NamedTuple):
     context: distributed.Context
     augmentation: Augmentation = NO_CHANGE
 
-    def sums(self, sums_of: Callable[[PairBatch], Dict[str, np.ndarray]]) -> Dict[str, np.ndarray]:
-        """The values of `sums_of` by name, added over all pairs, on every rank; each rank computes
-        a part.
+    def sums(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
+        """The values of `sums_of` by name, added over the pairs of each kind and over all (ALL), on
+        every rank; each rank computes a part.
         """
-        chunks = [
-            self.samples[start : start + CHUNK] for start in range(0, len(self.samples), CHUNK)
-        ]
+        chunks = self._chunks()
         mine = chunks[rank_slice(len(chunks), self.context.rank, self.context.world_size)]
-        batches = (
-            load_batch(self.store, chunk, self.max_keypoints, self.augmentation) for chunk in mine
-        )
-        computed = [
-            sums_of(part)
-            for batch in batches
-            for part in batch.to(self.context.device).size_classes()[1]
-        ]
-        sums: Dict[str, np.ndarray] = {}
+        computed = []
+        for kind, samples in mine:
+            batch = load_batch(self.store, samples, self.max_keypoints, self.augmentation)
+            parts = batch.to(self.context.device).size_classes()[1]
+            computed += [(kind, sums_of(part)) for part in parts]
+        sums: Dict[str, Sums] = {ALL: {}}
         # every rank adds the same chunks in the same order: the bits do not depend on the number of
         # processes
-        for part in [part for parts in distributed.all_gather(computed) for part in parts]:
-            for name, value in part.items():
-                sums[name] = sums.get(name, np.float64(0.0)) + value
+        for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
+            for total in (sums[ALL], sums.setdefault(kind, {})):
+                for name, value in part.items():
+                    total[name] = total.get(name, np.float64(0.0)) + value
         return sums
+
+    def _chunks(self) -> List[Tuple[str, List[Sample]]]:
+        """Pairs of one kind (`Augmentation.kind`) that are computed together."""
+        by_kind: Dict[str, List[Sample]] = {}
+        for sample in self.samples:
+            by_kind.setdefault(self.augmentation.kind(sample, len(self.store)), []).append(sample)
+        return [
+            (kind, samples[start : start + CHUNK])
+            for kind, samples in sorted(by_kind.items())
+            for start in range(0, len(samples), CHUNK)
+        ]
 
 
 def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float]:
@@ -114,19 +123,27 @@ def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float
 
     `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences drift
     during a training, which would move F1 at a fixed threshold. `threshold`, `precision` and
-    `recall` belong to it. `pairs` is the number of pairs. The metrics are the same for any number
-    of processes.
+    `recall` belong to it. `pairs` is the number of pairs. `loss_zoomed`, `f1_zoomed` and so on are
+    those of one kind of pairs, `matches_negative` the mean number of matches above `threshold` of
+    pairs that have none. The metrics are the same for any number of processes.
     """
     model = objective.model
     was_training = model.training
     model.eval()
-    sums = held_out.sums(partial(_sums, objective))
+    kinds = held_out.sums(partial(_sums, objective))
     model.train(was_training)
-    pairs = max(float(sums["pairs"]), 1.0)
-    losses = {
-        name: float(sums[name]) / pairs for name in ("loss", "loss_positive", "loss_unmatched")
-    }
-    return {**losses, **_separation(sums), "pairs": float(sums["pairs"])}
+    sums = kinds.pop(ALL)
+    metrics = {name: _mean(sums, name) for name in ("loss", "loss_positive", "loss_unmatched")}
+    metrics.update(_separation(sums), pairs=float(sums["pairs"]))
+    surest = round(metrics["threshold"] * CONFIDENCE_BINS)
+    for kind, own in kinds.items():
+        metrics[f"loss_{kind}"] = _mean(own, "loss")
+        if kind == "negative":
+            above = float(own["predicted"][surest:].sum())
+            metrics["matches_negative"] = above / float(own["pairs"])
+        else:
+            metrics[f"f1_{kind}"] = _separation(own)["f1"]
+    return metrics
 
 
 def ratio_test_f1(objective: MatchingObjective, held_out: HeldOut) -> float:
@@ -135,11 +152,11 @@ def ratio_test_f1(objective: MatchingObjective, held_out: HeldOut) -> float:
     Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest distance
     (Lowe 2004).
     """
-    return _separation(held_out.sums(partial(_ratio_sums, objective)))["f1"]
+    return _separation(held_out.sums(partial(_ratio_sums, objective))[ALL])["f1"]
 
 
 @torch.no_grad()
-def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
+def _sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of
     batches.
 
@@ -165,7 +182,7 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarra
 
 
 @torch.no_grad()
-def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.ndarray]:
+def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """`_counts` of the ratio test, on the descriptors that the network sees."""
     batch = choose_orientations(batch)
     config = objective.model.config
@@ -181,7 +198,7 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Dict[str, np.
     return _counts(matches, scores, truth)
 
 
-def _counts(matches0: Tensor, scores: Tensor, truth: Truth) -> Dict[str, np.ndarray]:
+def _counts(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
     """`true`, `predicted` and `correct` of mutual matches (B, M) with scores (B, M)."""
     counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
     correct = counted & (matches0 == truth.matches0)
@@ -198,7 +215,11 @@ def _histogram(confidences: Tensor) -> np.ndarray:
     )
 
 
-def _separation(sums: Dict[str, np.ndarray]) -> Dict[str, float]:
+def _mean(sums: Sums, name: str) -> float:
+    return float(sums[name]) / max(float(sums["pairs"]), 1.0)
+
+
+def _separation(sums: Sums) -> Dict[str, float]:
     """The largest F1 over all thresholds, with its precision, recall and threshold."""
     # for a threshold at the lower edge of each bin
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))

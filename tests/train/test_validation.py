@@ -1,4 +1,4 @@
-"""The mark that a training has to beat: the F1 of the ratio test on its validation pairs."""
+"""Validation: by kind of pair, and the mark to beat, the F1 of the ratio test on the same pairs."""
 
 import made_views
 import numpy as np
@@ -8,9 +8,10 @@ from processes import in_group
 from pipeline.features.store import Store
 from pipeline.processes import distributed
 from pipeline.train.objective import MatchingObjective
+from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
-from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1
+from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1, validate
 from superglue_sift.batch import choose_orientations
 from superglue_sift.classical import neighbours, unit_rows
 from superglue_sift.sift import KEYPOINT
@@ -66,3 +67,23 @@ def test_the_mark_is_the_best_f1_of_the_ratio_test_whatever_the_ratio(tmp_path, 
     mark = mark_of(distributed.start(), folder)
     assert 0.2 < mark < 1.0 and mark == pytest.approx(by_hand(folder), abs=0.01)
     assert in_group(2, mark_of, folder) == [mark, mark]
+
+
+def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
+    store = Store(made_views.made_store(tmp_path, images=8, points=60))
+    samples = validation_pairs(0, len(store), store.views_per_image, 48)
+    some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
+    held_out = HeldOut(store, samples, 48, distributed.start(), some)
+    kinds = {kind: 0 for kind in ("stored", "negative", "zoomed", "changed")}
+    for sample in samples:
+        kinds[some.kind(sample, len(store))] += 1
+    assert kinds["stored"] == 24 and min(kinds.values()) > 1
+    model = objective()
+    metrics = validate(model, held_out)
+    loss = sum(count * metrics[f"loss_{kind}"] for kind, count in kinds.items()) / len(samples)
+    assert metrics["loss"] == pytest.approx(loss)
+    alone = [sample for sample in samples if some.kind(sample, len(store)) == "zoomed"]
+    of_zoomed = validate(model, held_out._replace(samples=alone))
+    for name in ("loss", "f1"):
+        assert of_zoomed[name] == metrics[f"{name}_zoomed"] == of_zoomed[f"{name}_zoomed"]
+    assert metrics["f1_stored"] > metrics["f1_zoomed"] and metrics["matches_negative"] >= 0

@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.features.store import EVERYWHERE, View
 from pipeline.parameters.schema import TrainParams
+from pipeline.train.pairs.order import NO_AUGMENTATION, Sample
 from superglue_sift.geometry import compose, inverse, resizing
 from superglue_sift.sift import rank
 from superglue_sift.superglue import TYPICAL_SCORE
@@ -77,6 +78,17 @@ class Augmentation:
         return (
             image + int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
         ) % images
+
+    def kind(self, sample: Sample, images: int) -> str:
+        """"stored" (shown as it is), "negative", "zoomed" or "changed", in a set of so many
+        images.
+        """
+        if sample.seed == NO_AUGMENTATION:
+            return "stored"
+        if self.second_image(sample.image, images, sample.seed) != sample.image:
+            return "negative"
+        zoomed = max(self.zoom_factor(sample.seed, side) for side in (0, 1)) > 1
+        return "zoomed" if zoomed else "changed"
 
     def counts(self, limit: int, seed: int) -> Tuple[int, int]:
         """Numbers of keypoints that the two views keep."""
