@@ -29,7 +29,7 @@ from torch.nn.functional import pad
 
 from superglue_sift.geometry import Size
 from superglue_sift.sift import GEOMETRY, KEYPOINT, ORIENTED
-from superglue_sift.torch_compat import floats_of_bytes
+from superglue_sift.torch_compat import floats_of_bytes, sqrt
 
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # byte offset inside a record
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
@@ -383,4 +383,4 @@ def root_sift(descriptors: Tensor) -> Tensor:
     zeros.
     """
     values = descriptors.float()
-    return (values / values.sum(-1, keepdim=True).clamp(min=1.0)).sqrt()
+    return sqrt(values / values.sum(-1, keepdim=True).clamp(min=1.0))

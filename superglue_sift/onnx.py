@@ -41,7 +41,7 @@ from superglue_sift.sift import MIN_SCALE, positions
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
 from superglue_sift.system import FileName, RequestError, check_range, check_writable, import_extra
-from superglue_sift.torch_compat import can_export
+from superglue_sift.torch_compat import can_export, sqrt
 from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
@@ -144,7 +144,7 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     ratios = []
     for values in (nearest[0].values.T, nearest[1].values):
         distances = (2 - 2 * values).clamp(min=0)
-        ratios.append((distances[0] / distances[1].clamp(min=1e-6)).sqrt())
+        ratios.append(sqrt(distances[0] / distances[1].clamp(min=1e-6)))
     to1 = nearest[0].indices[:, 0]
     to0 = nearest[1].indices[0]
     ranks = []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from superglue_sift import geometry
+from superglue_sift.torch_compat import sqrt
 
 RADIUS = 10  # of a patch of SIDE^2 samples,
 SIDE = 2 * RADIUS + 1
@@ -82,7 +83,7 @@ class Template:
         self.mean = samples.mean(1, keepdim=True)
         centred = inner - self.mean
         centred = centred - (centred @ weight)[:, None]
-        self.spread = ((centred**2) @ weight).sqrt()
+        self.spread = sqrt((centred**2) @ weight)
         template = centred / self.spread.clamp(min=FLAT)[:, None]
         gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
         gradient = gradient - (gradient @ weight)[..., None]
@@ -106,7 +107,7 @@ class Template:
         """
         samples = samples - self.mean
         sums = (self.rows @ samples[..., None])[..., 0]
-        spread = ((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0).sqrt()
+        spread = sqrt(((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0))
         flat = (spread < FLAT) | (self.spread < FLAT)
         spread = spread.clamp(min=FLAT)
         correlation = (sums[:, 2] / spread).masked_fill(flat, float("nan"))
@@ -134,7 +135,7 @@ class Template:
         scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
         trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
         # Along an edge, only SIFT's position is known
-        return ((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2).sqrt()
+        return sqrt((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2)
 
 
 def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:

@@ -10,8 +10,8 @@ Choices and the measurements behind them:
   distinct points. With one orientation per point, the two views choose different ones in 15 % of
   the true matches of COCO views (22 % in oxford_affine), and their descriptors have nothing in
   common; with the choice of `orientation` it is 5 % (13 %).
-- The keypoints of highest `rank` are kept, not those of highest response: of COCO views' true
-  matches, 73 % have both keypoints among the 512 kept, in place of 66 %.
+- The keypoints of highest `rank` are kept, not those of highest response: of the right matches of
+  COCO views, 52 % have both keypoints among the 512 kept, in place of 47 % (`benchmarks.dev.rank`).
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 
@@ -37,9 +37,6 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.0133  # minimum contrast of a keypoint, a third of OpenCV's default
-# Part of `rank` that a point of two orientations keeps. Chosen on COCO views, as the power 1 of the
-# scale: these keep most of the true matches in both views (`benchmarks.dev.rank`).
-TWO_ORIENTATIONS = np.float32(0.8)
 # Raise it when equal images give other keypoints: results and stores with others are made again.
 VERSION = "2"
 
@@ -59,8 +56,7 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
     first = order[first]
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
     shared = np.logical_and.reduce([*same, first != second])
-    ranks = _rank_of(values[first], shared)
-    kept = _highest(ranks, values[first], max_keypoints)
+    kept = _highest(values["score"][first] * values["scale"][first], values[first], max_keypoints)
     first = first[kept]
     shared = shared[kept]
     second = second[kept][shared]
@@ -78,14 +74,12 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
 def rank(records: np.ndarray) -> np.ndarray:
     """(n,) float32: those of (n,) records with the highest values are kept, and come first.
 
-    Of SIFT: response times scale, and TWO_ORIENTATIONS for a point that has two. Of other
+    Of SIFT: response times scale, since large keypoints are found again more often. Of other
     extractors: the score.
     """
-    if records.dtype not in (KEYPOINT, ORIENTED):
-        return records["score"].copy()
-    if records.dtype == ORIENTED:
-        return _rank_of(records, records["second_descriptor"].any(axis=1))
-    return _rank_of(records, np.zeros(len(records), bool))
+    is_sift = records.dtype in (KEYPOINT, ORIENTED)
+    # the product in float32 has the same bits on every processor
+    return records["score"] * records["scale"] if is_sift else records["score"]
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
@@ -146,12 +140,6 @@ def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     # OpenCV doubles the image only for keypoints of octave -1 (255, below the layer, 1)
     doubled = cv2.KeyPoint(0.0, 0.0, MIN_SCALE, 0.0, 0.0, 255 | 1 << 8)
     return detector().compute(gray, [*points, doubled])[1][:-1]
-
-
-def _rank_of(records: np.ndarray, shared: np.ndarray) -> np.ndarray:
-    """`rank` of SIFT's records (n,), of which the `shared` (n,) have two orientations."""
-    # products in float32 have the same bits on every processor
-    return records["score"] * records["scale"] * np.where(shared, TWO_ORIENTATIONS, np.float32(1))
 
 
 def _highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:

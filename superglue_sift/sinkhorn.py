@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from superglue_sift.torch_compat import is_traced
+from superglue_sift.torch_compat import is_traced, sqrt
 
 # a * b must stay this factor below the dtype's maximum, or the backward pass, which multiplies them
 # further, overflows. The factor also excludes the range where exp(Z - r) is subnormal.
@@ -200,7 +200,7 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
     """
     K, _ = _kernel(Z)
     K_t = K.transpose(1, 2)
-    s = (b.amax((0, 2)) / a.amax((0, 2))).sqrt().unsqueeze(2)
+    s = sqrt(b.amax((0, 2)) / a.amax((0, 2))).unsqueeze(2)
     a = a * s
     b = b / s
     per_mu = (1 / mu).masked_fill_(mu == 0, 0.0)

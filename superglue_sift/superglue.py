@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
 from superglue_sift.batch import Images, Keypoints, PairBatch, choose_orientations, root_sift
 from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import checkpoint, floats_of_bytes
+from superglue_sift.torch_compat import checkpoint, floats_of_bytes, sqrt
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -349,7 +349,7 @@ def _features_of(
     second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
     second = torch.where(second == -torch.inf, values, second)
     both = torch.stack([values, second]).clamp(-1.0, 1.0)
-    distance, next_distance = (2.0 - 2.0 * both).clamp(min=1e-6).sqrt().unbind(0)
+    distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
     itself = torch.arange(nearest.shape[1], device=nearest.device)
     mutual = best[1].indices.gather(1, nearest) == itself
     theirs = theirs.gather(1, nearest.unsqueeze(2).expand(-1, -1, ours.shape[2]))

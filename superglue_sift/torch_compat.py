@@ -1,5 +1,5 @@
-"""Differences between torch 1.10 and 2.x, one function each. The rest of the library does not
-depend on the version.
+"""Differences between versions of torch and between processors, one function each. The rest of the
+library does not depend on them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,15 @@ floats_of_bytes: Callable[[Tensor], Tensor] = (
     if hasattr(Tensor, "untyped_storage")
     else join_bytes
 )
+
+
+def sqrt(x: Tensor) -> Tensor:
+    """Square root of float32 (...) to 1.5 units of the last place, the same on every processor.
+
+    On CPUs `Tensor.sqrt` calls MKL, which begins with an instruction (RSQRTPS) that Intel and AMD
+    round differently.
+    """
+    return x.sqrt() if x.is_cuda else x.rsqrt().reciprocal()  # of 0: 1 / inf
 
 
 def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from superglue_sift.batch import PairBatch
 from superglue_sift.geometry import transform
+from superglue_sift.torch_compat import sqrt
 
 UNMATCHED = -1  # no counterpart: belongs in the dustbin
 IGNORED = -2  # not counted: too near to be unmatched, not near enough to be a match
@@ -30,15 +31,16 @@ class Truth(NamedTuple):
     matches1: Tensor
 
 
-def _errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
-    """Symmetric error of all pairs of keypoints, (..., M, N) px: the larger of the two directions.
+def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
+    """Squared symmetric error of all pairs of keypoints, (..., M, N): the larger of the two
+    directions.
 
     points0 (..., M, 2), points1 (..., N, 2); mapped0, mapped1: the same in the other view, without
     nan.
     """
     forward = _squared_distance(mapped0, points1)
     back = _squared_distance(points0, mapped1)
-    return torch.maximum(forward, back, out=forward).sqrt_()
+    return torch.maximum(forward, back, out=forward)
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
@@ -110,11 +112,12 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
     for start in range(0, len(batch), pairs):
         rows = slice(start, start + pairs)
-        error = _errors(
+        squared = _squared_errors(
             points[0, rows, :M], points[1, rows, :N], mapped[0, rows, :M], mapped[1, rows, :N]
         )
-        torch.min(error, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
-        torch.min(error, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
+        torch.min(squared, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
+        torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
+    best = sqrt(best)
     itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_(

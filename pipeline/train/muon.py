@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipeline.compat import lerp_
 from pipeline.processes import distributed
 from superglue_sift.superglue import SuperGlue
+from superglue_sift.torch_compat import sqrt
 
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end
 # between 0.7 and 1.2.
@@ -129,7 +130,10 @@ class Muon(torch.optim.Optimizer):
         denominators = FOREACH._foreach_div(
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
-        FOREACH._foreach_sqrt_(denominators)
+        if denominators[0].is_cuda:
+            FOREACH._foreach_sqrt_(denominators)
+        else:
+            denominators = [sqrt(each) for each in denominators]
         FOREACH._foreach_add_(denominators, EPS)
         FOREACH._foreach_addcdiv_(
             parameters,

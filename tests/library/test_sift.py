@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from superglue_sift.extractors import record_dtype
 from superglue_sift.sift import CONTRAST, KEYPOINT, ORIENTED, extract, rank
+
+OTHER = record_dtype("float", 64)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
@@ -53,16 +56,12 @@ def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo
     assert several > 20
 
 
-def test_rank_is_response_times_scale_and_less_for_two_orientations():
-    records = np.zeros(3, ORIENTED)
-    records["score"] = [0.1, 0.05, 0.05]
-    records["scale"] = [2.0, 8.0, 8.0]
-    records["second_descriptor"][2, 5] = 1
-    assert rank(records) == pytest.approx([0.2, 0.4, 0.32])
-    assert rank(records[["x", "score"]]) == pytest.approx([0.1, 0.05, 0.05])  # another extractor's
-    plain = np.zeros(1, KEYPOINT)
-    plain["score"], plain["scale"] = 0.5, 4
-    assert rank(plain) == 2.0
+def test_rank_is_response_times_scale_for_sift_and_else_the_score():
+    for kind, ranks in ((ORIENTED, [0.2, 0.4]), (KEYPOINT, [0.2, 0.4]), (OTHER, [0.1, 0.05])):
+        records = np.zeros(2, kind)
+        records["score"] = [0.1, 0.05]
+        records["scale"] = [2.0, 8.0]
+        assert rank(records) == pytest.approx(ranks)
 
 
 def test_small_pictures_are_described_in_the_doubled_image_too():

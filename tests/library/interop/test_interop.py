@@ -85,7 +85,7 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
     )
     again = matcher.match(*back)
     common = set(map(tuple, again.matches)) & set(map(tuple, matched.found.matches))
-    assert len(common) > 0.97 * len(matched.found.matches)
+    assert len(common) > 0.95 * len(matched.found.matches)  # second orientations are lost
 
 
 # hloc
@@ -139,7 +139,7 @@ def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
     assert set(plugin.required_inputs) <= set(data)
     answer = plugin({"device": "cpu"})._forward(data)
     expected = arrays.to_lightglue_matches(matched.found)["matches0"]
-    assert (answer["matches0"] == expected).float().mean() > 0.97  # descriptors are rounded once
+    assert (answer["matches0"] == expected).float().mean() > 0.95  # as above
     assert answer["matching_scores0"].shape == expected.shape
 
 
