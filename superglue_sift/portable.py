@@ -7,7 +7,8 @@ Keypoints, always: OpenCV's SIFT gives other last bits where it calls Intel's IP
 approximation that the vendors define differently) or its own AVX-512 code. Both are off; this costs
 nothing that can be measured. `cv2.ipp.setUseIPP` acts on one thread only.
 
-Networks, for `train.precision: portable`: `NETWORK`, which costs time (docs/training.md).
+Networks, for `train.precision: portable`: `NETWORK`, which costs time (docs/training.md), and
+`torch_compat.sqrt` in place of MKL's, which uses RSQRTPS too.
 """
 
 from __future__ import annotations
