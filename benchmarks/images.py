@@ -101,7 +101,8 @@ def filled(setting: Setting) -> Iterator[Row]:
     large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
     views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
     sides = tuple(
-        scenes.side_of(sift.extract(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0) for view in views
+        scenes.side_of(sift.extract(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0)
+        for view in views
     )
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
     strict = matches[np.argsort(-scores)[:ALIGNED]]

@@ -78,8 +78,13 @@ class Trainer:
 def write_store(folder: Path, pairs: Sequence[Pair], homographies: Sequence[np.ndarray]) -> Path:
     """A keypoint store of an image for each pair: itself, and its view by the homography."""
     made = [
-        store.ImageViews(f"{i:04d}", p.size0, np.stack([np.eye(3), H]), [p.records0, p.records1],
-            [p.size0, p.size1])
+        store.ImageViews(
+            f"{i:04d}",
+            p.size0,
+            np.stack([np.eye(3), H]),
+            [p.records0, p.records1],
+            [p.size0, p.size1],
+        )
         for i, (p, H) in enumerate(zip(pairs, homographies))
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]

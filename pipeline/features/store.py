@@ -103,9 +103,7 @@ def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[st
 
 
 def index(
-    shards: Sequence[Dict[str, Any]],
-    views: int,
-    extractor: Extractor = extractors.DEFAULT,
+    shards: Sequence[Dict[str, Any]], views: int, extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
     """The content of store.json for these rows of `write_shard`; names the extractor unless it is
     SIFT.
@@ -137,9 +135,10 @@ class Store:
     """Read access to one split. Opening maps the shards; data is read on access.
 
     Attributes: `images` names; `photographs` identifiers (`Entry.photograph`), "" if unknown;
-    `views_per_image`; `digest` SHA-256 over those of the shards; `counts` (images, views) int64 keypoints; `sizes` (images, 2) int32
-    width and height of each image; `extractor` name; `dtype` of the records; `scale_angle` whether
-    they have scale and angle; `min_scale` of the extractor in px, 0 if unknown.
+    `views_per_image`; `digest` SHA-256 over those of the shards; `counts` (images, views) int64
+    keypoints; `sizes` (images, 2) int32 width and height of each image; `extractor` name; `dtype`
+    of the records; `scale_angle` whether they have scale and angle; `min_scale` of the extractor in
+    px, 0 if unknown.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:

@@ -74,7 +74,7 @@ def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
     samples = validation_pairs(0, len(store), store.views_per_image, 48)
     some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
     held_out = HeldOut(store, samples, 48, distributed.start(), some)
-    kinds = {kind: 0 for kind in ("stored", "negative", "zoomed", "changed")}
+    kinds = dict.fromkeys(("stored", "negative", "zoomed", "changed"), 0)
     for sample in samples:
         kinds[some.kind(sample, len(store))] += 1
     assert kinds["stored"] == 24 and min(kinds.values()) > 1

@@ -80,8 +80,8 @@ class Augmentation:
         ) % images
 
     def kind(self, sample: Sample, images: int) -> str:
-        """"stored" (shown as it is), "negative", "zoomed" or "changed", in a set of so many
-        images.
+        """The kind of a pair in a set of so many images: "stored" (shown as it is), "negative",
+        "zoomed" or "changed".
         """
         if sample.seed == NO_AUGMENTATION:
             return "stored"
