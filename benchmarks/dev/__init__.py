@@ -1,3 +1,3 @@
-"""Scenes, sizes of files, learning curves, the first picture, the notebook, a new GPU; `python -m
-benchmarks.dev.<name> --help`.
+"""Scenes, sizes of files, the rank of keypoints, the first picture, the notebook, a new GPU;
+`python -m benchmarks.dev.<name> --help`.
 """

@@ -26,8 +26,6 @@ CODE = "code"  # the commit, among the versions of a checkpoint
 PREFIX = "train."
 # Keys and options of `train` that affect no weight.
 OPERATIONAL = {f"{PREFIX}{key}" for key in ("log_every", "save_every", "val_every", "val_pairs")}
-# Those of version 0.1 that are gone, with what they did nothing with.
-GONE = {"train.ema": 0.0, "train.loader": "plain", "train.profile_steps": 0, "train.window": 1.0}
 # These change how a step is computed: with norm `layer` the same up to rounding.
 COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}
 # These act only through the learning rate.
@@ -67,8 +65,7 @@ def name_of(values: Fingerprint) -> str:
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
     """The keys that differ."""
-    one, other = ({**GONE, **values} for values in (saved, ours))
-    return [key for key in sorted({*one, *other}) if one.get(key) != other.get(key)]
+    return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
 
 
 def misfits(saved: Fingerprint, ours: Fingerprint, step: int) -> List[str]:
