@@ -16,8 +16,8 @@ HEIC need more, imported on use. `pipeline` trains the models. In reading order:
     superglue                     the network, with attention, sinkhorn (optimal transport)
     geometry, pose, truth         homographies and cameras; which keypoints correspond
     refine, patches, tracks       positions of matches to a fraction of a pixel
-    scenes, classical             photographs of one place: which pairs are accepted, all keypoints
-                                  matched
+    scenes, acceptance,           photographs of one place: which pairs are accepted, all keypoints
+    classical                     matched
     weights                       model files
     apps/                         the command line, folders of photographs, the page in the browser
     interop/                      COLMAP, hloc, OpenCV, LightGlue

@@ -46,8 +46,8 @@ class MatchResult(NamedTuple):
     alignment failed.
     correlations: (K,) float32, -1 to 1, of both patches; NaN where a patch leaves its image or is
     flat.
-    pair_score: number of strict matches that agree with one geometry (`Matcher.load(scene=True)`),
-        -1 of a pair that was skipped; None without `scene`.
+    pair_score: probability that both show one place (`Matcher.load(scene=True)`), 0 of a pair that
+        was skipped; None without `scene`.
 
     threshold: all scores exceed it; None if it is not known.
     frame: "upright", pixels rotated according to EXIF, or "stored" (`images`); turned: the EXIF
@@ -65,7 +65,7 @@ class MatchResult(NamedTuple):
     aligned1: Optional[np.ndarray] = None
     deviations: Optional[np.ndarray] = None
     correlations: Optional[np.ndarray] = None
-    pair_score: Optional[int] = None
+    pair_score: Optional[float] = None
     threshold: Optional[float] = None
     frame: str = UPRIGHT
     turned: Tuple[int, int] = (1, 1)
@@ -77,7 +77,7 @@ class MatchResult(NamedTuple):
             for size, keypoints in ((self.size0, self.keypoints0), (self.size1, self.keypoints1))
         )
         above = "" if self.threshold is None else f" above {self.threshold:.2f}"
-        scene = "" if self.pair_score is None else f", pair score {self.pair_score}"
+        scene = "" if self.pair_score is None else f", pair score {self.pair_score:.2f}"
         return f"MatchResult({len(self.matches)} matches{above}{scene}; {sides})"
 
     @property

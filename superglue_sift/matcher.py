@@ -153,7 +153,7 @@ class Matcher:
             extractor: required for non-SIFT models: their `module:function`. Naming it here allows
                 its code to run; without it, such a model matches `Features` only.
             scene: follow `scenes.Rules`; its pairs are not aligned.
-            rules: fields of `scenes.Rules`, such as `accept=15`.
+            rules: fields of `scenes.Rules`, such as `accept=0.8`.
         """
         _check_settings(frame, precision, max_keypoints, resize, threshold)
         scene_rules = scenes.Rules(**rules) if rules or scene else None

@@ -129,8 +129,8 @@ def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatche
     accepted.
     """
     none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # no guiding
-    side0 = scenes.Side(positions(pair.records0).astype(np.float64), none)
-    side1 = scenes.Side(positions(pair.records1).astype(np.float64), none)
+    side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0, none)
+    side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1, none)
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
     accepted = scenes.fill(matches, answer.scores0[index0], threshold, (side0, side1), UNGUIDED)

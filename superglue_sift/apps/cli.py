@@ -54,7 +54,7 @@ from superglue_sift.system import (
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-RULES = ("accept", "strict", "likely", "network_keypoints")  # fields of `scenes.Rules`
+RULES = ("accept", "likely", "network_keypoints")  # fields of `scenes.Rules`
 
 GOES_WITH = {  # option: sources
     "every": (VIDEO, CAMERA),
@@ -74,9 +74,9 @@ NEEDS = {  # option: options, of which it needs one
 }
 RANGES = {
     **dict.fromkeys(("max_keypoints", "k", "every", "frames"), (1, math.inf)),
-    **dict.fromkeys(("accept", "network_keypoints"), (1, math.inf)),
+    "network_keypoints": (1, math.inf),
     **dict.fromkeys(("resize", "likely"), (0, math.inf)),
-    **dict.fromkeys(("threshold", "strict"), (0, 1)),
+    **dict.fromkeys(("threshold", "accept"), (0, 1)),
     "port": (0, 65535),  # 0: any free one
 }
 
@@ -124,8 +124,7 @@ how to match
   below {ENLARGED_TO} px; 0: neither
 --[no-]scene  photographs of one place: accept or reject pairs, then fill them (default with
   --colmap, else --no-scene)
---accept N  with --scene: minimum number of strict matches of one geometry (default {scenes.ACCEPT})
---strict P  with --scene: matches above this confidence are strict (default {scenes.STRICT})
+--accept P  with --scene: minimum probability that both show one place (default {scenes.ACCEPT})
 --likely N  with --scene: skip pairs with fewer classical matches of one geometry (default
   {scenes.LIKELY}; 0: none)
 --network-keypoints N  with --scene: number of keypoints that the network sees (default

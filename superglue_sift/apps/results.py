@@ -115,7 +115,7 @@ def npz_of(found: MatchResult, made: str) -> bytes:
     float32.
 
     After alignment also aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations (M,)
-    float32, NaN without a match; `frame` () and `turned` (2,); and for scenes pair_score, int64.
+    float32, NaN without a match; `frame` () and `turned` (2,); and for scenes pair_score ().
     See `MatchResult`. `made_from` () is the text of `made_from`.
     """
     matches, scores = found.dense()
@@ -158,7 +158,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], size0: Size, size1: Size) -> M
         arrays["match_confidence"][matched],
         size0,
         size1,
-        pair_score=int(arrays["pair_score"]) if "pair_score" in arrays else None,
+        pair_score=float(arrays["pair_score"]) if "pair_score" in arrays else None,
         frame=str(arrays["frame"]),
         turned=(turned0, turned1),
         **aligned,
@@ -182,9 +182,9 @@ def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchRes
             return os.path.relpath(item.image, root) if is_file else item.name
 
         def add(item0: Any, item1: Any, found: MatchResult) -> None:
-            score: Any = found.pair_score
+            score = f"{found.pair_score:.4f}"
             reason = "" if found.accepted else "not accepted"
-            if score == scenes.SKIPPED:
+            if found.pair_score == scenes.SKIPPED:
                 score = ""
                 reason = "skipped: too few classical matches"
             counts = (len(found.matches), score, int(found.accepted))

@@ -55,7 +55,7 @@ class Expansion:
     def __init__(self, images: Sequence[Any]) -> None:
         self._images = list(images)
         self._number = {image: number for number, image in enumerate(images)}
-        self._scores: Dict[Tuple[int, int], int] = {}  # 0: rejected
+        self._scores: Dict[Tuple[int, int], float] = {}  # 0: rejected
 
     def __call__(self, image0: Any, image1: Any, result: Any) -> None:
         i, j = sorted((self._number[image0], self._number[image1]))
@@ -68,11 +68,11 @@ class Expansion:
         The score of a pair is the lower of the scores of both with a third image, for the best
         third image.
         """
-        near: Dict[int, Dict[int, int]] = collections.defaultdict(dict)
+        near: Dict[int, Dict[int, float]] = collections.defaultdict(dict)
         for (i, j), score in self._scores.items():
             if score:
                 near[i][j] = near[j][i] = score
-        best: Dict[Tuple[int, int], int] = {}
+        best: Dict[Tuple[int, int], float] = {}
         for known in near.values():
             for i, j in itertools.combinations(sorted(known), 2):
                 if (i, j) not in self._scores:

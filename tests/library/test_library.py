@@ -286,7 +286,7 @@ def features(count, width, value=9.0, scales=5):
             "threshold 1.5: must be between 0 and 1",
         ),
         (lambda matcher, folder: Matcher.load(frame="lying"), "frame 'lying'"),
-        (lambda matcher, folder: Matcher.load(accept=3), "accept: only with scene=True"),
+        (lambda matcher, folder: Matcher.load(accept=0.3), "accept: only with scene=True"),
         (
             lambda matcher, folder: matcher.extract([[0, 1]]),
             "type list: must be a file, a PIL image, an array or a tensor",

@@ -97,7 +97,7 @@ def test_only_pairs_without_matches_are_added(database, capsys):
 
 
 def test_a_rejected_pair_is_not_tried_again(database, capsys):
-    words = ["--colmap", "x.db", "--device", "cpu", "--accept", "5000"]
+    words = ["--colmap", "x.db", "--device", "cpu", "--accept", "1"]
     assert cli.main(words) == 0
     assert "3 pairs matched, 0 of them with matches" in capsys.readouterr().out
     assert cli.main(words) == 0
