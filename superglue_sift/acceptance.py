@@ -147,7 +147,8 @@ def neighbours(points: np.ndarray) -> np.ndarray:
     """(k, NEAR) the others nearest to each of k > 1 points (k, 2), nearest first; or all."""
     from scipy.spatial import KDTree
 
-    return KDTree(points).query(points, min(NEAR + 1, len(points)))[1][:, 1:]
+    _, nearest = KDTree(points).query(points, min(NEAR + 1, len(points)))
+    return np.asarray(nearest)[:, 1:]
 
 
 def _kept(near: np.ndarray, there: np.ndarray) -> float:
