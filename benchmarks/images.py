@@ -105,8 +105,8 @@ def filled(setting: Setting) -> Iterator[Row]:
         for view in views
     )
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
-    strict = matches[np.argsort(-scores)[:ALIGNED]]
-    given = strict, np.ones(len(strict), np.float32), 0.5, sides, scenes.Rules()
+    surest = matches[np.argsort(-scores)[:ALIGNED]]
+    given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.Rules()
     taken = setting.time({"fill": lambda: scenes.fill(*given)})
     sizes = " and ".join(f"{len(side.points):,}" for side in sides)
     yield of_seconds(f"filling a pair of {sizes} keypoints", taken["fill"])

@@ -83,12 +83,12 @@ def write_store(folder: Path, pairs: Sequence[Pair], homographies: Sequence[np.n
             p.size0,
             np.stack([np.eye(3), H]),
             [p.records0, p.records1],
-            [p.size0, p.size1],
+            np.array([p.size0, p.size1]),
         )
         for i, (p, H) in enumerate(zip(pairs, homographies))
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2, pairs[0].size0)))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, 2)))
     return folder
 
 

@@ -31,7 +31,7 @@ SEVEN = 7  # matches give a fundamental matrix
 FOLLOWED = 5  # so many are looked for
 NEAR = 10  # among so many in the other image
 MAPPED = 8  # give the map
-PRIOR_PX = 5.0  # a map of neighbours at this distance is half of what they say
+PRIOR_PX = 5.0  # with neighbours at this distance, a map is half of their least-squares one
 # A match is where its neighbours say to this part of their spread, and these pixels
 SMOOTH = 0.3
 SMOOTH_PX = 3.0
@@ -106,9 +106,9 @@ def features_of(matched: Matched, inliers: np.ndarray) -> np.ndarray:
     count = len(agreeing.scores)
     if count <= SEVEN:
         return np.zeros(len(FEATURES))
-    near0 = neighbours(agreeing.points0)
-    near1 = neighbours(agreeing.points1)
-    maps, smooth = local_maps(agreeing.points0, agreeing.points1, near0[:, :MAPPED])
+    near0 = _neighbours(agreeing.points0)
+    near1 = _neighbours(agreeing.points1)
+    maps, smooth = _maps_around(agreeing.points0, agreeing.points1, near0[:, :MAPPED])
     digits = significance(len(matched.scores), count, _chance(matched.sizes))
     return np.array(
         [
@@ -143,7 +143,7 @@ def _chance(sizes: Tuple[Tuple[float, float], Tuple[float, float]]) -> float:
     return min(max(strips), 0.5)
 
 
-def neighbours(points: np.ndarray) -> np.ndarray:
+def _neighbours(points: np.ndarray) -> np.ndarray:
     """(k, NEAR) the others nearest to each of k > 1 points (k, 2), nearest first; or all."""
     from scipy.spatial import KDTree
 
@@ -157,7 +157,7 @@ def _kept(near: np.ndarray, there: np.ndarray) -> float:
     return float(followed.any(2).mean())
 
 
-def local_maps(
+def _maps_around(
     points0: np.ndarray, points1: np.ndarray, near: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Affine maps (k, 2, 2) of the neighbours (k, n) of each of k matches (k, 2), and (k,) bool,

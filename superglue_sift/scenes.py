@@ -1,9 +1,9 @@
 """Pairs of photographs of one place: decide whether two overlap, then find all matches that fit
 their geometry.
 
-0. The classical matcher matches the strongest keypoints, in a thirtieth of the network's time. A
+0. The classical matcher matches the first keypoints, in a thirtieth of the network's time. A
    pair is skipped if very few of these matches agree with one fundamental matrix (MAGSAC++).
-1. The network matches the strongest keypoints. A pair is rejected if, by these matches, the
+1. The network matches the first keypoints. A pair is rejected if, by these matches, the
    probability of one place is too low (`acceptance`).
 2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`).
    The geometry is fitted again to its matches and those of the network that agreed. The network's
@@ -19,6 +19,7 @@ from typing import List, NamedTuple, Sequence, Tuple, Union
 import numpy as np
 
 from superglue_sift import acceptance, classical, geometry
+from superglue_sift.acceptance import INLIER_PX
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult, near_stamp
 from superglue_sift.sift import positions, rank
@@ -28,8 +29,7 @@ ACCEPT = 0.5  # minimum probability of an accepted pair
 # Minimum classical matches of one geometry to run the network; any eight may agree by chance
 LIKELY = 9
 SKIPPED = 0.0  # the score of a pair of which the network was not run; those of others are above
-LIKELY_KEYPOINTS = 2048  # strongest keypoints that the classical matcher matches first
-FIT_PX = 1.5  # of the robust fits
+LIKELY_KEYPOINTS = 2048  # first keypoints that the classical matcher matches first
 BAND_PX = 1.2  # distance to the epipolar line up to which a match is kept, in both images
 EXACT_PX = 0.8  # the same for keypoints that the pixels of all pairs aligned
 NETWORK_KEYPOINTS = 1024
@@ -42,9 +42,9 @@ class Rules:
     """How pairs of a scene are matched. Raises RequestError for a value out of range.
 
     accept: minimum probability that an accepted pair shows one place.
-    likely: pairs with fewer classical matches of one geometry among the strongest keypoints are
+    likely: pairs with fewer classical matches of one geometry, among the first keypoints, are
     skipped.
-    network_keypoints: number of the strongest keypoints that the network matches. guided: also
+    network_keypoints: number of the first keypoints that the network matches. guided: also
     match the others.
     """
 
@@ -79,7 +79,7 @@ class Screened(NamedTuple):
     """Two photographs after a first look.
 
     agreeing: number of classical matches that agree with one fundamental matrix. kept: (m,) indices
-    of each photograph's keypoints that lie on no stamp of both, strongest first. sides:
+    of each photograph's keypoints that lie on no stamp of both, by falling rank. sides:
     features of these.
     """
 
@@ -97,7 +97,7 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.find_stamps()
     index0, index1 = found.matches[~stamped].T
-    fit = geometry.fit_fundamental(one.points[index0], other.points[index1], FIT_PX)
+    fit = geometry.fit_fundamental(one.points[index0], other.points[index1], INLIER_PX)
     sizes = (found.size0, found.size1)
     kept = [
         order[~near_stamp(side.keypoints[order], points[stamped], *sizes)]
@@ -176,7 +176,7 @@ def fill(
         more = classical.ratio_matches(sides[0].described, sides[1].described)
         # those of the network alone may be few in wide views, and lie along a row of windows
         both = _points(sides, np.concatenate([agreeing, more[0]]))
-        F = geometry.fit_fundamental(*both, FIT_PX).model
+        F = geometry.fit_fundamental(*both, INLIER_PX).model
         judged = acceptance.judge(found, judged.F if F is None else F)
         # a match of both matchers keeps the network's score
         matches, at = np.unique(np.concatenate([matches, more[0]]), axis=0, return_index=True)

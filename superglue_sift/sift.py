@@ -83,7 +83,9 @@ def rank(records: np.ndarray) -> np.ndarray:
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
-    """The `max_keypoints` of highest `rank` of (n,) records, one per position, in this order."""
+    """The `max_keypoints` of highest `rank` of (n,) records, in this order; at each position only
+    the one of highest score.
+    """
     order, first = _by_position(records)
     distinct = records[order[first]]
     return distinct[_highest(rank(distinct), distinct, max_keypoints)]
@@ -97,7 +99,7 @@ def positions(records: np.ndarray) -> np.ndarray:
 def root_sift_of(descriptors: np.ndarray) -> np.ndarray:
     """RootSIFT (Arandjelovic 2012) of (n, 128): float32 of unit length; zeros stay zeros.
 
-    Bitwise equal on every machine, which torch's square root is not.
+    Bitwise equal on every machine.
     """
     values = descriptors.astype(np.float32)
     return np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
@@ -148,7 +150,7 @@ def _highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
 
 
 def _by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Order of (n,) records by position, at each by falling score; the places where one begins."""
+    """Order of (n,) records by position, at each by falling score; where positions begin."""
     falling = -records["scale"], -records["score"]
     order = np.lexsort((records["angle"], *falling, records["x"], records["y"]))
     place = positions(records[order])

@@ -1,8 +1,8 @@
 """Made pairs of photographs, of one place and of two, to learn which pairs a scene accepts.
 
 Of one place: views of one plane, views of several planes at different depths, views of a wall of
-equal windows. Of two places: other photographs, the most similar ones, two parts of one photograph
-that share nothing, the same stamp on both, a mirror image, walls with the same windows.
+equal windows. Of two places: the most similar photographs, two parts of one photograph that share
+nothing, the same stamp on both, a mirror image, walls with the same windows.
 """
 
 from __future__ import annotations

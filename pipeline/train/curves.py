@@ -6,6 +6,7 @@ The text of the curves is also in every checkpoint: a training that is resumed c
 from __future__ import annotations
 
 import json
+from math import nan
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, TextIO
 
@@ -39,9 +40,10 @@ class Curve:
             path.unlink(missing_ok=True)
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Append a point, always with the same metrics. Raises OSError (a full disk)."""
+        """Append a point, with the metrics of the first one. Raises OSError (a full disk)."""
         lines = "" if self.text else ",".join(["step", *point]) + "\n"
-        lines += ",".join([str(step), *(f"{value:.6g}" for value in point.values())]) + "\n"
+        names = (self.text or lines).split("\n")[0].split(",")[1:]
+        lines += ",".join([str(step), *(f"{point.get(name, nan):.6g}" for name in names)]) + "\n"
         self.text += lines
         if self._path is None:
             return

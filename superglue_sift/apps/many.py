@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+from superglue_sift import acceptance
 from superglue_sift.apps import results, retrieval
 from superglue_sift.apps.pairing import CAMERA, Pairs, choose_job, root_of
 from superglue_sift.apps.results import ENDINGS, MATCHES
@@ -77,12 +78,16 @@ def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
 def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
     """All inputs of a pair's matches except the images, for `results.made_from`."""
     extractor = matcher.extractor or DEFAULT
+    scene = {}
+    if matcher.rules:
+        judged = [*acceptance.WEIGHTS.tolist(), acceptance.BIAS]
+        scene = {"scene": dataclasses.asdict(matcher.rules), "acceptance": judged}
     return {
         "weights": file_sha256(args.model or shipped_weights()),
         "extractor": f"{extractor.name} {extractor.code}".strip(),
         "precision": args.precision,
         **{name: getattr(matcher, name) for name in SETTINGS},
-        **({"scene": dataclasses.asdict(matcher.rules)} if matcher.rules else {}),
+        **scene,
     }
 
 

@@ -8,10 +8,11 @@ import torch
 from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
-from benchmarks import images, plain, timing
-from benchmarks.synthetic import make_batch
+from benchmarks import images, plain, timing, training
+from benchmarks.synthetic import make_batch, make_pairs
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
+from pipeline.features.store import Store
 from pipeline.train.objective import assignment_loss
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.truth import ground_truth
@@ -114,3 +115,10 @@ class TestTable:
     def test_wrong_requests_are_named(self, arguments, said):
         with pytest.raises(RequestError, match=said):
             benchmark.main([*arguments, "--device", "cpu"])
+
+
+def test_a_store_of_synthetic_pairs_can_be_read(tmp_path):
+    pairs, homographies = make_pairs(8, 2)
+    opened = Store(training.write_store(tmp_path, pairs, homographies))
+    view = opened.view(1, 1)
+    assert view.records.tobytes() == pairs[1].records1.tobytes() and view.size == pairs[1].size1

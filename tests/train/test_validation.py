@@ -7,6 +7,7 @@ from processes import in_group
 
 from pipeline.features.store import Store
 from pipeline.processes import distributed
+from pipeline.train.curves import Curve
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
@@ -87,3 +88,9 @@ def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
     for name in ("loss", "f1"):
         assert of_zoomed[name] == metrics[f"{name}_zoomed"] == of_zoomed[f"{name}_zoomed"]
     assert metrics["f1_stored"] > metrics["f1_zoomed"] and metrics["matches_negative"] >= 0
+
+
+def test_a_curve_keeps_its_columns_when_it_goes_on_with_other_metrics():
+    curve = Curve(None, "step,loss,f1_zoomed\n10,0.5,0.8\n")
+    curve.append(20, {"loss": 0.4, "f1_negative": 0.1})
+    assert curve.text.splitlines()[-1] == "20,0.4,nan"

@@ -47,7 +47,7 @@ class Augmentation:
     rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just
     holds it.
     negatives: fraction of pairs from different images, which have no match.
-    min_keypoints: each view keeps its strongest n, with n log-uniform from here to the limit; 0:
+    min_keypoints: each view keeps its first n, with n log-uniform from here to the limit; 0:
     always the limit.
     zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
         images; the factor is log-uniform from MIN_ZOOM to MAX_ZOOM.
@@ -81,7 +81,7 @@ class Augmentation:
 
     def kind(self, sample: Sample, images: int) -> str:
         """The kind of a pair in a set of so many images: "stored" (shown as it is), "negative",
-        "zoomed" or "changed".
+        "zoomed", or "changed", any other augmented pair.
         """
         if sample.seed == NO_AUGMENTATION:
             return "stored"

@@ -34,7 +34,7 @@ def load_batch(
     """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
 
     Args:
-        max_keypoints: number of keypoints to keep of each view, the strongest.
+        max_keypoints: number of keypoints to keep of each view, the first.
         augmentation: random changes of each pair, by its `sample.seed`, unless that is
             NO_AUGMENTATION.
     """
