@@ -78,11 +78,9 @@ def most_similar(ours: matcher.Matcher, photos: Dict[str, np.ndarray]) -> List[s
 
 
 def examine(ours: matcher.Matcher, photo: str, pair: places.Made) -> Optional[Example]:
-    """A made pair as a scene sees it; None if skipped, or without a geometry where one is right."""
+    """A made pair as a scene that skips none sees it; None if one is right and no geometry fits."""
     sides = [ours.extract(image) for image in (pair.image0, pair.image1)]
     screened = scenes.screen(sides, ours.resize)
-    if screened.agreeing < scenes.LIKELY:
-        return None
     few = [scenes.select(side, slice(scenes.NETWORK_KEYPOINTS)) for side in screened.sides]
     one, other = (side.as_found(ours.resize) for side in few)
     seen = Pair(one.records, other.records, one.size, other.size)
