@@ -192,7 +192,11 @@ def write():
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for number, processor in enumerate((THIS, *IMITATED)):
-            values = environment(processor, folder)
+            try:
+                values = environment(processor, folder)
+            except pytest.skip.Exception as reason:
+                print(f"imitating {processor}: SKIP: {reason}")
+                continue
             found = {
                 "versions": versions(),
                 "views": compute_keypoints(values),

@@ -383,5 +383,5 @@ class TestSuperGlue:
             for name, value in answers[0][0].items():
                 assert torch.allclose(values[name], value, atol=2e-5), name
             for a, b in zip(answers[0][1], gradient):
-                # BatchNorm's sums over all tokens cancel: off by 2.2e-5 on an AMD Zen 5
+                # BatchNorm's sums over all tokens cancel: off by 2.2e-5 on an AMD Zen 4
                 assert torch.allclose(a, b, atol=5e-5 * max(1.0, float(a.abs().max())))
