@@ -40,8 +40,8 @@ SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 
 FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.46, 5.56, 0.08, 0.70])
-BIAS = -7.10
+WEIGHTS = np.array([0.24, 5.18, 0.37, 0.77])
+BIAS = -6.79
 
 
 class Matched(NamedTuple):
