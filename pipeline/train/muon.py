@@ -130,10 +130,10 @@ class Muon(torch.optim.Optimizer):
         denominators = FOREACH._foreach_div(
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
-        if denominators[0].is_cuda:
-            FOREACH._foreach_sqrt_(denominators)
-        else:
-            denominators = [sqrt(each) for each in denominators]
+        # as one tensor, and not by `_foreach_sqrt_`, whose bits differ between processors
+        roots = sqrt(torch.cat([each.flatten() for each in denominators]))
+        parts = roots.split([each.numel() for each in denominators])
+        denominators = [part.view_as(each) for part, each in zip(parts, denominators)]
         FOREACH._foreach_add_(denominators, EPS)
         FOREACH._foreach_addcdiv_(
             parameters,

@@ -34,7 +34,8 @@ def test_a_step_takes_few_launches_and_reads_nothing_back(launches, least):
     """64 pairs of 1,024 keypoints, and of 1,024 to 128 as `train.min_keypoints` draws them."""
     counts = np.geomspace(1024, least, 64).round().astype(int).tolist()
     found = launches.launches_of_a_step(counts)
-    assert sum(found.values()) <= 1500, found
+    # four square roots are two launches each here, where a GPU has one
+    assert sum(found.values()) <= 1504, found
 
 
 def test_a_read_from_the_device_is_an_error(launches):
