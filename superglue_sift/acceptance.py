@@ -3,7 +3,7 @@
 Matches of two places may agree with one fundamental matrix by chance, or because windows repeat.
 Four numbers tell this from one place, and a logistic regression weighs them:
 
-- significance: log(1 + s). Wrong matches give so many inliers, for any choice of seven matches,
+- significance: log(1 + s). Wrong matches give as many inliers, for any choice of seven matches,
   once in 10^s pairs (a contrario; Moisan and Stival 2004).
 - order: part of the neighbours of an inlier that are near it in the other image, too.
 - smoothness: how many more inliers are where their neighbours say than of wrong matches.
@@ -28,14 +28,14 @@ COUNTED = 0.2  # confidence above which a match counts
 INLIER_PX = 1.5  # distance from the epipolar lines, in both images
 SEVEN = 7  # matches give a fundamental matrix
 # Neighbours of an inlier, among the inliers
-FOLLOWED = 5  # so many are looked for
-NEAR = 10  # among so many in the other image
+FOLLOWED = 5  # the nearest, which are looked for
+NEAR = 10  # the nearest in the other image, among which they are looked for
 MAPPED = 8  # give the map
 PRIOR_PX = 5.0  # with neighbours at this distance, a map is half of their least-squares one
 # A match is where its neighbours say to this part of their spread, and these pixels
 SMOOTH = 0.3
 SMOOTH_PX = 3.0
-# Of wrong matches so many are smooth, and have maps of a mirror image
+# Parts of wrong matches that are smooth, and that have maps of a mirror image
 SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 

@@ -56,7 +56,7 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
     first = order[first]
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
     shared = np.logical_and.reduce([*same, first != second])
-    kept = _highest(values["score"][first] * values["scale"][first], values[first], max_keypoints)
+    kept = _highest(_rank_of_sift(values[first]), values[first], max_keypoints)
     first = first[kept]
     shared = shared[kept]
     second = second[kept][shared]
@@ -78,8 +78,12 @@ def rank(records: np.ndarray) -> np.ndarray:
     extractors: the score.
     """
     is_sift = records.dtype in (KEYPOINT, ORIENTED)
+    return _rank_of_sift(records) if is_sift else records["score"]
+
+
+def _rank_of_sift(records: np.ndarray) -> np.ndarray:
     # the product in float32 has the same bits on every processor
-    return records["score"] * records["scale"] if is_sift else records["score"]
+    return records["score"] * records["scale"]
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:

@@ -47,7 +47,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         for row, power in enumerate(POWERS):
             places = [places_of(records, power)[at] for records, at in zip(sides, matches.T)]
             kept[row] += [(np.maximum(*places) < count).sum() for count in args.keep]
-    print(f"{total} right matches; kept in both views, in %, of so many keypoints")
+    print(f"{total} right matches; kept in both views, in %, by number of keypoints")
     print("power" + "".join(f"{count:8}" for count in args.keep))
     for power, counts in zip(POWERS, kept):
         shares = "".join(f"{100 * count / max(total, 1):8.1f}" for count in counts)

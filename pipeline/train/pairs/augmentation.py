@@ -80,7 +80,7 @@ class Augmentation:
         ) % images
 
     def kind(self, sample: Sample, images: int) -> str:
-        """The kind of a pair in a set of so many images: "stored" (shown as it is), "negative",
+        """The kind of a pair in a set of `images` images: "stored" (shown as it is), "negative",
         "zoomed", or "changed", any other augmented pair.
         """
         if sample.seed == NO_AUGMENTATION:
