@@ -11,14 +11,13 @@ from superglue_sift import drawing, geometry, refine
 from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.geometry import Size
 from superglue_sift.images import UPRIGHT, Photo
-from superglue_sift.pose import Pose, relative_pose
+from superglue_sift.pose import POSE_PX, Pose, relative_pose
 from superglue_sift.sift import positions
 from superglue_sift.system import RequestError
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
 # Distances up to which a match is an inlier, in pixels of an image of `geometry.REFERENCE_PX`
 INLIER_PX = 3.0  # of a homography or a fundamental matrix
-POSE_PX = 1.0  # of a relative pose
 # Of stamps (`find_stamps`), also in pixels of such an image
 SAME_PX = 1.5  # scatter of the translations of one stamp
 PLACE_PX = 10.0  # maximum distance from the same place in both images
@@ -228,7 +227,7 @@ class MatchResult(NamedTuple):
         """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`pose.relative_pose`).
 
         R and t are None without a solution. threshold_px: distance from epipolar lines, in pixels
-        of image 1; None: 1 px, in larger images as for `homography`. Raises ValueError for
+        of image 1; None: 0.6 px, in larger images as for `homography`. Raises ValueError for
         intrinsics of another shape.
         """
         to0, to1 = self._reductions()

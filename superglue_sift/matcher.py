@@ -323,27 +323,28 @@ class Matcher:
         with self._turn:
             return match_pairs(self.model, pairs, self.device) if pairs else []
 
+    def match_first(
+        self, screened: Sequence[scenes.Screened], network_keypoints: int
+    ) -> List[MatchResult]:
+        """All matches of the network of the first keypoints of each pair, without its stamps."""
+        few = slice(network_keypoints)
+        sides = [[scenes.select(side, few) for side in each.sides] for each in screened]
+        answers = self._ask([self._pair(*pair) for pair in sides])
+        found = (MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers))
+        return [result.only(~result.find_stamps()) for result in found]
+
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(pair, self.resize) for pair in sides]
-        few = slice(rules.network_keypoints)
-        asked = [
-            self._pair(*(scenes.select(side, few) for side in each.sides))
-            for each in screened
-            if each.agreeing >= rules.likely
-        ]
-        answers = iter(self._ask(asked))
-        nothing = scenes.Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), scenes.SKIPPED)
+        likely = [each for each in screened if each.agreeing >= rules.likely]
+        matched = iter(self.match_first(likely, rules.network_keypoints))
         results = []
         for pair, each in zip(sides, screened):
-            found = nothing
+            found = scenes.NOTHING
             if each.agreeing >= rules.likely:
-                answer = next(answers)
-                side0, side1 = each.sides
-                of_network = MatchResult.of(side0, side1, answer.matches0, answer.scores0)
-                found = scenes.finish(each, of_network, self.threshold, self.resize, rules)
+                found = scenes.finish(each, next(matched), self.threshold, self.resize, rules)
             result = MatchResult.of(*pair, found.matches, found.scores)
             results.append(result._replace(pair_score=found.score))
         return results

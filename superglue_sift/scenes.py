@@ -138,14 +138,16 @@ class Filled(NamedTuple):
     score: float
 
 
+NOTHING = Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), SKIPPED)
+
+
 def finish(
     screened: Screened, found: MatchResult, threshold: float, resize: int, rules: Rules
 ) -> Filled:
-    """`fill` a pair that was screened, from the network's matches of `screened.sides`.
+    """`fill` a pair that was screened, from the matches of its first keypoints.
 
     Returns indices of the keypoints before screening, in the order of image 0.
     """
-    found = found.only(~found.find_stamps())
     one, other = (side_of(side.records, side.size, resize) for side in screened.sides)
     pair = fill(found.matches, found.scores, threshold, (one, other), rules)
     kept0, kept1 = screened.kept

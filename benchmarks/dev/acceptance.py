@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from scipy.optimize import minimize
 
 from benchmarks.dev import places
 from pipeline import errors
 from pipeline.image_sets.sources import open_manifest
+from pipeline.views.homography import generator
 from superglue_sift import acceptance, matcher, scenes
 from superglue_sift.apps import retrieval
-from superglue_sift.batch import Pair
 from superglue_sift.images import decode_gray
-from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import root_sift_of
 
@@ -34,7 +34,6 @@ DESCRIPTORS = 600  # of each photograph, to find similar ones
 SAME = 0.4  # cosine of photographs that do show one place: 0.52 of two of one boy, 0.21 of others
 PARTS = 8  # of the photographs, each judged by weights of the others
 PENALTY = 1.0  # of the squares of the weights, per deviation of the feature
-STEPS = 50  # of Newton's method
 BINS = (0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1)
 
 
@@ -81,14 +80,9 @@ def examine(ours: matcher.Matcher, photo: str, pair: places.Made) -> Optional[Ex
     """A made pair as a scene that skips none sees it; None if one is right and no geometry fits."""
     sides = [ours.extract(image) for image in (pair.image0, pair.image1)]
     screened = scenes.screen(sides, ours.resize)
-    few = [scenes.select(side, slice(scenes.NETWORK_KEYPOINTS)) for side in screened.sides]
-    one, other = (side.as_found(ours.resize) for side in few)
-    seen = Pair(one.records, other.records, one.size, other.size)
-    answer = matcher.match_pairs(ours.model, [seen], ours.device)[0]
-    found = MatchResult.of(few[0], few[1], answer.matches0, answer.scores0)
-    found = found.only(~found.find_stamps())
-    reduced = [scenes.side_of(side.records, side.size, ours.resize) for side in few]
-    matched = scenes.matched_of(found.matches, found.scores, (reduced[0], reduced[1]))
+    found = ours.match_first([screened], scenes.NETWORK_KEYPOINTS)[0]
+    one, other = (scenes.side_of(side.records, side.size, ours.resize) for side in screened.sides)
+    matched = scenes.matched_of(found.matches, found.scores, (one, other))
     judged = acceptance.judge(matched)
     right = pair.right(found.points0[judged.inliers], found.points1[judged.inliers])
     if len(pair.planes) and not judged.features.any():
@@ -112,7 +106,7 @@ def make_examples(folder: Path, model: Optional[Path], device: str) -> List[Exam
 
     def example(item: Tuple[int, str, int]) -> Optional[Example]:
         place, kind, index = item
-        rng = places.generator(names[place], kind, index)
+        rng = generator(0, f"{kind} {names[place]}", index)
         other = names[(place + 1 + rng.integers(len(names) - 1)) % len(names)]
         other = similar[place] if kind == "similar" else other
         pair = places.KINDS[kind][0](rng, photos[names[place]], photos[other])
@@ -124,17 +118,17 @@ def make_examples(folder: Path, model: Optional[Path], device: str) -> List[Exam
 
 
 def learn(features: np.ndarray, right: np.ndarray) -> Weights:
-    """Logistic regression of (n, 4) on (n,) bool by Newton's method."""
+    """Logistic regression of (n, 4) on (n,) bool."""
     deviation = features.std(0) + 1e-9
     rows = np.column_stack([features / deviation, np.ones(len(features))])
+    signs = np.where(right, 1.0, -1.0)
     each = np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
-    penalty = PENALTY * np.diag([*np.ones(features.shape[1]), 0.0])
-    found = np.zeros(rows.shape[1])
-    for _ in range(STEPS):
-        p = 1 / (1 + np.exp(-rows @ found))
-        slope = rows.T @ (each * (p - right)) + penalty @ found
-        curvature = (rows * (each * p * (1 - p))[:, None]).T @ rows + penalty
-        found -= np.linalg.solve(curvature, slope)
+
+    def loss(weights: np.ndarray) -> float:
+        wrong = each @ np.logaddexp(0.0, -signs * (rows @ weights))
+        return float(wrong + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
+
+    found = minimize(loss, np.zeros(rows.shape[1])).x
     return Weights(found[:-1] / deviation, float(found[-1]))
 
 

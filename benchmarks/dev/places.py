@@ -7,7 +7,6 @@ nothing, the same stamp on both, a mirror image, walls with the same windows.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any, Callable, Dict, NamedTuple, Tuple
 
 import cv2
@@ -41,12 +40,6 @@ class Made(NamedTuple):
         for H in self.planes:
             right |= np.linalg.norm(transform(points0, H) - points1, axis=1) < RIGHT_PX
         return right
-
-
-def generator(name: str, kind: str, index: int) -> np.random.Generator:
-    """The generator of a pair, independent of the other pairs."""
-    digest = hashlib.sha256(f"{name} {kind} {index}".encode()).digest()
-    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
 def made(kind: str, image0: np.ndarray, image1: np.ndarray, planes: Any = ()) -> Made:

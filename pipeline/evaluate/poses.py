@@ -21,7 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift.pose import FAR, MIN_ESSENTIAL, relative_pose
+from superglue_sift.pose import FAR, MIN_ESSENTIAL, POSE_PX, relative_pose
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
@@ -40,8 +40,8 @@ RULES = {  # for protocol.json
         f" {CONFIDENCE}"
     ),
     "refined": (
-        "cv2.findEssentialMat, USAC_ACCURATE; then scipy's least_squares of Sampson distances,"
-        " Cauchy loss"
+        f"cv2.findEssentialMat, USAC_ACCURATE at {POSE_PX:g} px; then scipy's least_squares of"
+        " Sampson distances, Cauchy loss"
     ),
 }
 
@@ -185,7 +185,7 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
 def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
     """That of `MatchResult.relative_pose`."""
     points = found.points0, found.points1
-    pose = relative_pose(*points, cameras.K0, cameras.K1, RANSAC_PX, found.deviations)
+    pose = relative_pose(*points, cameras.K0, cameras.K1, deviations=found.deviations)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 
