@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from superglue_sift.geometry import Size
-from superglue_sift.system import FileName, write_atomic
+from superglue_sift.system import FileName, RequestError, write_atomic
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
@@ -196,15 +196,15 @@ def shrink(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
 
 
 def write(path: Path, picture: np.ndarray) -> None:
-    """Write a BGR picture in the format of its extension. Raises OSError."""
+    """Write a BGR picture in the format of its extension. Raises RequestError, OSError."""
     write_atomic(path, encode(path.suffix.lower(), picture))
 
 
 def encode(ending: str, picture: np.ndarray) -> bytes:
-    """Encode a BGR picture in the format of an extension such as ".jpg". Raises OSError if OpenCV
-    cannot.
+    """Encode a BGR picture in the format of an extension such as ".jpg". Raises RequestError if
+    OpenCV cannot.
     """
-    ok, encoded = cv2.imencode(ending, picture)
-    if not ok:
-        raise OSError(0, "the picture could not be encoded", ending)
-    return encoded.tobytes()
+    try:
+        return cv2.imencode(ending, picture)[1].tobytes()
+    except cv2.error:
+        raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None

@@ -135,8 +135,10 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
     except (KeyError, TypeError, IndexError) as error:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
+    if not count and (descriptors.ndim != 2 or not descriptors.shape[1]):
+        return np.empty(0, sift.ORIENTED)  # of an unknown kind
     if not count:
-        return np.empty(0, sift.ORIENTED)
+        keypoints = keypoints.reshape(0, 2)
     if keypoints.shape != (count, 2) or scores.shape != (count,):
         raise wrong(
             f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)"

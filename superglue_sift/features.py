@@ -128,7 +128,9 @@ class Features(NamedTuple):
         records["x"], records["y"] = keypoints.T
         for name, values in columns.items():
             records[name[:-1]] = values
-        records["descriptor"] = descriptors
+        records["descriptor"] = np.rint(descriptors)
+        if not all(np.isfinite(records[name]).all() for name in sift.GEOMETRY):
+            raise RequestError("keypoints, scales, angles and scores must be finite")
         return cls(records, size)
 
     @classmethod

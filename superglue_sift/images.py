@@ -29,7 +29,7 @@ from superglue_sift.system import FileName, RequestError
 
 # of images in folders
 EXTENSIONS = (
-    ".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
+    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
     ".gif", ".jp2", ".avif", ".heic", ".heif",
 )  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
@@ -116,7 +116,8 @@ def open_image(data: bytes, name: str) -> Image.Image:
     if tile[0] * tile[1] > MAX_PIXELS:
         raise BadImage(name, f"too large: tiles of {tile[0]}x{tile[1]} pixels")
     if image.format == "JPEG":
-        _check_jpeg(data, stream.tell(), width * height, name)
+        blocks = width * height // 64 * max(len(image.getbands()), 3)
+        _check_jpeg(data, stream.tell(), blocks, name)
     elif image.format == "PNG":
         try:
             image.verify()  # the checksum of every chunk; the file has to be opened again
@@ -135,6 +136,8 @@ def is_plain_jpeg(data: bytes, name: str) -> bool:
 def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     """Pixels of a PIL image: (H, W) uint8 gray, or (H, W, 3) uint8 BGR; transparency is ignored."""
     deep = image.mode[0] in "IF"
+    if "transparency" in image.info:
+        image = image.copy()  # the caller's keeps it
     if image.mode in ("1", "LA", "La") or (gray and image.mode in ("P", "PA")):
         image.info.pop("transparency", None)  # of a palette: Pillow would warn
         image = image.convert("L")
@@ -230,19 +233,23 @@ def _register_heic() -> bool:
     return True
 
 
-def _check_jpeg(data: bytes, scan: int, pixels: int, name: str) -> None:
-    """Raise BadImage for damage that decoders do not report. scan: where the coded data begin."""
+def _check_jpeg(data: bytes, scan: int, blocks: int, name: str) -> None:
+    """Raise BadImage for damage that decoders do not report. scan: where the coded data begin;
+    blocks: number of 8x8 blocks of all components.
+    """
     end = data.find(b"\xff\xd9", scan)
     if end < 0:
         raise BadImage(name, "truncated JPEG: no end-of-image marker")
     # A flat 8x8 block takes at least two bits, so a run of zeros this long would code more blocks
     # than the picture has.
-    hole = max(HOLE_BYTES, pixels // 64 // 4 * 3)
+    hole = max(HOLE_BYTES, blocks // 4)
     if data.find(bytes(hole), scan, end) >= 0:
         raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
 
 
 def _orientation(image: Image.Image) -> int:
+    for key in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(key, None)  # Pillow would take the orientation from it where EXIF has none
     try:
         turn = image.getexif().get(ORIENTATION, 1)
     except Exception:  # damaged EXIF data

@@ -165,7 +165,7 @@ class MatchResult(NamedTuple):
 
     @property
     def accepted(self) -> bool:
-        """False if a pair of a scene was rejected."""
+        """False for a pair of a scene without matches: it was rejected, or none were kept."""
         return self.pair_score is None or len(self.matches) > 0
 
     def find_stamps(self) -> np.ndarray:

@@ -250,7 +250,7 @@ class Matcher:
         """Match each pair, in order; `batch_size` pairs are read and matched at a time.
 
         Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up
-        to 1e-5. Raises RequestError, when its turn comes, for an image that cannot be read.
+        to 1e-5. Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
         waiting = iter(pairs)

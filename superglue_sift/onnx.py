@@ -40,7 +40,14 @@ from superglue_sift.matcher import RESIZE
 from superglue_sift.sift import MIN_SCALE, positions
 from superglue_sift.sinkhorn import log_optimal_transport
 from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
-from superglue_sift.system import FileName, RequestError, check_range, check_writable, import_extra
+from superglue_sift.system import (
+    FileName,
+    RequestError,
+    check_range,
+    check_writable,
+    import_extra,
+    write_atomic,
+)
 from superglue_sift.torch_compat import can_export, sqrt
 from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
@@ -203,6 +210,7 @@ FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, COLMAP_OUTPUTS)}
 
 def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     """The graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
+    side0, side1 = (side.as_found(RESIZE) for side in (side0, side1))
     values: Dict[str, np.ndarray] = {}
     pair = choose_pair(Pair(side0.records, side1.records, side0.size, side1.size))
     for side, records, size in zip("01", pair[:2], pair[2:]):
@@ -284,8 +292,7 @@ def export(
     file = written.model_proto  # a property that returns a new object
     file.ir_version = IR_VERSION
     onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    onnx.save_model(file, str(path))
+    write_atomic(path, file.SerializeToString())
     return path
 
 
@@ -313,6 +320,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     args = parser.parse_args(argv)
     check_range("--max-keypoints", args.max_keypoints, 1)
+    check_range("--threshold", args.threshold, 0, 1)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
     path = export(args.out, args.model, args.threshold, args.form, args.max_keypoints)
     size = f"{path.stat().st_size / 1e6:.1f} MB"

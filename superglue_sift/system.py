@@ -85,6 +85,8 @@ def import_extra(package: str, extra: str) -> Any:
 def run(module: str) -> int:
     """Run the `main` of a module with threads that wait passively; returns the exit code."""
     wait_passively()  # before torch is loaded
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8
     return exit_code(importlib.import_module(module).main)
 
 
@@ -122,7 +124,7 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
     # unique per thread: two threads may write the same path, such as features of a photograph and
     # its copy
-    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    temporary = path.with_name(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
             stream.write(data)

@@ -4,8 +4,8 @@ Alignment gives a keypoint a different position in each pair; a reconstruction n
 Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together: alignment of a match
 (a, b) places the point at a at a distance d from b. With A the local affine map from a's image to
 b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match, and
-each x is small, weighted by SIFT's scatter. Lengths are those of images of SIDE_PX, as SIFT's
-scatter grows with larger ones.
+each x is small, weighted by SIFT's scatter, which grows with larger images: lengths are those of
+images of `scenes.RESIZE`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import numpy as np
 
 from superglue_sift.geometry import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
 from superglue_sift.match_result import MatchResult
+from superglue_sift.scenes import RESIZE
 
-SIDE_PX = 1600  # longer side to which photographs of a scene are reduced (`scenes.RESIZE`)
 DIRECT = 500_000  # maximum number of keypoints for a direct solver
 ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
@@ -42,8 +42,8 @@ def refine_tracks(
     units = np.ones(len(keypoints))
     for i, j, result in pairs:
         if result.deviations is not None:
-            units[i] = unit_of(result.size0, SIDE_PX)
-            units[j] = unit_of(result.size1, SIDE_PX)
+            units[i] = unit_of(result.size0, RESIZE)
+            units[j] = unit_of(result.size1, RESIZE)
             systems.append(_equations(starts[i], starts[j], result, units[i], units[j]))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if sum(len(system[0]) for system in systems):

@@ -203,6 +203,8 @@ def choose_device(name: str) -> str:
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        if torch.device(name).type not in ("cpu", "cuda"):
+            raise RuntimeError("neither a CPU nor a GPU of NVIDIA or AMD")
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

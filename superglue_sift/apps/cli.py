@@ -63,7 +63,7 @@ GOES_WITH = {  # option: sources
     "k": (FOLDER, FILES, VIDEO, CAMERA, DATABASE),
     "colmap": (FOLDER, LIST, DATABASE),
     "dry_run": (DATABASE,),
-    "out_dir": (TWO, FILES, FOLDER, VIDEO, LIST, CAMERA, PAGE),
+    "out_dir": (TWO, FILES, FOLDER, VIDEO, LIST, CAMERA),
     "out": (TWO,),
     "json": (TWO,),
 }
@@ -323,7 +323,10 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.colmap and args.colmap.exists() and args.source != DATABASE:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
+    inputs = {path.resolve() for path in args.inputs}
     for path in filter(None, (args.out, args.json, args.colmap)):
+        if path.resolve() in inputs:
+            raise RequestError(f"{path}: is an input, and would be overwritten; name another")
         check_writable(path)
     if args.out_dir:
         check_writable(args.out_dir / many.BAD_IMAGES, named=args.out_dir)

@@ -3,7 +3,7 @@ pairs are resumed.
 
 A pair is done if its `A_B_matches.npz` exists, which is written last and atomically, and states the
 same images, weights, settings and versions. Memory holds the names of all images, but features of
-only the last 256, pixels of 32, and one batch of pairs.
+only the last 256, pixels of 32, and one batch of pairs; with --colmap also all matches.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
             adding.append(stack.enter_context(database))
         settings = settings_of(args, matcher)
         run = Run(store, args.out_dir, wanted, settings, args.source == CAMERA, adding)
-        run.match(job.pairs, total)
+        # Ctrl-C is how a camera ends
+        with contextlib.suppress(*[KeyboardInterrupt] * (args.source == CAMERA)):
+            run.match(job.pairs, total)
         if job.expansion:
             for _ in range(retrieval.ROUNDS):
                 more = job.expansion.propose()

@@ -44,6 +44,8 @@ PAGE = "--serve"
 DATABASE = "--colmap of an existing database"
 
 MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
+BLOCK = 16  # images of one block of exhaustive pairs: half of those whose pixels stay in memory
+MAX_NAME = 255  # bytes of a file name
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
 
 Pairs = Iterable[Tuple[Item, Item]]
@@ -148,6 +150,10 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
         if count > 1:
             reason = "the results of two images would have this name; rename one"
             raise RequestError(f"{name}: {reason}")
+    longest = sorted(names, key=lambda name: len(os.fsencode(name)))[-2:]
+    if len(os.fsencode("_".join([*longest, MATCHES]))) > MAX_NAME:
+        reason = "too long for A_B_matches.npz; rename it, or move it to a folder of a shorter path"
+        raise RequestError(f"{longest[-1]}: {reason}")
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
@@ -159,7 +165,7 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
     Raises RequestError for an unreadable file or a line without two names.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise RequestError(f"{file}: cannot be read: {error.strerror}") from None
     except ValueError:
@@ -168,10 +174,15 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        words = _names(line)
+        try:
+            words = _names(line)
+        except csv.Error:
+            words = []
         if len(words) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
-            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r}; {fix}")
+            raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r:.80}; {fix}")
+        if words[0] == words[1]:
+            raise RequestError(f"{file}:{number}: {words[0]} with itself; name two images")
         pairs[root / words[0], root / words[1]] = None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
@@ -197,6 +208,15 @@ def frames(capture: cv2.VideoCapture, every: int, most: Optional[int]) -> Iterat
         ok, image = capture.retrieve()
         if ok:
             yield Item(f"frame{number:06d}", image)
+
+
+def exhaustive(items: Sequence[Item]) -> Iterator[Tuple[Item, Item]]:
+    """All pairs, block by block, so that most need no image read again."""
+    starts = range(0, len(items), BLOCK)
+    for first, second in itertools.combinations_with_replacement(starts, 2):
+        for i in range(first, min(first + BLOCK, len(items))):
+            for j in range(max(second, i + 1), min(second + BLOCK, len(items))):
+                yield items[i], items[j]
 
 
 def sequential(items: Iterable[Item], window: int) -> Iterator[Tuple[Item, Item]]:
@@ -258,7 +278,7 @@ def choose_pairs(
     if pairing == "auto":
         pairing = "nearest" if count > MAX_EXHAUSTIVE else "exhaustive"
     if pairing == "exhaustive":
-        return itertools.combinations(photos, 2), count * (count - 1) // 2
+        return exhaustive(photos), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]
     if pairing == "sequential":
         k = min(k, max(count - 1, 0))

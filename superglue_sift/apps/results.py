@@ -20,6 +20,7 @@ from superglue_sift.geometry import Fit, Size
 from superglue_sift.match_result import MatchResult
 from superglue_sift.system import DAMAGED
 
+OVERLAY_SIDE = 4096  # at most, longer side of the warped pictures in pixels
 BLINK_SIDE = 800  # longer side of the GIF in pixels
 BLINK_MS = 600
 PAIR_LIST = "pairs.csv"
@@ -215,12 +216,18 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     """Image 0 warped onto image 1: half transparent, and both blinking; none without homography."""
     if H_0to1 is None:
         return {}
-    photo0, photo1 = found.photos()
-    H_shown = geometry.compose(photo1.to_shown, H_0to1, geometry.inverse(photo0.to_shown))
-    image1 = photo1.pixels
+    images = []
+    to_shown = []
+    for photo in found.photos():
+        image, _ = drawing.shrink(photo.pixels, OVERLAY_SIDE)
+        sizes = (photo.pixels.shape[1::-1], image.shape[1::-1])
+        to_shown.append(geometry.compose(geometry.resizing(*sizes), photo.to_shown))
+        images.append(image)
+    image0, image1 = images
+    H_shown = geometry.compose(to_shown[1], H_0to1, geometry.inverse(to_shown[0]))
     size = image1.shape[1::-1]
-    warped = cv2.warpPerspective(photo0.pixels, H_shown, size)
-    whole = np.full(photo0.pixels.shape[:2], 255, np.uint8)
+    warped = cv2.warpPerspective(image0, H_shown, size)
+    whole = np.full(image0.shape[:2], 255, np.uint8)
     covered = cv2.warpPerspective(whole, H_shown, size) == 255
     frames = []
     for opacity in (1.0, 0.0):

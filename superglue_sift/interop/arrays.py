@@ -13,6 +13,7 @@ from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
 from superglue_sift.sift import GEOMETRY, root_sift_of, whole_sift
+from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.system import RequestError
 
 
@@ -68,7 +69,10 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises as `Features.of`."""
+    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises as `Features.of`.
+
+    Scores that are missing or 0 become the typical one.
+    """
 
     def plain(name: str, axes: int) -> np.ndarray:
         value = data[name] if name in data else data["keypoint_" + name]
@@ -77,7 +81,9 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
 
     width, height = plain("image_size", 1)
     scales = plain("scales", 1)
-    scores = plain("scores", 1)
+    known = "scores" in data or "keypoint_scores" in data
+    scores = plain("scores", 1) if known else np.zeros_like(scales)
+    scores = np.where(scores > 0, scores, np.float32(TYPICAL_SCORE))
     angles = np.mod(np.rad2deg(plain("oris", 1)), 360.0)
     descriptors = whole_sift(plain("descriptors", 2))
     size = (int(width), int(height))
@@ -106,8 +112,7 @@ def from_lightglue_matches(
 ) -> MatchResult:
     """Convert the `matches0` and `matching_scores0` of LightGlue, glue-factory or any matcher."""
     matches0, scores0 = (
-        np.asarray(data[name]).reshape(-1) for name in ("matches0", "matching_scores0")
+        torch.as_tensor(data[name]).detach().cpu().reshape(-1)
+        for name in ("matches0", "matching_scores0")
     )
-    return MatchResult.of(
-        features0, features1, matches0.astype(np.int64), scores0.astype(np.float32)
-    )
+    return MatchResult.of(features0, features1, matches0.long().numpy(), scores0.float().numpy())

@@ -90,11 +90,11 @@ class ColmapDatabase:
         inliers.
 
         names: of files below the folder of the photographs. New images are added. Of a rejected
-        pair (`MatchResult.accepted`) nothing else is written.
+        pair (`MatchResult.accepted`) nothing else is written, and of one already there nothing.
         """
         id0, camera0 = self._image(name0, features0)
         id1, camera1 = self._image(name1, features1)
-        if not result.accepted:
+        if not result.accepted or self._database.exists_matches(id0, id1):
             return 0
         matches = result.matches[~result.find_stamps()].astype(np.uint32)
         points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
@@ -168,7 +168,14 @@ def database_of(
     refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
     matches of scenes that then do not fit (`scenes.consistent`): without this, four cameras of
     unknown focal length move by decimetres.
+    Raises RequestError for a file name that COLMAP cannot store.
     """
+    for photo in photos:
+        try:
+            str(photo.image).encode()
+        except UnicodeEncodeError:
+            shown = ascii(str(photo.image))
+            raise RequestError(f"{shown}: COLMAP needs names in UTF-8; rename the file") from None
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)

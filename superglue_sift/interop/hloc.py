@@ -32,24 +32,34 @@ from superglue_sift.matcher import Matcher
 from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
+ARRAYS = ("keypoints", "scores", "descriptors", "scales", "oris")  # of an image
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
-    """Add an image: keypoints (N, 2) pixels, scores, scales, oris (radians) (N,), descriptors (128,
-    N), image_size.
+    """Add an image: keypoints (N, 2) pixels, scores, scales (sigma, half a diameter), oris
+    (degrees) (N,), descriptors (128, N), image_size.
 
-    Descriptors are RootSIFT, as in hloc's own SIFT.
+    Units, and RootSIFT as descriptors, are those of hloc's own SIFT.
     """
     data = {key: value[0].numpy() for key, value in arrays.to_lightglue(features).items()}
     data["scores"] = data.pop("keypoint_scores")
+    data["scales"] = data["scales"] / 2
+    data["oris"] = np.rad2deg(data["oris"])
     data["descriptors"] = data["descriptors"].T
     _write(path, name, data)
 
 
 def read_features(path: FileName, name: str) -> Features:
     """Read an image from `write_features` or hloc's own SIFT. Raises RequestError without it."""
-    data = _read(path, name)
-    return arrays.from_lightglue({**data, "descriptors": data["descriptors"].T})
+    return _features_of(_read(path, name))
+
+
+def _features_of(data: Mapping[str, Any]) -> Features:
+    """Features of hloc's arrays or tensors of one image, batched or not."""
+    units = {"scales": 2 * data["scales"], "oris": data["oris"] * (np.pi / 180)}
+    return arrays.from_lightglue(
+        {**data, **units, "descriptors": data["descriptors"].swapaxes(-1, -2)}
+    )
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
@@ -99,9 +109,7 @@ class MatcherForHloc:
         "scene": False,
     }
     required_inputs: ClassVar[List[str]] = [
-        f"{name}{side}"
-        for side in "01"
-        for name in ("image", "keypoints", "scores", "descriptors", "scales", "oris")
+        f"{name}{side}" for side in "01" for name in ("image", *ARRAYS)
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
@@ -113,12 +121,9 @@ class MatcherForHloc:
         """hloc's features of two images to matches0 (1, M) and matching_scores0 (1, M)."""
         sides = []
         for side in "01":
-            values = {name: data[name + side] for name in ("keypoints", "scores", "scales", "oris")}
+            values = {name: data[name + side] for name in ARRAYS}
             height, width = data["image" + side].shape[-2:]
-            values["descriptors"] = data["descriptors" + side].transpose(-1, -2)
-            sides.append(
-                arrays.from_lightglue({**values, "image_size": torch.tensor([width, height])})
-            )
+            sides.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
         output = arrays.to_lightglue_matches(self.matcher.match(*sides))
         return {
             name: output[name].to(data["keypoints0"].device)

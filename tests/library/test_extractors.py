@@ -64,6 +64,11 @@ def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_an
     assert extractor(np.zeros((64, 64), np.uint8), 10).dtype == extractor.dtype
 
 
+def test_no_keypoints_are_of_the_kind_of_their_descriptors():
+    none = extractors.records_of("x:y", found(0))
+    assert none.dtype == extractors.records_of("x:y", found(3)).dtype and len(none) == 0
+
+
 def found(count=3, **changes):
     answer = {
         "keypoints": np.arange(2.0 * count).reshape(count, 2),

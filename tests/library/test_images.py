@@ -84,6 +84,23 @@ def test_colour_sixteen_bit_transparent_and_cmyk_files_are_read(photo, color_pho
     assert image_files.decode_color(encode(photo)).shape == (*photo.shape, 3)
 
 
+def test_a_blank_cmyk_jpeg_has_no_hole():
+    blank = np.zeros((3000, 3000, 4), np.uint8)
+    blank[:8, :8, 1] = 128
+    data = io.BytesIO()
+    Image.fromarray(blank, "CMYK").save(data, "JPEG", optimize=True)
+    assert decode_gray(data.getvalue()).shape == (3000, 3000)
+
+
+def test_orientation_in_xmp_does_not_count_as_in_opencv(photo):
+    xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
+    data = io.BytesIO()
+    Image.fromarray(photo).save(data, "JPEG", xmp=xmp)
+    assert Image.open(data).getexif()[image_files.ORIENTATION] == 6  # Pillow alone
+    pixels, turned = image_files.decode(data.getvalue(), "a.jpg", True, image_files.UPRIGHT)
+    assert turned == 1 and pixels.shape == photo.shape
+
+
 @pytest.mark.parametrize("extension", [".jpg", ".png", ".webp"])
 def test_a_file_cut_anywhere_is_refused(photo, extension):
     data = encode(photo, extension)

@@ -255,10 +255,10 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         )
 
 
-def features(count, width, value=9.0, scales=5):
+def features(count, width, value=9.0, scales=5, at=0.0):
     one = np.ones(count)
     return Features.of(
-        np.zeros((count, 2)), np.ones(scales), one, one, np.full((count, width), value), (64, 64)
+        np.full((count, 2), at), np.ones(scales), one, one, np.full((count, width), value), (64, 64)
     )
 
 
@@ -273,6 +273,8 @@ def features(count, width, value=9.0, scales=5):
         ),
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
+        (lambda matcher, folder: features(5, 128, at=np.nan), "scores must be finite"),
+        (lambda matcher, folder: Matcher.load(device="meta"), "^device meta: not available here"),
         (
             lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
             "not a SuperGlue model",

@@ -152,6 +152,7 @@ def test_the_shipped_weights_as_onnx_match_as_torch_does(tmp_path, photo):
     counts = rng.integers(0, 300, (12, 2)).tolist()
     pairs = [made_pair(m, n, rng) for m, n in [(0, 9), (2048, 2048), *counts]]
     sides = [extract(view, 256) for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400)))]
+    sides[1] = sides[1].resize((3000, 2000))  # a large file, in which SIFT saw a reduced image
     pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
     found = 0
     for one in pairs:

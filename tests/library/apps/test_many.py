@@ -1,6 +1,8 @@
 """Many pairs: a folder, a list, a video; stopped work is resumed, bad images are listed."""
 
 import hashlib
+
+import functools
 import itertools
 import json
 import shutil
@@ -211,6 +213,16 @@ def test_sequential_pairs_each_with_those_before_it(k, count):
     assert len(set(pairs)) == total == count
 
 
+@pytest.mark.parametrize("count", [2, 16, 17, 40])
+def test_exhaustive_pairs_are_each_two_once_and_seldom_far_apart(count):
+    pairs = list(pairing.exhaustive(range(count)))
+    assert sorted(pairs) == list(itertools.combinations(range(count), 2))
+    store = functools.lru_cache(32)(lambda item: item)
+    for pair in pairs:
+        store(pair[0]), store(pair[1])
+    assert store.cache_info().misses <= 2 * count
+
+
 def test_a_video_is_matched_frame_by_frame(work, photo, capsys):
     for name, step in (("walk", 10), ("back", -10)):
         codec = cv2.VideoWriter_fourcc(*"MJPG")
@@ -248,6 +260,8 @@ def test_a_name_of_two_images_means_one_pair(files, names):
     assert [photo.name for photo in pairing.name_photos(paths, Path("root"))] == names.split()
     with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
         pairing.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
+    with pytest.raises(RequestError, match=r"too long for A_B_matches\.npz"):
+        pairing.name_photos([Path("a" * 122), Path("b" * 122)], Path("."))
 
 
 @pytest.mark.parametrize(
@@ -261,6 +275,10 @@ def test_a_name_of_two_images_means_one_pair(files, names):
         ("a.png b.png --every 2", "--every goes with a video"),
         ("a.png b.png --k 2", "--k goes with a folder"),
         ("--pairs three.txt --out-dir x", "three.txt:1: needs two names, has 'a b.png c.png'; put"),
+        ("--pairs same.txt --out-dir x", "same.txt:1: a.png with itself"),
+        ("--pairs wide.txt --out-dir x", "wide.txt:1: needs two names"),
+        ("a.png b.png --out a.png", "a.png: is an input, and would be overwritten"),
+        ("--serve --out-dir x", "--out-dir goes with"),
         ("nowhere.JPG --out-dir x", "nowhere.JPG: one image; matching needs two: superglue-match"),
         ("nowhere --out-dir x", "nowhere: no such folder or video"),
         ("text.avi --out-dir x", "text.avi: OpenCV cannot open it"),
@@ -280,6 +298,8 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     monkeypatch.chdir(work)
     (work / "text.avi").write_text("hello")
     (work / "three.txt").write_text("a b.png c.png\n")
+    (work / "same.txt").write_text("a.png a.png\n")
+    (work / "wide.txt").write_text("a" * 200_000)
     assert run(work, *words.split()) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(lines) == 1 and message in lines[0]
@@ -296,7 +316,8 @@ def test_files_that_the_shell_lists_are_matched_as_their_folder_is(work):
 
 def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
     lines = ['"a 1.jpg" b.jpg', "a 1.jpg\tc d.jpg", "it's.jpg  b.jpg", "# a b", ""]
-    (tmp_path / "pairs.txt").write_text("\n".join([*lines, '"a 1.jpg"\t"b.jpg"']))
+    text = "\n".join([*lines, '"a 1.jpg"\t"b.jpg"'])
+    (tmp_path / "pairs.txt").write_text(text, encoding="utf-8-sig")  # as Windows' Notepad does
     pairs = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
     names = [[item.image.name for item in pair] for pair in pairs]
     assert names == [["a 1.jpg", "b.jpg"], ["a 1.jpg", "c d.jpg"], ["it's.jpg", "b.jpg"]]

@@ -16,6 +16,7 @@ from superglue_sift.features import Features
 from superglue_sift.interop import arrays, hloc
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.system import RequestError, exit_code
 
 SIZE = (640, 480)
@@ -104,6 +105,9 @@ def test_files_of_hloc_come_back_and_match_the_same(matched, tmp_path):
         assert group["keypoints"].shape == (count, 2)
         assert group["descriptors"].shape == (128, count)
         assert tuple(group["image_size"]) == (420, 400)
+        records = matched.features0.records  # hloc's SIFT: sigma, degrees
+        np.testing.assert_allclose(group["scales"], records["scale"] / 2)
+        np.testing.assert_allclose(group["oris"], records["angle"], rtol=1e-5)
     with h5py.File(tmp_path / "matches.h5") as file:
         assert file["db-one.jpg/query-two.jpg/matches0"].shape == (count,)
     back = [hloc.read_features(tmp_path / "features.h5", name) for name in names]
@@ -117,6 +121,14 @@ class BaseModel:
 
     def __init__(self, conf):
         self._init({**self.default_conf, **conf})
+
+
+def test_scores_that_are_missing_or_zero_become_the_typical_one(matched):
+    data = arrays.to_lightglue(matched.features0)
+    zero = arrays.from_lightglue({**data, "keypoint_scores": 0 * data["scales"]})
+    del data["keypoint_scores"]
+    for features in (zero, arrays.from_lightglue(data)):
+        assert (features.records["score"] == np.float32(TYPICAL_SCORE)).all()
 
 
 def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
@@ -133,17 +145,39 @@ def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
         own = arrays.to_lightglue(features)
         own["scores"] = own.pop("keypoint_scores")
         own["descriptors"] = own["descriptors"].transpose(1, 2)
+        own["scales"] = own["scales"] / 2
+        own["oris"] = torch.rad2deg(own["oris"])
         width, height = features.size
         data.update({f"{name}{side}": value for name, value in own.items()})
         data[f"image{side}"] = torch.empty(1, 1, height, width)
     assert set(plugin.required_inputs) <= set(data)
+    seen = []
+    of = hloc.arrays.from_lightglue
+    monkeypatch.setattr(hloc.arrays, "from_lightglue", lambda d: seen.append(of(d)) or seen[-1])
     answer = plugin({"device": "cpu"})._forward(data)
+    for features, given in zip(seen, matched[:2]):
+        for name in ("scale", "angle", "score"):
+            np.testing.assert_allclose(features.records[name], given.records[name], rtol=1e-5)
     expected = arrays.to_lightglue_matches(matched.found)["matches0"]
     assert (answer["matches0"] == expected).float().mean() > 0.95  # as above
     assert answer["matching_scores0"].shape == expected.shape
 
 
 # COLMAP
+
+
+def test_a_list_with_both_orders_of_a_pair_is_one_pair_of_the_database(
+    photo, tmp_path, monkeypatch
+):
+    pycolmap = pytest.importorskip("pycolmap")
+    for name, crop in (("a.png", photo[:, :420]), ("b.png", photo[:, 100:])):
+        cv2.imwrite(str(tmp_path / name), np.ascontiguousarray(crop))
+    (tmp_path / "pairs.txt").write_text("a.png b.png\nb.png a.png\n")
+    monkeypatch.chdir(tmp_path)
+    words = "--pairs pairs.txt --out-dir found --max-keypoints 300 --device cpu --colmap x.db"
+    assert exit_code(cli.main, [*words.split(), "--no-scene"]) == 0
+    with pycolmap.Database.open("x.db") as database:
+        assert database.num_matched_image_pairs() == 1 and database.num_matches() > 50
 
 
 def test_photographs_that_colmap_cannot_read_are_named_before_matching_and_get_a_guessed_camera(
