@@ -136,7 +136,7 @@ def disk() -> Findings:
     fetch = sections["fetch"]
     views = sections["keypoints"].views_per_image
     limit = sections["keypoints"].max_keypoints
-    archives = coco.expect(fetch.source, fetch.limit)[0]
+    archives = 0 if fetch.path else coco.expect(fetch.source, fetch.limit)[0]
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed = machine.disk_needed(archives, photographs(fetch), views, limit) - present
     yield machine.check_disk(shutil.disk_usage(".").free, max(needed, 0), os.getcwd())

@@ -56,7 +56,7 @@ def run(main: Main, argv: Optional[List[str]] = None) -> int:
         return exit_code(main, argv)
     folder = Path(os.environ[EXIT_FOLDER])
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if attempt and _is_over(folder, attempt - 1):
+    if (folder / STOPPING).exists() or (attempt and _is_over(folder, attempt - 1)):
         return 0  # the launcher reads how it ended
     if attempt and os.environ.get("LOCAL_RANK") == "0":
         lost = lost_ranks(folder, attempt - 1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -109,13 +109,12 @@ def lost_ranks(folder: Path, attempt: int, processes: int) -> str:
 
 
 def _is_over(folder: Path, attempt: int) -> bool:
-    """Whether a rank failed by its own error, or the run was stopped: torchrun restarts it
-    nevertheless.
+    """Whether a rank failed by its own error: torchrun restarts it nevertheless.
 
     Several nodes restart together, since the others do not know.
     """
     own = [code for code in codes_of(folder, attempt).values() if code not in ("0", LOST_PEER)]
-    return (folder / STOPPING).exists() or (bool(own) and os.environ.get("NNODES", "1") == "1")
+    return bool(own) and os.environ.get("NNODES", "1") == "1"
 
 
 def end_as_lost(line: str) -> NoReturn:

@@ -156,9 +156,10 @@ def world_sizes(processes: int) -> List[int]:
     """
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
-    if not all(part.isdigit() and int(part) > 0 for part in bounds) or len(bounds) > 2:
+    numbers = [int(part) if part.isdigit() else 0 for part in bounds]
+    if min(numbers) < 1 or len(numbers) > 2 or numbers[0] > numbers[-1]:
         raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
-    return [nodes * processes for nodes in range(int(bounds[0]), int(bounds[-1]) + 1)]
+    return [nodes * processes for nodes in range(numbers[0], numbers[-1] + 1)]
 
 
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
@@ -200,9 +201,11 @@ class Run:
         code = self.torchrun.wait()
         attempt = max((int(file.suffix[1:]) for file in self.folder.glob("*.[0-9]*")), default=0)
         lost = errors.lost_ranks(self.folder, attempt, processes)
-        if code and lost:
+        if lost and (self.folder / STOPPING).exists():
+            return STOPPED  # before the ranks had begun, or while they could not save
+        if lost and code:
             print(lost, end="", file=sys.stderr)
-            return STOPPED if (self.folder / STOPPING).exists() else 1
+            return 1
         # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
         ends = [
             end for _, end in sorted(errors.codes_of(self.folder, attempt).items()) if end != "0"

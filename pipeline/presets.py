@@ -152,6 +152,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     else:
         name = args.name or ("folder" if args.images else DEFAULT)
         keeps = args.params.exists() and params.preset(args.params) == name
+        if keeps:
+            params.load_all(args.params)  # its errors are of the user's edits
         text = args.params.read_text(encoding="utf-8") if keeps else ""
         if not write(args.params, render(name, args.images, args.val_images, text)):
             print(f"{args.params} already holds preset {name}")

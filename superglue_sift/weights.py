@@ -56,11 +56,11 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
 
 
 def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write a `model_file` to `path` (.safetensors), and `info` to a .json of the same name."""
+    """Write `info` to a .json, then a `model_file` of the same name to `path` (.safetensors)."""
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
-    for file, content in ((path, model_file(tensors, info)), (path.with_suffix(".json"), text)):
-        write_atomic(file, content)
+    write_atomic(path.with_suffix(".json"), text)
+    write_atomic(path, model_file(tensors, info))
 
 
 def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
@@ -140,12 +140,10 @@ def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
 
 
 def weights_of(tensors: Tensors) -> Tensors:
-    """All tensors of a model; of a checkpoint, the moving `average.*`, else `model.*`."""
-    weights = {}
-    for prefix in ("model.", "average."):
-        found = {name: value for name, value in tensors.items() if name.startswith(prefix)}
-        weights.update({name[len(prefix) :]: value for name, value in found.items()})
-    return weights or tensors
+    """All tensors of a model; of a checkpoint, those of its `model.*`."""
+    prefix = "model."
+    named = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
+    return named or tensors
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:

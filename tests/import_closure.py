@@ -26,11 +26,9 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.signals",
     "pipeline.tracking",
     "superglue_sift.system",
-    "superglue_sift.system",
     # The same on every processor: tests/golden/test_processor.py holds its effect
     "superglue_sift.portable",
     "superglue_sift.progress",
-    "superglue_sift.system",
 )
 
 

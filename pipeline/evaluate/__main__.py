@@ -45,6 +45,7 @@ from superglue_sift import extractors
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import Extractor
 from superglue_sift.matcher import PairMatches
+from superglue_sift.system import check_range
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -105,9 +106,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise RequestError(f"--{name.replace('_', '-')} {value}: must be {least} or more")
+        check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     every = tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT

@@ -118,9 +118,11 @@ class NegativePairs(Source):
         possible = count * (count - 1) * source.params.pairs_per_image
         rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
         # both photographs, and the number of their views
-        self.pairs = [
+        pairs = [
             (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
         ]
+        photographs = [entry.photograph for entry in source.entries]
+        self.pairs = [pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]]]
         self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:

@@ -108,7 +108,7 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
     homographies: Dict[int, Path] = {}
     for file in sorted(path.iterdir()):
         match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
-        if match:
+        if match and int(match.group(1)) != REFERENCE:
             homographies[int(match.group(1))] = file
         elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
             other = images.setdefault(int(file.stem), file)

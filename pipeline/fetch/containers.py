@@ -167,6 +167,11 @@ def _read_annotations(path: Path, categories: Sequence[str], min_side: int) -> L
         images = {image["id"]: image for image in content["images"]}
         known = {category["name"]: category["id"] for category in content.get("categories", [])}
         seen = {(mark["image_id"], mark["category_id"]) for mark in content.get("annotations", [])}
+        large = {
+            key: image["file_name"]
+            for key, image in images.items()
+            if min(image.get("width", min_side), image.get("height", min_side)) >= min_side
+        }
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -178,15 +183,9 @@ def _read_annotations(path: Path, categories: Sequence[str], min_side: int) -> L
             raise RequestError(
                 f"fetch.categories: '{name}' is not in {path}; known are {', '.join(known)}"
             )
-    if categories:
-        wanted = {known[name] for name in categories}
-        showing = {image for image, category in seen if category in wanted}
-        images = {key: image for key, image in images.items() if key in showing}
-    chosen = [
-        image["file_name"]
-        for image in images.values()
-        if min(image.get("width", min_side), image.get("height", min_side)) >= min_side
-    ]
+    wanted = {known[name] for name in categories}
+    showing = {image for image, category in seen if category in wanted}
+    chosen = [name for key, name in large.items() if key in showing or not categories]
     if not chosen:
         raise RequestError(
             f"{path}: no image fits fetch.categories and fetch.min_side; ask for less"

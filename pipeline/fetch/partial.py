@@ -67,7 +67,12 @@ class RemoteZip(io.RawIOBase):
         data = self._range(start, self._ends[start])
         begin = containers.header_length(data, member, self._url)
         packed = data[begin : begin + member.compress_size]
-        image = zlib.decompress(packed, -15) if member.compress_type == DEFLATED else packed
+        image = packed
+        if member.compress_type == DEFLATED:
+            try:
+                image = zlib.decompress(packed, -15)
+            except zlib.error:
+                image = b""
         if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
             raise WorkError(
                 f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again"

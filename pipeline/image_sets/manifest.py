@@ -49,9 +49,9 @@ class Entry:
         when it is encoded again.
         """
         numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
-        return (
-            str(int(numbered[1])) if numbered else f"{self.crc32}-{self.size}" if self.crc32 else ""
-        )
+        if numbered and int(numbered[1]) < 1_000_000:  # dates have twelve digits, too
+            return str(int(numbered[1]))
+        return f"{self.crc32}-{self.size}" if self.crc32 else ""
 
 
 def sort(entries: Iterable[Entry]) -> List[Entry]:

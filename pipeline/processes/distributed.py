@@ -174,24 +174,11 @@ def several() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-class _DifferentiableSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        # every rank's output depends on this rank's input: its gradient is the sum of all of theirs
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad)
-        return grad
-
-
 def differentiable_sum(tensor: Tensor) -> Tensor:
     """Sum over ranks through which gradients flow (for synchronised batch statistics)."""
-    return _DifferentiableSum.apply(tensor) if several() else tensor
+    if not several():
+        return tensor
+    return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
 
 
 def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:

@@ -48,15 +48,17 @@ def serve(parent: int) -> None:
 
 class Stop:
     """`requested` becomes True when one of the signals arrives; a second Ctrl-C ends the process at
-    once.
+    once. The launcher answers the first with SIGTERM, which does not count.
     """
 
     requested = False
+    interrupted = False
 
     def _note(self, number: int, frame) -> None:
-        if self.requested and number == signal.SIGINT:
+        if self.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
+        self.interrupted |= number == signal.SIGINT
 
 
 @contextlib.contextmanager

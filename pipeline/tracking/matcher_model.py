@@ -65,7 +65,7 @@ def pixels(image: Any, name: str) -> np.ndarray:
     except ValueError:  # rows of different lengths
         array = np.empty(0)
     fits = array.dtype.kind in "iuf" and array.ndim in (2, 3) and 0 < array.size <= 3 * MAX_PIXELS
-    if not fits or array.min() < 0 or array.max() > 255:
+    if not fits or not (array.min() >= 0 and array.max() <= 255):  # NaN is neither
         raise RequestError(
             f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
         )

@@ -83,7 +83,8 @@ class Run(NullRun):
         """owner: closing it ends the run. system_metrics: sample the machine."""
         self._log = log
         self._owner = owner
-        self._known = log.last_steps()
+        # Of a resumed training, points that are known already; another stage may run again
+        self._known = log.last_steps() if owner else {}
         self._warned = False
         self.key = log.header()["run"]
         self._sender: Optional[Sender] = Sender(log, uri, self.log if system_metrics else None)

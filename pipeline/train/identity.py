@@ -1,9 +1,9 @@
 """Identity of a training: the parameters and data that determine its weights, and the name of its
 folder.
 
-Parameters that affect no weight may change at any time. Those of the schedule give another
-training, which begins from the other's checkpoint if the learning rates of the steps done are the
-same. Nothing here can change a weight.
+Parameters that affect no weight of a step, only which step is the best, may change at any time.
+Those of the schedule give another training, which begins from the other's checkpoint if the
+learning rates of the steps done are the same. Nothing here can change a weight.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OF_THE_RUN = ("world_size", "initial_weights", "data")
 CODE = "code"  # the commit, among the versions of a checkpoint
 
 PREFIX = "train."
-# Keys and options of `train` that affect no weight.
+# Keys and options of `train` that affect no weight of a step.
 OPERATIONAL = {f"{PREFIX}{key}" for key in ("log_every", "save_every", "val_every", "val_pairs")}
 # These change how a step is computed: with norm `layer` the same up to rounding.
 COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}

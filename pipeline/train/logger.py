@@ -180,7 +180,8 @@ class TrainingLogger:
         """Report that the run stops on request; its checkpoint is saved."""
         self.status = "KILLED"
         if self.context.is_main:
-            print(f"stopped at step {step}; the same command resumes there", flush=True)
+            without = " without --fresh" if self.paths.fresh else ""
+            print(f"stopped at step {step}; the same command{without} resumes there", flush=True)
 
     def log_finish(self, state: TrainState, init_from: str = "") -> None:
         """Write metrics.json, register the model, print the metrics of its validation.

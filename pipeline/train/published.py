@@ -30,6 +30,7 @@ def publish_finished(
     out: Path,
     reports: Path,
     best: Dict[str, Any],
+    ours: identity.Fingerprint,
     photographs: Optional[FrozenSet[str]],
 ) -> None:
     """Publish a training that is finished already, and say so.
@@ -37,6 +38,7 @@ def publish_finished(
     Args:
         folder: of its checkpoints, which need not exist if `out` has its best model.
         best: the JSON of its best model.
+        ours: fingerprint of what is asked for, which may validate otherwise.
         photographs: that it was trained on; None: unknown.
 
     Raises:
@@ -57,6 +59,8 @@ def publish_finished(
         trained_on.write(out / BEST, photographs)
     curves.write_metrics(reports, best)
     print(f"{done}: nothing to do")
+    for line in identity.changes(identity.fingerprint_of(best), ours):
+        print(f"{line}: its best model is kept; --fresh chooses among new ones")
     other = identity.other_versions(saved[1] if saved else best)
     if other:
         print(f"it was trained under {other}; --fresh trains it anew, in a new folder")

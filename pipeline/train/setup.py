@@ -18,13 +18,13 @@ from pipeline.features.store import Store
 from pipeline.parameters.schema import TrainParams
 from pipeline.processes import distributed
 from pipeline.train import precision
-from pipeline.train.checkpoint import TrainState, part
+from pipeline.train.checkpoint import TrainState
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import freeze, make_optimizer
 from superglue_sift import attention, portable, torch_compat
 from superglue_sift.extractors import kind_of
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.weights import BadCheckpoint, load_model_file
+from superglue_sift.weights import BadCheckpoint, load_model_file, weights_of
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour
 # closer than NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach
@@ -194,7 +194,7 @@ def _initialize(model: SuperGlue, path: str) -> Tuple[List[str], Optional[float]
     Returns messages and the file's match threshold, if it has one.
     """
     tensors, info = read_model(path, "train.init_from")
-    given = part(tensors, "model.") or tensors  # of a checkpoint, of a model
+    given = weights_of(tensors)
     weights = model.state_dict()
     taken = {n: t for n, t in given.items() if n in weights and t.shape == weights[n].shape}
     model.load_state_dict({**weights, **taken})

@@ -85,7 +85,7 @@ class Training:
         if start.best:
             if context.is_main:
                 where = (start.folder, self.paths.out, self.paths.reports)
-                published.publish_finished(*where, start.best, self.trained_on)
+                published.publish_finished(*where, start.best, self.fingerprint, self.trained_on)
             return 0
         self._build(start.saved)
         self.state.compare_ranks(context.is_main)

@@ -94,7 +94,7 @@ class TestRequest:
     def test_elastic_worlds(self, monkeypatch):
         monkeypatch.setenv("NNODES", "1:3")
         assert launch.world_sizes(2) == [2, 4, 6]
-        for wrong in ("0", "a", "1:2:3", ":2"):
+        for wrong in ("0", "a", "1:2:3", ":2", "2:1"):
             monkeypatch.setenv("NNODES", wrong)
             with pytest.raises(RequestError, match="NNODES"):
                 launch.world_sizes(2)
@@ -152,6 +152,17 @@ def test_sigterm_leaves_a_checkpoint_and_143(bench):
     out, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 143 and "Traceback" not in out, out
     assert len(list((bench.folder / "run").glob("*/step-*.safetensors"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0])
+def test_a_stop_before_the_ranks_begin_is_no_success(bench, seconds):
+    process = launcher(whole(bench, "run", (("steps", 100000),)))
+    time.sleep(seconds)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode in (143, -signal.SIGTERM) and "Traceback" not in out, out
+    assert not (bench.folder / "run" / "best.safetensors").exists()
 
 
 @pytest.mark.slow

@@ -165,6 +165,16 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
     assert np.ptp(color.astype(int), axis=2).mean() > 20 and np.median(difference) <= 1
 
 
+def test_two_copies_of_a_photograph_have_something_in_common(tmp_path, make_params, photo):
+    files = {"a.png": photo, "copy.png": photo, "turned.png": np.ascontiguousarray(photo[::-1])}
+    write_image_set(tmp_path / "images", files, "test")
+    images = sources.open_manifest(tmp_path / "images")
+    source = heldout.HeldOutPairs(images, images.entries("test"), make_params("evaluate"))
+    names = {name for name, _ in heldout.NegativePairs(source).scenes}
+    assert "a.png and turned.png" in names and "turned.png and copy.png" in names
+    assert not names & {"a.png and copy.png", "copy.png and a.png"}
+
+
 def test_validation_images_stand_in_and_are_named(work, photo, capsys):
     write_image_set(work / "held", {"a.png": photo}, "val")
     assert run(work, "--no-refine", "--images", work / "held") == 0

@@ -189,12 +189,15 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     old = stored_run(store, runs["old"])
     assert old.data.metrics == {"test/old": 1.0} and old.info.status == "KILLED"
     assert stored_run(store, runs["new"]).data.metrics == {}
+    with tracking.attach(tmp_path / "log.jsonl", "old") as run:  # evaluated once more
+        run.log({"test/old": 2.0}, 0)
+    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 2.0}
     assert tracking.known_run(tmp_path, "old") == runs["old"].key
     assert tracking.known_run(tmp_path, "unknown") is None
     # the old one is resumed: its log is log.jsonl again, and the other's stays
     with open_run(tmp_path, training="old", resume=runs["old"].key) as run:
         run.log({"train/loss": 1.0}, 1)
-    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 1.0, "train/loss": 1.0}
+    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 2.0, "train/loss": 1.0}
     assert EventLog(tmp_path / "log.jsonl").header()["run"] == runs["old"].key
     assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
 

@@ -1,8 +1,7 @@
 """Many pairs: a folder, a list, a video; stopped work is resumed, bad images are listed."""
 
-import hashlib
-
 import functools
+import hashlib
 import itertools
 import json
 import shutil
