@@ -67,8 +67,8 @@ test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
 test-all: $(SETUP_DEV)  ## all tests, also the slow ones
 	@python -m pytest -n 2 --dist loadfile
 
-test-cu111:  ## the tests on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
-	@requirements/test-cu111.sh
+test-cu111:  ## the tests marked cu111 on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
+	@requirements/test-cu111.sh -q -m "cu111 and not slow"
 
 images:  ## build and try both images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
