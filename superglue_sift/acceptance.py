@@ -40,8 +40,8 @@ SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 
 FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.24, 5.18, 0.37, 0.77])
-BIAS = -6.79
+WEIGHTS = np.array([0.35, 5.94, 0.43, 0.91])
+BIAS = -8.02
 
 
 class Matched(NamedTuple):

@@ -66,8 +66,8 @@ def choose_pairs(
 
 
 def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str]]:
-    """The photographs of a training on `store` and of its initial weights; None if not all are
-    known.
+    """The known photographs of a training on `store` and of its initial weights; None if those of
+    either are not known at all.
     """
     known = frozenset(store.photographs) - {""}
     before = trained_on.read(Path(train.init_from)) if train.init_from else frozenset()
