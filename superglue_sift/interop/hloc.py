@@ -43,8 +43,7 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     """
     data = {key: value[0].numpy() for key, value in arrays.to_lightglue(features).items()}
     data["scores"] = data.pop("keypoint_scores")
-    data["scales"] = data["scales"] / 2
-    data["oris"] = np.rad2deg(data["oris"])
+    data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
     data["descriptors"] = data["descriptors"].T
     _write(path, name, data)
 

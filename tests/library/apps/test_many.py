@@ -217,8 +217,8 @@ def test_exhaustive_pairs_are_each_two_once_and_seldom_far_apart(count):
     pairs = list(pairing.exhaustive(range(count)))
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     store = functools.lru_cache(32)(lambda item: item)
-    for pair in pairs:
-        store(pair[0]), store(pair[1])
+    for item in itertools.chain.from_iterable(pairs):
+        store(item)
     assert store.cache_info().misses <= 2 * count
 
 
