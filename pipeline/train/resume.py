@@ -27,6 +27,9 @@ from pipeline.train.curves import CURVES
 from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of
 from superglue_sift.weights import BadCheckpoint, load_model_file
 
+# How often torchrun, or SLURM's requeue, has started this training again
+RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainPaths:
@@ -77,8 +80,8 @@ def prepare(paths: TrainPaths, ours: Fingerprint, writes: bool) -> Start:
     """
     name = name_of(ours)
     last = max(distributed.all_gather(_last_number(paths.out, name)))
-    # torchrun restarts all ranks after a lost one: `--fresh` has taken effect already
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    # In a restarted training `--fresh` has taken effect already
+    restarted = any(int(os.environ.get(count, "0")) for count in RESTARTS)
     fresh = paths.fresh and not distributed.any_rank(restarted)
     folder = _folder(paths.out, name, last + 1 if fresh else max(last, 1))
     best = distributed.broadcast(None if fresh else _find_finished(folder, paths, name))

@@ -144,7 +144,7 @@ class Training:
                 bits = "the weights may differ in their last bits"
                 print(f"versions changed on resume: {other}: {bits}")
         if state.best_weights:
-            if info["fingerprint"]["train.val_pairs"] != self.train.val_pairs:
+            if info.get("validated_on") != self.held_out.digest:
                 state.best_figures = self._metrics_of(state.best_weights)
                 state.best = state.best_figures["f1"]
             self._save_best()  # the published file may be another training's
@@ -263,6 +263,7 @@ class Training:
                 "precision": self.precision.precision,
                 "precision_reason": self.precision.reason,
                 "training": self.identity,
+                "validated_on": self.held_out.digest,
                 "versions": self.versions,
             }
             tensors = {**self.state.tensors(), **to_tensors(self.logger.curves)}

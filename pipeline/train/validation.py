@@ -4,6 +4,7 @@ and divided.
 
 from __future__ import annotations
 
+import hashlib
 from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, FrozenSet, List, NamedTuple, Optional, Tuple
@@ -85,6 +86,11 @@ class HeldOut(NamedTuple):
     max_keypoints: int
     context: distributed.Context
     augmentation: Augmentation = NO_CHANGE
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the pairs: metrics on others do not compare."""
+        return hashlib.sha256(repr((self.store.digest, self.samples)).encode()).hexdigest()
 
     def sums(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
         """The values of `sums_of` by name, added over the pairs of each kind and over all (ALL), on

@@ -53,11 +53,12 @@ class TestFolders:
         assert "resuming at step 2 of 6" in capsys.readouterr().out
         assert read_weights(tmp_path / "run" / "best.safetensors") == whole
 
-    def test_fresh_is_obeyed_once_when_a_lost_rank_restarts_the_training(
-        self, tmp_path, request_of, monkeypatch, capsys
+    @pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
+    def test_fresh_is_obeyed_once_when_torchrun_or_slurm_restarts_the_training(
+        self, tmp_path, request_of, monkeypatch, capsys, count
     ):
         interrupt([*request_of("run"), "--fresh"], monkeypatch)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        monkeypatch.setenv(count, "1")
         assert train.main([*request_of("run"), "--fresh"]) == 0
         assert "resuming at step 4 of 6" in capsys.readouterr().out
         home(tmp_path / "run")  # the only one
@@ -226,6 +227,16 @@ class TestWhatMayChange:
         assert best["validation"]["pairs"] == 6
         assert train.main(request_of("run", log_every=3)) == 0
         assert "nothing to do" in capsys.readouterr().out
+
+    def test_the_best_weights_are_validated_again_on_other_photographs(
+        self, tmp_path, request_of, monkeypatch
+    ):
+        interrupt(request_of("run"), monkeypatch)
+        choose = trainer.choose_pairs
+        monkeypatch.setattr(trainer, "choose_pairs", lambda *of: (choose(*of)[0][1:], []))
+        assert train.main(request_of("run")) == 0
+        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        assert best["validation"]["pairs"] == 3 and best["step"] <= 4  # still those of before
 
     def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, capsys):
         constant = {"schedule": "constant_decay", "decay_start": 99}
