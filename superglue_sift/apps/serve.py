@@ -90,12 +90,15 @@ def make_app(matcher: Matcher) -> Any:
 
 
 def match_all(matcher: Matcher, *files: bytes) -> MatchResult:
-    """All matches of two images, whatever their scores. Raises RequestError for a bad image."""
+    """All matches of two images, whatever their scores; in a scene those above the threshold, since
+    the geometry is fitted to them. Raises RequestError for a bad image.
+    """
     sides = []
     for data, name in zip(files, ("first image", "second image")):
         features = matcher.extract_file(data, name)
         sides.append(features._replace(image=decode_color(data, name, UPRIGHT)))
-    return dataclasses.replace(matcher, threshold=0.0).match(*sides)
+    threshold = 0.0 if matcher.rules is None else matcher.threshold
+    return dataclasses.replace(matcher, threshold=threshold).match(*sides)
 
 
 def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:

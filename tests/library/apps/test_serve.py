@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from made_scenes import TURN, write_model
 
-from superglue_sift import Matcher, RequestError
+from superglue_sift import Matcher, RequestError, scenes
 from superglue_sift.apps import results, serve
 
 pytest.importorskip("flask", reason="needs Flask")
@@ -63,6 +63,14 @@ def test_two_images_give_the_files_of_the_command(client, matcher, views, tmp_pa
     assert cv2.imdecode(np.frombuffer(files["matches.jpg"], np.uint8), 1).shape == picture.shape
     seen = gray(files["overlay.jpg"])[100:-100, 150:-150]  # both are one there
     assert np.abs(seen.astype(int) - gray(views[1])[100:-100, 150:-150]).mean() < 8
+
+
+def test_a_scene_has_the_matches_of_the_command(matcher, views):
+    rules = scenes.Rules(accept=0.0, likely=0)
+    scene = dataclasses.replace(matcher, rules=rules, threshold=0.9)
+    expected = scene.match(*map(gray, views))
+    assert len(expected.matches) > 50
+    np.testing.assert_array_equal(serve.match_all(scene, *views).matches, expected.matches)
 
 
 @pytest.mark.parametrize("bad", [b"", b"<svg/>", b"\xff\xd8\xff\xe0" + bytes(100)])
