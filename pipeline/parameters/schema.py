@@ -25,6 +25,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+# Keys that choose among the user's own images
+OF_A_FOLDER = ("val_path", "root", "categories", "min_side")
+
+
 class FetchParams(Section):
     source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
     path: str
@@ -41,6 +45,16 @@ class FetchParams(Section):
     def _folder_has_a_path(self) -> FetchParams:
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
+        return self
+
+    @model_validator(mode="after")
+    def _keys_are_those_of_the_source(self) -> FetchParams:
+        """A path left beside `source: sample` would train on other images than meant."""
+        unused = () if self.source == "folder" else OF_A_FOLDER
+        for name in (*unused, *(("path", "limit") if self.source == "sample" else ())):
+            value = getattr(self, name)
+            if value:
+                raise ValueError(f"{name} = {value!r}: has no effect when source is {self.source!r}")
         return self
 
 

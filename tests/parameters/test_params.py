@@ -60,6 +60,8 @@ def message(tree, change):
             "folder",
             "fetch.path = '': must name the folder of images when source is 'folder'",
         ),
+        ("fetch", "path", "own", "fetch.path = 'own': has no effect when source is 'sample'"),
+        ("fetch", "min_side", 9, "fetch.min_side = 9: has no effect when source is 'sample'"),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
         (
