@@ -54,7 +54,8 @@ class FetchParams(Section):
         for name in (*unused, *(("path", "limit") if self.source == "sample" else ())):
             value = getattr(self, name)
             if value:
-                raise ValueError(f"{name} = {value!r}: has no effect when source is {self.source!r}")
+                said = f"has no effect when source is {self.source!r}"
+                raise ValueError(f"{name} = {value!r}: {said}")
         return self
 
 
