@@ -22,7 +22,7 @@ from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift import geometry
+from superglue_sift import classical, geometry
 
 COUNTED = 0.2  # confidence above which a match counts
 INLIER_PX = 1.5  # distance from the epipolar lines, in both images
@@ -59,11 +59,7 @@ class Matched(NamedTuple):
 
     def distinct(self) -> Matched:
         """The surest match of each position: two orientations of a point may be two keypoints."""
-        order = np.argsort(-self.scores, kind="stable")
-        for points in (self.points0, self.points1):
-            first = np.unique(points[order], axis=0, return_index=True)[1]
-            order = order[np.sort(first)]
-        return self.only(order)
+        return self.only(classical.surest_each(self.points0, self.points1, self.scores))
 
 
 class Judgement(NamedTuple):

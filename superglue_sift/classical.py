@@ -126,8 +126,16 @@ def one_each(matches: np.ndarray, scores: np.ndarray) -> Tuple[np.ndarray, np.nd
     """Matches (K, 2), scores (K,) without those that share a keypoint with a better one, in the
     order of image 0.
     """
+    kept = surest_each(matches[:, 0], matches[:, 1], scores)
+    kept = kept[np.argsort(matches[kept, 0])]
+    return matches[kept], scores[kept].astype(np.float32)
+
+
+def surest_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Indices of the matches that share neither end with a better one, by falling score (K,).
+
+    ends0, ends1: (K,) keypoints or (K, 2) positions. The order of the images does not matter.
+    """
     order = np.argsort(-scores, kind="stable")
-    for side in (0, 1):
-        order = order[np.sort(np.unique(matches[order, side], return_index=True)[1])]
-    order = order[np.argsort(matches[order, 0])]
-    return matches[order], scores[order].astype(np.float32)
+    first = [np.unique(ends[order], axis=0, return_index=True)[1] for ends in (ends0, ends1)]
+    return order[np.intersect1d(*first)]

@@ -177,7 +177,7 @@ def fill(
     if judged.probability >= rules.accept and rules.guided:
         more = classical.ratio_matches(sides[0].described, sides[1].described)
         # those of the network alone may be few in wide views, and lie along a row of windows
-        both = _points(sides, np.concatenate([agreeing, more[0]]))
+        both = _points(sides, np.unique(np.concatenate([agreeing, more[0]]), axis=0))
         F = geometry.fit_fundamental(*both, INLIER_PX).model
         judged = acceptance.judge(found, judged.F if F is None else F)
         # a match of both matchers keeps the network's score

@@ -27,7 +27,7 @@ Others = Callable[[np.random.Generator], Optional[View]]
 
 # factors by which a view of a zoomed pair shrinks (docs/recipe.md)
 MIN_ZOOM = 1.5
-MAX_ZOOM = 8.0
+MAX_ZOOM = 10.0
 MAX_NEIGHBOURS = 8  # views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
