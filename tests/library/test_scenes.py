@@ -70,6 +70,17 @@ def test_the_second_orientation_matches_too():
     assert len(classical.ratio_matches(alone, alone)[0]) == 0  # no ratio
 
 
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
+def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
+    matches = np.array(matches, int).reshape(-1, 2)
+    scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
+    kept = set(classical.surest_each(*matches.T, scores))
+    assert kept == set(classical.surest_each(*matches[:, ::-1].T, scores))
+    for i in range(len(matches)):
+        rivals = (matches == matches[i]).any(axis=1)
+        assert (i in kept) == (scores[i] == scores[rivals].max())
+
+
 def made_pair(right, wrong, seed=0):
     """Two sides whose first `right` keypoints are the same points of a surface, and matches of
     these and `wrong` others.
