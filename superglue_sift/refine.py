@@ -185,7 +185,7 @@ class _Work:
         # Sampling distance, px of image 0: one px of the coarser image
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
-        levels = COARSER + int(np.round(octaves.max()))
+        levels = COARSER + int(np.ceil(octaves.max()))
         self.usable = torch.as_tensor(usable, device=device)
         self.step0 = to_tensor(step0, device)
         self.step1 = to_tensor(step0 * scale, device)

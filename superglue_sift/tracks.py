@@ -18,7 +18,7 @@ from superglue_sift.geometry import MIN_AGREEING, SCATTER_PX, nearest_affine, un
 from superglue_sift.match_result import MatchResult
 from superglue_sift.scenes import RESIZE
 
-DIRECT = 500_000  # maximum number of keypoints for a direct solver
+DIRECT = 500_000  # maximum number of matched keypoints for a direct solver
 ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
 
@@ -85,10 +85,16 @@ def _solve(
     shift: np.ndarray,
     deviation: np.ndarray,
 ):
-    """(count, 2) corrections by iteratively reweighted least squares with Cauchy weights."""
+    """(count, 2) corrections by iteratively reweighted least squares with Cauchy weights, zeros for
+    keypoints without an equation.
+    """
     from scipy.sparse import coo_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu
 
+    corrections = np.zeros((count, 2))
+    used, ends = np.unique(np.concatenate([first, second]), return_inverse=True)
+    first, second = ends.reshape(2, -1)
+    count = len(used)
     equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
     rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
     columns = np.concatenate(
@@ -112,4 +118,5 @@ def _solve(
             )
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # three deviations
-    return x.reshape(-1, 2)
+    corrections[used] = x.reshape(-1, 2)
+    return corrections
