@@ -40,8 +40,8 @@ SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 
 FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.35, 5.94, 0.43, 0.91])
-BIAS = -8.02
+WEIGHTS = np.array([0.19, 4.97, 0.47, 0.87])
+BIAS = -7.11
 
 
 class Matched(NamedTuple):
