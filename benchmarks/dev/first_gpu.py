@@ -82,7 +82,6 @@ def write_params(out: Path, small: bool) -> None:
     base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
     keypoints = 64 if small else 512
     steps = 8 if small else 200
-    base["fetch"]["limit"] = 6 if small else 0
     base["keypoints"].update(max_keypoints=keypoints, views_per_image=4 if small else 12)
     base["evaluate"]["max_keypoints"] = keypoints
     base["train"].update(

@@ -194,7 +194,7 @@ def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, 
     training = {"dim": 32, "layers": 1, "steps": 6, "batch": 4, "val_every": 3, "val_pairs": 8}
     blind = {"neighbours": False, "rotation_deg": 0.0}
     tree = {
-        "fetch": make_params("fetch", limit=6),
+        "fetch": make_params("fetch"),
         "keypoints": make_params("keypoints", extractor=UPRIGHT, views_per_image=4, **few),
         "train": make_params("train", **training, **blind, **few),
         "evaluate": make_params("evaluate", pairs_per_image=3, **few),
