@@ -137,7 +137,5 @@ def surest_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.
     ends0, ends1: (K,) keypoints or (K, 2) positions. The order of the images does not matter.
     """
     order = np.argsort(-scores, kind="stable")
-    best0, best1 = (
-        np.unique(ends[order], axis=0, return_index=True)[1] for ends in (ends0, ends1)
-    )
+    best0, best1 = (np.unique(ends[order], axis=0, return_index=True)[1] for ends in (ends0, ends1))
     return order[np.intersect1d(best0, best1)]
