@@ -68,14 +68,40 @@ def test_they_leave_signals_to_the_training(number):
 def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
     source = workers.prefetch(reported, range(1000), 2)
     pid, _ = next(source)
-    os.kill(pid, signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
+        os.kill(pid, signal.SIGKILL)  # torch's handler may raise in this very line
         list(source)
     assert workers.a_process_died(error.value)
     with pytest.raises(RuntimeError) as error:
         list(workers.prefetch(raising, range(3), 1))
     assert not workers.a_process_died(error.value) and "not the loader" in str(error.value)
     assert not multiprocessing.active_children()
+
+
+def killed_while_it_asks_whether_to_end(step):
+    """Stop as a process does that is killed in `done_event.is_set` of torch's loop."""
+    frame = sys._getframe()
+    while "done_event" not in frame.f_locals:
+        frame = frame.f_back
+    lock = getattr(frame.f_locals["done_event"], "_cond", None)
+    if lock:
+        lock.acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_a_process():
+    with pytest.raises(RuntimeError) as error:
+        list(workers.prefetch(killed_while_it_asks_whether_to_end, range(3), 1))
+    assert workers.a_process_died(error.value)
+
+
+def test_one_killed_at_a_bad_moment_leaves_no_lock():
+    training = multiprocessing.get_context("fork").Process(target=lose_a_process)
+    training.start()
+    training.join(timeout=60)
+    training.kill()  # one that waits for the lock
+    training.join()
+    assert training.exitcode == 0
 
 
 def left_while_it_hands_over(step):

@@ -9,6 +9,7 @@ whose result cannot be used.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import re
 import resource
 import shutil
 import sys
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, Type, TypeVar
 
@@ -121,6 +123,30 @@ def choose_processes(device: torch.device, step: StepSize) -> int:
     return chosen
 
 
+class _Flag:
+    """A multiprocessing.Event without the lock, which a process killed in `is_set` would keep: the
+    main process would wait for it forever.
+    """
+
+    def __init__(self, context: BaseContext) -> None:
+        self._value = context.RawValue("b", 0)
+
+    def set(self) -> None:
+        self._value.value = 1
+
+    def is_set(self) -> bool:
+        return self._value.value == 1
+
+
+def _context(start_method: str) -> BaseContext:
+    """A context of this start method whose `Event`, which tells the processes to end, is a
+    `_Flag`.
+    """
+    context = copy.copy(multiprocessing.get_context(start_method))
+    context.Event = functools.partial(_Flag, context)  # type: ignore[method-assign]
+    return context
+
+
 class _Steps(Dataset):
     def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
         self.make = make
@@ -171,7 +197,7 @@ def prefetch(
         num_workers=processes,
         prefetch_factor=AHEAD,
         pin_memory=torch.cuda.is_available(),
-        multiprocessing_context=start_method,
+        multiprocessing_context=_context(start_method),
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
         # A draw from the global one would change the checkpoint at each start
         generator=torch.Generator(),
