@@ -31,7 +31,7 @@ SEVEN = 7  # matches give a fundamental matrix
 FOLLOWED = 5  # the nearest, which are looked for
 NEAR = 10  # the nearest in the other image, among which they are looked for
 MAPPED = 8  # give the map
-PRIOR_PX = 5.0  # with neighbours at this distance, a map is half of their least-squares one
+PRIOR_PX = 5.0  # if squared distances of neighbours add up to its square, maps shrink by half
 # A match is where its neighbours say to this part of their spread, and these pixels
 SMOOTH = 0.3
 SMOOTH_PX = 3.0

@@ -36,7 +36,7 @@ MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
 # Local maps
 NEIGHBOURS = 10  # matches to fit a map to
 NEAR_PX = 30.0  # distance at which a neighbour has half the weight
-PRIOR_PX = 5.0  # weight of the global map: that of one neighbour at this distance
+PRIOR_PX = 5.0  # neighbours that scatter by this much weigh as much as the map of all
 GEOMETRY_PX = 3.0  # inlier distance of the geometry
 PLANAR = 0.6  # minimum fraction of inliers of a homography whose derivatives are used
 MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
@@ -353,7 +353,7 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, at least one.
+    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, two or more.
 
     Each is regularized by the map of all of these.
     """

@@ -41,7 +41,7 @@ ITERATIONS = 8  # of Gauss-Newton
 # Samples of a patch, which are a pixel apart without magnification
 LONGEST = 1.0  # step
 SETTLED = 0.003  # a match with a shorter step has converged
-FARTHEST = 3.0  # a match that moves farther is rejected,
+FARTHEST = 3.0  # a match that moves farther on one level is rejected,
 MAX_DEVIATION = 0.5  # and one with a larger deviation,
 MIN_CORRELATION = 0.6  # or a smaller correlation
 MAX_BLUR = 8.0  # maximum deviation of the added blur

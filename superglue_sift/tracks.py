@@ -94,22 +94,22 @@ def _solve(
     corrections = np.zeros((count, 2))
     used, ends = np.unique(np.concatenate([first, second]), return_inverse=True)
     first, second = ends.reshape(2, -1)
-    count = len(used)
+    size = 2 * len(used)
     equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
     rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
     columns = np.concatenate(
         [(2 * first[:, None] + [[0, 1, 0, 1]]).ravel(), (2 * second[:, None] + [[0, 1]]).ravel()]
     )
     values = np.concatenate([maps.reshape(-1), np.full(equations.size, -1.0)])
-    system = coo_matrix((values, (rows, columns)), shape=(equations.size, 2 * count)).tocsr()
+    system = coo_matrix((values, (rows, columns)), shape=(equations.size, size)).tocsr()
     right = -shift.ravel()
     weight = np.ones(len(first))
-    x = np.zeros(2 * count)
+    x = np.zeros(size)
     for _ in range(ROUNDS):
         scale = np.repeat(np.sqrt(weight) / deviation, 2)
-        whole = vstack([system.multiply(scale[:, None]), identity(2 * count) / SCATTER_PX]).tocsr()
-        target = np.concatenate([right * scale, np.zeros(2 * count)])
-        if count > DIRECT:
+        whole = vstack([system.multiply(scale[:, None]), identity(size) / SCATTER_PX]).tocsr()
+        target = np.concatenate([right * scale, np.zeros(size)])
+        if len(used) > DIRECT:
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
         else:  # a quarter of the time: tracks are short and separate, so there is little fill-in
             normal = (whole.T @ whole).tocsc()

@@ -27,6 +27,8 @@ class Section(BaseModel):
 
 # Keys that choose among the user's own images
 OF_A_FOLDER = ("val_path", "root", "categories", "min_side")
+# Keys without effect; other sources: those of a folder
+UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
 
 
 class FetchParams(Section):
@@ -50,8 +52,7 @@ class FetchParams(Section):
     @model_validator(mode="after")
     def _keys_are_those_of_the_source(self) -> FetchParams:
         """A path left beside `source: sample` would train on other images than meant."""
-        unused = () if self.source == "folder" else OF_A_FOLDER
-        for name in (*unused, *(("path", "limit") if self.source == "sample" else ())):
+        for name in UNUSED.get(self.source, OF_A_FOLDER):
             value = getattr(self, name)
             if value:
                 said = f"has no effect when source is {self.source!r}"
