@@ -97,8 +97,9 @@ def read(path: FileName) -> bytes:
     """Read the bytes of a file. Raises RequestError if it cannot be read."""
     try:
         return Path(path).read_bytes()
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:  # of a name with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError(f"{path}: cannot be read: {reason}") from None
 
 
 def open_image(data: bytes, name: str) -> Image.Image:
@@ -138,7 +139,9 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     deep = image.mode[0] in "IF"
     if "transparency" in image.info:
         image = image.copy()  # the caller's keeps it
-    if image.mode in ("1", "LA", "La") or (gray and image.mode in ("P", "PA")):
+    if image.mode == "La":
+        image = image.convert("LA")
+    if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
         image.info.pop("transparency", None)  # of a palette: Pillow would warn
         image = image.convert("L")
     elif image.mode not in ("L", "RGB", "RGBA") and not deep:

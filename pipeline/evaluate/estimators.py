@@ -96,7 +96,6 @@ def opencv(found: Matches) -> Optional[np.ndarray]:
     """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue,
     glue-factory).
     """
-    cv2.setRNGSeed(found.seed)
     options = {"maxIters": ITERATIONS, "confidence": geometry.CONFIDENCE}
     return cv2.findHomography(found.points0, found.points1, cv2.RANSAC, PX, **options)[0]
 

@@ -273,7 +273,9 @@ def summarize_condition(condition: str, level: str, results: Sequence[PairResult
     recall = shown[1]
     at_ratio = Measure(f"{recall.metric}_at_ratio_precision")
     swept = sweep([pair.scored[OURS] for pair in results])
-    least = np.array(tables[RATIO_TEST][PRECISION])
+    # a rounded one would be missed by an equal precision
+    precisions = [pair.rows[RATIO_TEST].shares[PRECISION.metric] for pair in results]
+    least = np.array(mean_finite(precisions)[0])
     best = float(recall_at_precision(swept.precision, swept.recall, least))
     rows.append(Row(OURS, at_ratio, plain(best if swept.recall_pairs else math.nan)))
     rows.append(Row(RATIO_TEST, at_ratio, tables[RATIO_TEST][recall]))

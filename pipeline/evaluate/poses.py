@@ -170,7 +170,6 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
     K1 = cameras.K1
     flat = normalize(found.points0, K0), normalize(found.points1, K1)
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
-    cv2.setRNGSeed(found.seed)
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     best = None
     most = 0

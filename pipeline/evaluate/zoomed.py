@@ -42,7 +42,10 @@ class ZoomedPairs(HeldOutPairs):
         image = self.read(index)
         rng = homography.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = homography.mild_view(rng, image_size(image), self.view_size)
-        H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
+        try:
+            H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
+        except ValueError as error:  # of wide views
+            raise BadImage(name, str(error)) from None
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = homography.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:

@@ -115,6 +115,11 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
         holding.whole()
     if "val" in holdings:
         names = holdings["val"].names
+        if not set(names).isdisjoint(holdings["train"].names):
+            both = " and ".join(Path(archive.file).stem for archive in wanted.values())
+            raise errors.RequestError(
+                f"fetch.path = {settings.path}: must hold {both}, as .zip or as folders"
+            )
         fraction = min(1.0, coco.HELD_OUT / len(names))
         chosen = splits.split(
             holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings

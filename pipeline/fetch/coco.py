@@ -63,13 +63,17 @@ SOURCES: Dict[str, Source] = {
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
     archives = [archive for archive in SOURCES.get(source, ()) if archive]
-    # of an archive that is still remote, only a small part is downloaded
-    parts = [min(1.0, limit / archive.images) if limit else 1.0 for archive in archives]
+    # of an archive that is still remote, only a small part is downloaded; one alone holds the
+    # training and the held-out images
+    wanted = limit * (2 if len(archives) == 1 else 1)
+    parts = [min(1.0, wanted / archive.images) if limit else 1.0 for archive in archives]
     size = sum(
         archive.size * (part if part <= MAX_PART else 1) for archive, part in zip(archives, parts)
     )
     bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
-    count = sum(archive.images for archive in archives) or bundled
+    used = [archive.images for archive in archives[:1]]
+    used += [min(HELD_OUT, archive.images) for archive in archives[1:]]
+    count = sum(used) or bundled
     # the limit holds for training and for held-out images
     return round(size), min(count, 2 * limit) if limit else count
 

@@ -152,10 +152,10 @@ def _relative(name: str, root: Path, path: Path) -> str:
 def _read_list(path: Path) -> List[str]:
     """One relative path per line, without empty lines and lines that begin with #."""
     try:
-        lines = path.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        lines = path.read_text(encoding="utf-8-sig", errors="surrogateescape").splitlines()
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
 
 
 def _read_annotations(path: Path, categories: Sequence[str], min_side: int) -> List[str]:
@@ -197,8 +197,14 @@ def _read_annotations(path: Path, categories: Sequence[str], min_side: int) -> L
 
 
 def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
-    """The images among the members, sorted by name. RequestError names an unsafe member."""
-    images = [member for member in members if member.filename.lower().endswith(EXTENSIONS)]
+    """The images among the members, without hidden ones, sorted by name. RequestError names an
+    unsafe member.
+    """
+    images = [
+        member
+        for member in members
+        if member.filename.lower().endswith(EXTENSIONS) and "/._" not in f"/{member.filename}"
+    ]
     seen = set()
     for member in images:
         problem = _unsafe(member) or ("is in it twice" if member.filename in seen else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from typing import Any, List, Mapping, Sequence, Tuple
 
 import matplotlib
@@ -47,7 +48,7 @@ def line_chart(
         axes = figure.subplots()
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.5, linestyle="--", linewidth=1)
-        for colour, (name, points) in zip(COLOURS, series.items()):
+        for colour, (name, points) in zip(itertools.cycle(COLOURS), series.items()):
             marker = "o" if len(points) <= FEW else ""
             across, up = zip(*points) if points else ((), ())
             axes.plot(across, up, color=colour, label=name, marker=marker, markersize=4)

@@ -24,6 +24,7 @@ Size = Tuple[int, int]  # (width, height)
 
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in the view
 MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
+MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
 _TRIES = 20
 
 
@@ -41,7 +42,9 @@ def fits(image_size: Size, view_size: Size) -> bool:
 
 
 def require_size(name: str, image_size: Size, view_size: Size) -> None:
-    """Raises BadImage for an image that does not fit."""
+    """Raises BadImage for an image that does not fit, or that OpenCV cannot warp."""
+    if max(image_size) >= MAX_SIDE:
+        raise BadImage(name, f"too long: {max(image_size)} px, at most {MAX_SIDE - 1}")
     if not fits(image_size, view_size):
         needed = "x".join(map(str, smallest_image(view_size)))
         size = "x".join(map(str, image_size))

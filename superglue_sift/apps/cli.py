@@ -71,6 +71,7 @@ NEEDS = {  # option: options, of which it needs one
     **dict.fromkeys(("features", "pictures", "json_files"), ("out_dir",)),
     **dict.fromkeys(RULES, ("scene",)),
     "homography": ("out", "out_dir"),
+    "root": ("pairs",),
 }
 RANGES = {
     **dict.fromkeys(("max_keypoints", "k", "every", "frames"), (1, math.inf)),
@@ -189,7 +190,7 @@ def match_two(args: argparse.Namespace) -> int:
         files[args.out] = found.show(fits=fitted).encode(args.out.suffix.lower())
     if args.homography:
         for ending, content in results.overlays_of(found, fitted["homography"].model).items():
-            files[args.out.with_name(f"{args.out.stem}_{ending}")] = content
+            files[results.beside(args.out, ending)] = content
     for path, content in files.items():
         write_atomic(path, content)
         print(f"written {path}")
@@ -323,11 +324,17 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.colmap and args.colmap.exists() and args.source != DATABASE:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
-    inputs = {path.resolve() for path in args.inputs}
-    for path in filter(None, (args.out, args.json, args.colmap)):
-        if path.resolve() in inputs:
-            raise RequestError(f"{path}: is an input, and would be overwritten; name another")
+    taken = dict.fromkeys((path.resolve() for path in args.inputs), "an input")
+    overlays = results.OVERLAYS if args.out and args.homography else ()
+    beside = [results.beside(args.out, ending) for ending in overlays]
+    for path in filter(None, (args.out, *beside, args.json, args.colmap)):
+        if path.resolve() in taken:
+            what = taken[path.resolve()]
+            raise RequestError(f"{path}: is {what}, and would be overwritten; name another")
+        taken[path.resolve()] = "another result"
         check_writable(path)
+    if args.features:
+        check_writable(args.features / many.BAD_IMAGES, named=args.features)
     if args.out_dir:
         check_writable(args.out_dir / many.BAD_IMAGES, named=args.out_dir)
     if args.colmap:

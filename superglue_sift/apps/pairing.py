@@ -98,12 +98,14 @@ def root_of(args: argparse.Namespace) -> Path:
 
 
 def named_inputs(args: argparse.Namespace) -> List[Item]:
-    """The images of a folder, or those of the command line."""
+    """The images of a folder, or those of the command line, without pictures of matches."""
     if args.source == FOLDER:
         return photos_in(args.inputs[0], args.out_dir)
-    given = {Path(os.path.abspath(path)): path for path in args.inputs}
+    kept = [path for path in args.inputs if not _is_result(path)]
+    given = {Path(os.path.abspath(path)): path for path in kept}
     if len(given) < 2:
-        raise RequestError(f"{args.inputs[0]}: named twice; matching needs two images")
+        reason = "named twice" if kept else "a picture of matches"
+        raise RequestError(f"{args.inputs[0]}: {reason}; matching needs two images")
     items = name_photos(list(given), root_of(args))
     return [item._replace(image=given[Path(str(item.image))]) for item in items]
 
@@ -181,9 +183,10 @@ def listed_pairs(file: Path, root: Path) -> List[Tuple[Item, Item]]:
         if len(words) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
             raise RequestError(f"{file}:{number}: needs two names, has {line.strip()!r:.80}; {fix}")
-        if words[0] == words[1]:
+        path0, path1 = (Path(os.path.normpath(root / word)) for word in words)
+        if path0 == path1:
             raise RequestError(f"{file}:{number}: {words[0]} with itself; name two images")
-        pairs[root / words[0], root / words[1]] = None
+        pairs[path0, path1] = None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
     paths = list(dict.fromkeys(path for pair in pairs for path in pair))

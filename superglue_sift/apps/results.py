@@ -30,7 +30,8 @@ JSON = "matches.json"
 PICTURE = "matches.jpg"
 OVERLAY = "overlay.jpg"
 BLINK = "blink.gif"
-ENDINGS = (JSON, PICTURE, OVERLAY, BLINK)  # beside MATCHES
+OVERLAYS = (OVERLAY, BLINK)
+ENDINGS = (JSON, PICTURE, *OVERLAYS)  # beside MATCHES
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip
@@ -210,6 +211,11 @@ def files_of(
     if OVERLAY in endings or BLINK in endings:
         files.update(overlays_of(found, fitted["homography"].model))
     return files
+
+
+def beside(picture: Path, ending: str) -> Path:
+    """The file of an overlay, beside the picture of two images."""
+    return picture.with_name(f"{picture.stem}_{ending}")
 
 
 def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:

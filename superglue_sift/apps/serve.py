@@ -21,7 +21,7 @@ from superglue_sift.apps import results
 from superglue_sift.images import UPRIGHT, decode_color
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.system import RequestError, import_extra
+from superglue_sift.system import RequestError, check_range, import_extra
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images
@@ -68,6 +68,7 @@ def make_app(matcher: Matcher) -> Any:
     def answer() -> Any:
         images = [request.files[name].read() for name in ("image0", "image1")]
         threshold = request.form.get("threshold", matcher.threshold, float)
+        check_range("threshold", threshold, 0, 1)
         with lock:
             return files_of(match(*images).above(threshold), images)
 

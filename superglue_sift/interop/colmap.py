@@ -149,13 +149,15 @@ def write_pair(
     sides: id, camera, and positions (n, 2) float64 of each. Returns the number of inliers.
     """
     (id0, camera0, points0), (id1, camera1, points1) = sides
-    database.write_matches(id0, id1, matches)
     geometry = pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
     inliers = len(geometry.inlier_matches)
     # its mapper would also use what its own test calls a watermark
     watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
-    if inliers >= MIN_INLIERS and geometry.config != watermark:
-        database.write_two_view_geometry(id0, id1, geometry)
+    # both or none: a pair with matches counts as done when a killed run goes on
+    with pycolmap.DatabaseTransaction(database):
+        database.write_matches(id0, id1, matches)
+        if inliers >= MIN_INLIERS and geometry.config != watermark:
+            database.write_two_view_geometry(id0, id1, geometry)
     return inliers
 
 

@@ -70,7 +70,8 @@ def test_disk_against_a_preset():
     found = machine.check_disk(whole - 1, whole, "here")
     assert found.level == FAIL and "DVC's cache" in found.text
     part = coco.expect("coco2017-val", 100)[0]  # of the zip only a part is downloaded
-    assert part == pytest.approx(coco.expect("coco2017-val")[0] / 50, rel=1e-6)
+    assert part == pytest.approx(coco.expect("coco2017-val")[0] / 25, rel=1e-6)
+    assert coco.expect("coco2014")[1] == 82_783 + 5_000  # other images of val2014 are not used
     assert coco.expect("coco2017-val", 4000)[0] == coco.expect("coco2017-val")[0]
     assert coco.expect("coco2017-val", 100)[1] == 200 and coco.expect("folder") == (0, 0)
 
