@@ -14,7 +14,7 @@ import torch
 
 from superglue_sift import geometry, sift
 from superglue_sift.extractors import kind_of
-from superglue_sift.images import UPRIGHT, Photo, pixels_of, read_photo
+from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo
 from superglue_sift.sift import KEYPOINT, whole_sift
 from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.system import RequestError
@@ -137,7 +137,7 @@ class Features(NamedTuple):
     def of_colmap(
         cls, keypoints: np.ndarray, descriptors: np.ndarray, size: Tuple[int, int]
     ) -> Features:
-        """Create features from those of a COLMAP database, in the same order.
+        """Create features from those of a COLMAP database, in the same order, in stored pixels.
 
         COLMAP's SIFT is the same as OpenCV's but for rounding, and stores no response: all get the
         typical one. Two orientations of a point are two keypoints. Raises RequestError for a wrong
@@ -158,7 +158,7 @@ class Features(NamedTuple):
             a11, a12, a21, a22 = keypoints[:, 2:].T
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
-        return cls.of(
+        features = cls.of(
             keypoints[:, :2] - 0.5,
             2 * sigma,  # OpenCV's size is a diameter
             np.rad2deg(angle) % 360,
@@ -166,6 +166,7 @@ class Features(NamedTuple):
             whole_sift(np.asarray(descriptors) / np.float32(512)),
             size,
         )
+        return features._replace(frame=STORED)
 
 
 # A file; or a PIL image; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in

@@ -105,7 +105,8 @@ def read(path: FileName) -> bytes:
 def open_image(data: bytes, name: str) -> Image.Image:
     """Read the header of a file: size, format and mode. Raises BadImage if it cannot be used.
 
-    Of JPEG and PNG, all bytes are checked; other damage shows when the pixels are decoded.
+    All bytes of a PNG are checked, of a JPEG its end and holes of zeros; other damage may show
+    when the pixels are decoded.
     """
     image, stream = _open(data, name)
     width, height = image.size

@@ -8,11 +8,23 @@ import time
 from pathlib import Path
 
 
+def _listen(port, patience=10):
+    """Listen on a port, which a connection to the server before may hold for a moment."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return socket.create_server(("127.0.0.1", port))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
 class Silent:
     """A server on a free port that accepts every connection and never answers."""
 
     def __init__(self, port=0):
-        self.listener = socket.create_server(("127.0.0.1", port))
+        self.listener = _listen(port)
         self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.taken = []
         threading.Thread(target=self._take, daemon=True).start()

@@ -101,6 +101,10 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         )
     if args.bound and args.poses:
         raise RequestError("--bound needs homographies: leave it out with --poses")
+    if args.estimators and args.poses:
+        raise RequestError("--estimators are of homographies: leave it out with --poses")
+    if args.max_keypoints and args.paper:
+        raise RequestError("--paper says how many keypoints: leave out --max-keypoints")
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     if not 0.0 <= args.threshold < 1.0:

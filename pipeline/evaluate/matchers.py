@@ -112,10 +112,12 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
         sides = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         matches0, scores0 = map(np.asarray, function(*sides))
         sizes = len(pair.records0), len(pair.records1)
-        if matches0.shape != sizes[:1] or matches0.max() >= sizes[1]:
-            raise RequestError(
-                f"--also {name}: must give an index below {sizes[1]} for each keypoint"
-            )
+        whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == sizes[:1]
+        if not whole or matches0.max() >= sizes[1]:
+            rule = f"a whole number below {sizes[1]} and a confidence for each keypoint"
+            raise RequestError(f"--also {name}: must give {rule}")
+        if not ((scores0 >= 0) & (scores0 <= 1))[matches0 >= 0].all():
+            raise RequestError(f"--also {name}: gives confidences that are not from 0 to 1")
         return PairMatches(matches0, np.where(matches0 >= 0, scores0, 0.0))
 
     return match

@@ -189,6 +189,8 @@ def match_two(args: argparse.Namespace) -> int:
     if args.out:
         files[args.out] = found.show(fits=fitted).encode(args.out.suffix.lower())
     if args.homography:
+        if fitted["homography"].model is None:
+            print("no homography, so no overlay")
         for ending, content in results.overlays_of(found, fitted["homography"].model).items():
             files[results.beside(args.out, ending)] = content
     for path, content in files.items():
@@ -333,6 +335,9 @@ def _check_files(args: argparse.Namespace) -> None:
             raise RequestError(f"{path}: is {what}, and would be overwritten; name another")
         taken[path.resolve()] = "another result"
         check_writable(path)
+    tables = (args.out_dir / name for name in (results.PAIR_LIST, many.BAD_IMAGES) if args.out_dir)
+    if args.pairs and args.pairs.resolve() in {path.resolve() for path in tables}:
+        raise RequestError(f"{args.pairs}: a table of results would overwrite it; rename it")
     if args.features:
         check_writable(args.features / many.BAD_IMAGES, named=args.features)
     if args.out_dir:

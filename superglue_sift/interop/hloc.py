@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from superglue_sift.features import Features
+from superglue_sift.images import STORED
 from superglue_sift.interop import arrays
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
@@ -45,6 +46,7 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     data["scores"] = data.pop("keypoint_scores")
     data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
     data["descriptors"] = data["descriptors"].T
+    data["image_size"] = np.array(features.size)  # hloc makes empty tensors of it: whole numbers
     _write(path, name, data)
 
 
@@ -54,11 +56,12 @@ def read_features(path: FileName, name: str) -> Features:
 
 
 def _features_of(data: Mapping[str, Any]) -> Features:
-    """Features of hloc's arrays or tensors of one image, batched or not."""
+    """Features of hloc's arrays or tensors of one image, batched or not, in stored pixels."""
     units = {"scales": 2 * data["scales"], "oris": data["oris"] * (np.pi / 180)}
-    return arrays.from_lightglue(
+    features = arrays.from_lightglue(
         {**data, **units, "descriptors": data["descriptors"].swapaxes(-1, -2)}
     )
+    return features._replace(frame=STORED)
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:

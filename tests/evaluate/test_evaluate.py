@@ -229,7 +229,7 @@ def test_a_function_is_a_matcher_too(work, capsys, monkeypatch):
     assert run(work, "--also", "mine=mine:nothing") == run(work, "--also", "x=wrong:first") == 2
     said = capsys.readouterr().err
     assert (
-        "--also mine:nothing: AttributeError" in said and "wrong:first: must give an index" in said
+        "--also mine:nothing: AttributeError" in said and "wrong:first: must give a whole" in said
     )
 
 
@@ -290,6 +290,8 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
         (["--paper", "--pairs", "x"], "--pairs and --paper are two evaluations"),
         (["--robustness", "3", "--pairs", "x"], "--robustness needs held-out images"),
         (["--bound", "--poses", "x"], "--bound needs homographies"),
+        (["--estimators", "opencv", "--poses", "x"], "--estimators are of homographies"),
+        (["--paper", "--max-keypoints", "64"], "--paper says how many keypoints"),
         (["--estimators", "ransac,best"], "--estimators best: unknown"),
         (["--also", "a.b=x"], "--also a.b=x: must be NAME=FILE"),
         (["--also", "nn=x"], "--also nn=x: there is a matcher called nn already"),
@@ -337,3 +339,16 @@ def test_a_wrong_pair_ends_the_evaluation_in_one_line(work, photo, capsys):
     (work / "pairs" / "b" / "2.png").write_bytes(b"nothing")
     assert run(work, "--pairs", work / "pairs") == 2
     assert capsys.readouterr().err.splitlines()[-1].count("2.png: not an image") == 1
+
+
+def test_zooms_that_do_not_fit_wide_views_are_left_out(work, monkeypatch):
+    """A part of half the size, turned by 90 degrees, is higher than a view three times as wide."""
+    monkeypatch.setattr("pipeline.evaluate.zoomed.LEVELS", {})
+    monkeypatch.setattr("pipeline.evaluate.zoomed.ZOOMS", (1.0,))
+    monkeypatch.setattr("pipeline.evaluate.zoomed.ROTATIONS_DEG", (90.0,))
+    monkeypatch.setattr("pipeline.evaluate.zoomed.ROTATED", (2.0,))
+    params = (work / "params.yaml").read_text()
+    (work / "params.yaml").write_text(params.replace("width: 160", "width: 360"))
+    assert run(work, "--robustness", "2", "--no-refine") == 0
+    lines = read_csv(work / "out" / "robustness.csv")
+    assert {line["level"] for line in lines if line["condition"].startswith("zoom")} == {"1"}

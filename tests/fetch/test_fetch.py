@@ -8,12 +8,14 @@ import shutil
 import zipfile
 from pathlib import Path
 
+import cv2
 import pytest
 from faulty_server import FaultyServer
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import __main__ as fetch
 from pipeline.fetch import coco, download, splits
+from pipeline.fetch.containers import open_container
 from pipeline.image_sets import sources
 from pipeline.image_sets.sources import open_manifest
 
@@ -143,8 +145,6 @@ def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, l
 
 
 def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
-    import cv2
-
     many = tmp_path / "many"
     many.mkdir()
     for index in range(12):
@@ -212,8 +212,6 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     """2 of 40 images for training and 2 held out: a few per cent of the archive cross the
     network.
     """
-    import cv2
-
     pictures = [cv2.imencode(".png", photo[i : i + 300])[1].tobytes() for i in range(40)]
     with zipfile.ZipFile(tmp_path / "made.zip", "w") as out:
         for index, data in enumerate(pictures):
@@ -263,6 +261,35 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
     assert {split: names(unpacked, split) for split in expected} == expected
     entry = open_manifest(unpacked).entries("train")[0]
     assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
+
+
+@pytest.mark.parametrize("path", ["coco", "coco/train2017", "layout"])
+def test_training_images_are_never_the_held_out_ones(run, image_folder, tmp_path, path):
+    shutil.copytree(image_folder, tmp_path / "coco" / "train2017")
+    for name in ("train2017", "val2017"):  # in images/, as other projects want them
+        shutil.copytree(image_folder, tmp_path / "layout" / "images" / name)
+    with pytest.raises(RequestError, match="must hold train2017 and val2017"):
+        run(source="coco2017", path=str(tmp_path / path))
+
+
+def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):
+    """Uncompressed photographs of one size, with a white line below."""
+    for number in range(3):
+        picture = photo[number : number + 200, :300].copy()
+        picture[-10:] = 255
+        assert cv2.imwrite(str(tmp_path / f"{number}.bmp"), picture)
+    whole = open_container(tmp_path)
+    assert len(set(whole.contents.values())) == 3
+    with zipfile.ZipFile(tmp_path / "some.zip", "w") as zipped:
+        zipped.write(tmp_path / "0.bmp", "0.bmp")
+        zipped.writestr("__MACOSX/._0.bmp", b"what a Mac adds")
+    assert open_container(tmp_path / "some.zip").contents == {"0.bmp": whole.contents["0.bmp"]}
+
+
+def test_a_list_of_windows(tmp_path, photo):
+    cv2.imwrite(str(tmp_path / "a.png"), photo)
+    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\n  # one\r\n")
+    assert open_container(tmp_path / "list.txt").names == ["a.png"]
 
 
 def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path, monkeypatch):

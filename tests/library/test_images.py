@@ -14,6 +14,7 @@ from PIL import Image, ImageFile, features
 
 from superglue_sift import images as image_files
 from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.system import RequestError
 
 
 def encode(pixels, extension=".jpg", *options):
@@ -233,3 +234,14 @@ def test_an_image_above_200_megapixels_is_refused_by_its_header(extension, undec
         decode_gray(data, "huge")
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
+
+
+def test_a_name_with_a_null_byte_cannot_be_read():
+    with pytest.raises(RequestError, match="cannot be read: embedded null byte"):
+        image_files.read("a\0.png")
+
+
+def test_gray_with_premultiplied_alpha_is_gray():
+    pixels = np.full((4, 5), 90, np.uint8)
+    picture = Image.merge("LA", [Image.fromarray(pixels), Image.new("L", (5, 4), 255)])
+    assert np.array_equal(image_files.pixels_of(picture.convert("La"), True), pixels)

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.report import __main__ as report
-from pipeline.report import document, page, summary
+from pipeline.report import charts, document, page, summary
 from pipeline.report.document import Condition
 from pipeline.report.rows import Measure, Row
 
@@ -162,3 +162,11 @@ def test_a_few_pairs_are_marked_and_not_compared():
     text = render(robustness=[hard(30, name="recall", recall_pairs=5)])
     few = '<span class="duel ">90.0 <span>| 80.0</span></span><br><small>5* with true matches'
     assert few in text
+
+
+def test_a_chart_draws_every_series():
+    series = {f"matcher {number}": [(0.0, 0.0), (1.0, number / 8)] for number in range(8)}
+    source = re.search('base64,([^"]*)', str(charts.line_chart(series, "x", "y"))).group(1)
+    assert [f"matcher {number}" in base64.b64decode(source).decode() for number in range(8)] == [
+        True
+    ] * 8

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pipeline.views import homography, render
 from pipeline.views.homography import MAX_UPSCALE, generator, mild_view, sample_view
 from superglue_sift.geometry import corners, jacobians, transform
+from superglue_sift.images import BadImage
 
 sides = st.integers(1, 12).map(lambda n: 32 * n)
 limits = st.builds(
@@ -171,3 +172,9 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
             for shift in (-2, 0, 2)
         ]
         assert likeness[1] == max(likeness) > 0.8
+
+
+def test_an_image_too_long_for_opencv_is_bad():
+    homography.require_size("a.png", (32_766, 600), (320, 240))
+    with pytest.raises(BadImage, match="too long: 36000 px"):
+        homography.require_size("a.png", (36_000, 600), (320, 240))

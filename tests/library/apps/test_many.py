@@ -274,7 +274,12 @@ def test_a_name_of_two_images_means_one_pair(files, names):
         ("a.png b.png --every 2", "--every goes with a video"),
         ("a.png b.png --k 2", "--k goes with a folder"),
         ("--pairs three.txt --out-dir x", "three.txt:1: needs two names, has 'a b.png c.png'; put"),
-        ("--pairs same.txt --out-dir x", "same.txt:1: a.png with itself"),
+        ("--pairs pairs.csv --out-dir .", "pairs.csv: a table of results would overwrite it"),
+        ("--pairs same.txt --out-dir x", "same.txt:1: ./a.png with itself"),
+        ("a.png b.png --root photos", "--root goes with --pairs"),
+        ("a.png b.png --out m.png --json m.png", "m.png: is another result"),
+        ("m_overlay.jpg b.png --out m.png --homography", "m_overlay.jpg: is an input"),
+        ("photos --out-dir x --features text.avi", "text.avi: cannot be written"),
         ("--pairs wide.txt --out-dir x", "wide.txt:1: needs two names"),
         ("a.png b.png --out a.png", "a.png: is an input, and would be overwritten"),
         ("--serve --out-dir x", "--out-dir goes with"),
@@ -297,7 +302,7 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
     monkeypatch.chdir(work)
     (work / "text.avi").write_text("hello")
     (work / "three.txt").write_text("a b.png c.png\n")
-    (work / "same.txt").write_text("a.png a.png\n")
+    (work / "same.txt").write_text("./a.png a.png\n")
     (work / "wide.txt").write_text("a" * 200_000)
     assert run(work, *words.split()) == 2
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]

@@ -96,6 +96,21 @@ def test_only_pairs_without_matches_are_added(database, capsys):
         assert np.array_equal(content.read_matches(numbers[0], numbers[1]), matches)
 
 
+def test_a_pair_is_written_whole_or_not_at_all(database, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(pycolmap, "estimate_two_view_geometry", stop)
+        with pytest.raises(KeyboardInterrupt):
+            cli.main(["--colmap", "x.db", *WORDS])
+    with pycolmap.Database.open(str(database)) as content:
+        assert content.num_matched_image_pairs() == 0
+    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
+    with pycolmap.Database.open(str(database)) as content:
+        assert content.num_verified_image_pairs() == content.num_matched_image_pairs() == 3
+
+
 def test_a_rejected_pair_is_not_tried_again(database, capsys):
     words = ["--colmap", "x.db", "--device", "cpu", "--accept", "1"]
     assert cli.main(words) == 0

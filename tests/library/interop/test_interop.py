@@ -104,7 +104,7 @@ def test_files_of_hloc_come_back_and_match_the_same(matched, tmp_path):
         count = len(matched.features0.records)
         assert group["keypoints"].shape == (count, 2)
         assert group["descriptors"].shape == (128, count)
-        assert tuple(group["image_size"]) == (420, 400)
+        assert tuple(group["image_size"]) == (420, 400) and group["image_size"].dtype.kind == "i"
         records = matched.features0.records  # hloc's SIFT: sigma, degrees
         np.testing.assert_allclose(group["scales"], records["scale"] / 2)
         np.testing.assert_allclose(group["oris"], records["angle"], rtol=1e-5)
