@@ -153,7 +153,7 @@ def write_pair(
     inliers = len(geometry.inlier_matches)
     # its mapper would also use what its own test calls a watermark
     watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
-    # both or none: a pair with matches counts as done when a killed run goes on
+    # both or none: a pair with matches counts as done when a killed run is resumed
     with pycolmap.DatabaseTransaction(database):
         database.write_matches(id0, id1, matches)
         if inliers >= MIN_INLIERS and geometry.config != watermark:
