@@ -228,11 +228,11 @@ class MatchResult(NamedTuple):
 
         R and t are None without a solution. threshold_px: distance from epipolar lines, in pixels
         of image 1; None: 0.6 px, in larger images as for `homography`. Raises ValueError for
-        intrinsics of another shape.
+        intrinsics of another shape, RequestError without PoseLib.
         """
         to0, to1 = self._reductions()
         return self._fit(
-            lambda r, px: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, px, r.deviations),
+            lambda r, px: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, px),
             POSE_PX,
             threshold_px,
         )

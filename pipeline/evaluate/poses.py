@@ -21,7 +21,8 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift.pose import FAR, MIN_ESSENTIAL, POSE_PX, relative_pose
+from superglue_sift.geometry import inverse, transform
+from superglue_sift.pose import MIN_ESSENTIAL, POSE_PX, relative_pose
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images
@@ -31,6 +32,7 @@ Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
 EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier threshold in pixels, divided by the mean focal length
 CONFIDENCE = 0.99999
+FAR = 1e9  # depth, in baselines, beyond which points do not decide between the four motions
 RULES = {  # for protocol.json
     "truth": (
         f"symmetric epipolar distance, squared, below {EPIPOLAR_LIMIT} in normalized coordinates"
@@ -39,10 +41,7 @@ RULES = {  # for protocol.json
         f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability"
         f" {CONFIDENCE}"
     ),
-    "refined": (
-        f"cv2.findEssentialMat, USAC_ACCURATE at {POSE_PX:g} px; then scipy's least_squares of"
-        " Sampson distances, Cauchy loss"
-    ),
+    "refined": f"PoseLib's LO-RANSAC at {POSE_PX:g} px",
 }
 
 
@@ -143,7 +142,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
 
 def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     """(N, 2) pixels -> (N, 2) coordinates on the plane at depth one."""
-    return (points - K[:2, 2]) / np.array([K[0, 0], K[1, 1]])
+    return transform(np.asarray(points, np.float64), inverse(K))
 
 
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
@@ -183,8 +182,7 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
 
 def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
     """That of `MatchResult.relative_pose`."""
-    points = found.points0, found.points1
-    pose = relative_pose(*points, cameras.K0, cameras.K1, deviations=found.deviations)
+    pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 

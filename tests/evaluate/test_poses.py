@@ -14,6 +14,7 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import poses
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose
+from superglue_sift import geometry
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
@@ -98,6 +99,22 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly
     # level
     assert 0.5e-4 < np.median(there) < 2.5e-4
+
+
+def test_skewed_pixels_of_a_camera_are_read_with_their_skew():
+    skewed = K.copy()
+    skewed[0, 1] = 40.0
+    rays = [geometry.transform(side, np.linalg.inv(K)) for side in scene()]
+    points = [geometry.transform(side, skewed) for side in rays]
+    known = Pose(skewed, skewed, T)
+    assert poses.correct_matches(*points, known).all()
+    errors = [
+        poses.pose_error(estimate(matches_of(points), known), known)
+        for estimate in poses.ESTIMATORS.values()
+    ]
+    assert max(errors) < 0.1
+    upright = Pose(K, K, T)  # what ignoring the skew would give
+    assert poses.pose_error(poses.estimate_refined(matches_of(points), upright), upright) > 0.5
 
 
 def test_pose_error_is_the_larger_angle():
