@@ -35,11 +35,10 @@ class Item(NamedTuple):
 class FeatureStore:
     """Features of images: all on disk, the recently used ones in memory."""
 
-    def __init__(self, matcher: Matcher, folder: Path, held: int = MAX_FEATURES) -> None:
-        """folder: for the files, created with the first one. held: number of images in memory."""
+    def __init__(self, matcher: Matcher, folder: Path) -> None:
+        """folder: for the files, created with the first one."""
         self.matcher = matcher
         self.folder = folder
-        self.held = held
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
         own = f"{extractor.name}{extractor.code} "
@@ -57,7 +56,7 @@ class FeatureStore:
         """Features of an image. Raises RequestError if it cannot be read."""
         features = self._memory.pop(item.name, None) or self.prepare(item)
         self._memory[item.name] = features  # the last one of the dictionary
-        if len(self._memory) > self.held:
+        if len(self._memory) > MAX_FEATURES:
             self._memory.popitem(last=False)
         return features
 
@@ -103,7 +102,7 @@ class FeatureStore:
         else:
             content = item.image.tobytes()
             digest = hashlib.sha256(f"{item.image.shape}".encode() + content).hexdigest()
-            if len(self._digests) > self.held:  # a camera's frames never end
+            if len(self._digests) > MAX_FEATURES:  # a camera's frames never end
                 del self._digests[next(iter(self._digests))]
         self._digests[item.name] = digest
         return content, digest

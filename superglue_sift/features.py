@@ -108,6 +108,8 @@ class Features(NamedTuple):
             descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
             size: (width, height) of the image.
         """
+        if len(size) != 2 or min(size) < 1:
+            raise RequestError(f"size {size}: must be (width, height), 1 px or more")
         keypoints = np.asarray(keypoints)
         descriptors = np.asarray(descriptors)
         columns = {"scales": scales, "angles": angles, "scores": scores}
@@ -122,7 +124,7 @@ class Features(NamedTuple):
                 raise RequestError(
                     f"{name} of shape {np.shape(values)}: must be {shape}, a row for each keypoint"
                 )
-        if count and (descriptors.min() < 0 or descriptors.max() > 255 or descriptors.max() <= 1):
+        if count and not (descriptors.min() >= 0 and 1 < descriptors.max() <= 255):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
         records = np.zeros(count, KEYPOINT)
         records["x"], records["y"] = keypoints.T
@@ -131,6 +133,8 @@ class Features(NamedTuple):
         records["descriptor"] = np.rint(descriptors)
         if not all(np.isfinite(records[name]).all() for name in sift.GEOMETRY):
             raise RequestError("keypoints, scales, angles and scores must be finite")
+        if (records["scale"] < 0).any():
+            raise RequestError("scales must be 0 or more")
         return cls(records, size)
 
     @classmethod

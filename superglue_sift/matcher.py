@@ -42,7 +42,7 @@ from superglue_sift.batch import Pair, from_pairs, size_class
 from superglue_sift.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import FRAMES, UPRIGHT, decode, read
+from superglue_sift.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.match_result import MatchResult
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.system import FileName, RequestError, check_range
@@ -388,7 +388,14 @@ def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
 
 
 def check_features(config: SuperGlueConfig, *sides: Features) -> None:
-    """Raise RequestError for descriptors that the network does not match, or missing scales."""
+    """Raise RequestError for descriptors that the network does not match, missing scales, or
+    coordinates of two frames.
+    """
+    frames = {side.frame for side in sides if side.turned != 1 or side.frame == STORED}
+    if len(frames) > 1:
+        raise RequestError(
+            "features of stored and of upright pixels: use Matcher.load(frame='stored')"
+        )
     for side in sides:
         kind = kind_of(side.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):

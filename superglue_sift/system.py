@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import threading
+import tokenize
 import zlib
 from pathlib import Path
 from typing import Any, Callable, Iterable, List, MutableMapping, Optional, Union
@@ -23,7 +24,10 @@ from zipfile import BadZipFile
 FileName = Union[str, Path]
 Main = Callable[[Optional[List[str]]], int]
 # Raised by a damaged `.npz`, whose bits can also ask for another compression or a password
-DAMAGED = (OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error)
+DAMAGED = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error),
+    *(SyntaxError, tokenize.TokenError),  # numpy parses the headers
+)
 # Of GNU's and Intel's OpenMP
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # threads of OpenBLAS

@@ -143,12 +143,12 @@ def models_of(
     return models, further
 
 
-def choose_photographs(args: argparse.Namespace) -> unseen.Choice:
+def choose_photographs(args: argparse.Namespace, models: Mapping[str, Path]) -> unseen.Choice:
     """Held-out photographs that no compared model was trained on, and the models; only the latter
     with other pairs.
     """
     if args.pairs is not None or args.poses is not None:
-        return unseen.Choice([], args.models, [])
+        return unseen.Choice([], dict(models), [])
     images = sources.open_manifest(args.images)
     entries = images.entries("test")
     if not entries:
@@ -158,7 +158,7 @@ def choose_photographs(args: argparse.Namespace) -> unseen.Choice:
     if not entries:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
-    return unseen.choose(entries, args.models, args.keep_seen)
+    return unseen.choose(entries, models, args.keep_seen)
 
 
 def choose_source(
@@ -196,13 +196,13 @@ def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     return extractors.load(name)
 
 
-def choose_matchers(
-    args: argparse.Namespace, models: Mapping[str, Path], device: str
-) -> Tuple[Matchers, List[str]]:
-    """All compared matchers, and a note for each that is missing or matches other keypoints."""
-    networks = {}
+def load_networks(
+    args: argparse.Namespace, device: str
+) -> Tuple[Dict[str, matchers.Network], List[str]]:
+    """The networks by name, and a note for each that matches other keypoints than ours."""
+    networks: Dict[str, matchers.Network] = {}
     skipped = []
-    for name, file in models.items():
+    for name, file in args.models.items():
         network = matchers.load_network(file, device, args.threshold)
         ours = networks.get(OURS, network).model.config.extractor
         extractor = network.model.config.extractor
@@ -212,7 +212,7 @@ def choose_matchers(
             skipped.append(f"SKIP {name}: of keypoints of {extractor}")
     if networks[OURS].info.get("step") == 0:
         skipped.append("Training kept the weights it began with: no later step was better")
-    return Matchers(networks, device, args.further, args.poses is not None), skipped
+    return networks, skipped
 
 
 def track(
@@ -251,9 +251,11 @@ def evaluate(args: argparse.Namespace) -> Tuple[Dict[str, Content], Mapping[str,
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
     section = params.load("evaluate", args.params).model_copy(update=asked)
     device = choose_device(args.device)
-    chosen = choose_photographs(args)
-    compared, skipped = choose_matchers(args, chosen.models, device)
-    ours = compared.networks[OURS]
+    networks, skipped = load_networks(args, device)
+    ours = networks[OURS]
+    chosen = choose_photographs(args, {name: network.file for name, network in networks.items()})
+    compared = {name: networks[name] for name in chosen.models}
+    matched = Matchers(compared, device, args.further, args.poses is not None)
     settings = Settings(
         section,
         args.estimators,
@@ -263,7 +265,7 @@ def evaluate(args: argparse.Namespace) -> Tuple[Dict[str, Content], Mapping[str,
         args.bound,
         args.refine,
     )
-    work = Evaluation(compared, settings, (*chosen.lines, *skipped))
+    work = Evaluation(matched, settings, (*chosen.lines, *skipped))
     if args.paper:
         source_of = lambda variant: choose_source(args, variant, chosen)  # noqa: E731
         return protocol.run_paper(work, source_of, args.out), ours.info

@@ -105,6 +105,12 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
     source = coco.SOURCES[settings.source]
     wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
+    stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
+    both = errors.RequestError(
+        f"fetch.path = {settings.path}: must hold {stems}, as .zip or as folders"
+    )
+    if "val" in wanted and Path(settings.path).is_file():
+        raise both
     holdings = {
         key: coco.Holding(
             archive, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0
@@ -116,10 +122,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
     if "val" in holdings:
         names = holdings["val"].names
         if not set(names).isdisjoint(holdings["train"].names):
-            both = " and ".join(Path(archive.file).stem for archive in wanted.values())
-            raise errors.RequestError(
-                f"fetch.path = {settings.path}: must hold {both}, as .zip or as folders"
-            )
+            raise both
         fraction = min(1.0, coco.HELD_OUT / len(names))
         chosen = splits.split(
             holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings

@@ -23,6 +23,7 @@ from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints.image import ImageExtractor, Result
 from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
+from superglue_sift.system import usable_cores
 
 _IN_FLIGHT = 4  # images per worker
 # glibc's numbers of these settings of malloc
@@ -32,9 +33,8 @@ _TRIM_THRESHOLD = -1
 
 def count_cores() -> int:
     """Cores for this process; the ranks of this machine share its cores."""
-    return max(
-        len(os.sched_getaffinity(0)) // max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1), 1
-    )
+    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    return max(usable_cores() // ranks, 1)
 
 
 def extract_all(

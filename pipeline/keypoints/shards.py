@@ -142,14 +142,18 @@ class Folder:
             return {}
 
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
-        """Whether the shard fits and is undamaged; it is hashed if it is newer than store.json."""
+        """Whether the shard fits and is undamaged; it is hashed if it is newer than store.json.
+
+        One that lacks images does not fit: what made them bad, such as a missing package, may be
+        mended.
+        """
         try:
             finished = (self.path / store.INDEX).stat().st_mtime_ns
             hashed = (self.path / shard.file).stat().st_mtime_ns > finished
         except OSError:
             hashed = True
         try:
-            if row["fingerprint"] != shard.fingerprint:
+            if row["bad"] or row["fingerprint"] != shard.fingerprint:
                 return False
             store.check_shard(self.path, row, hashed)
         except (RequestError, KeyError, TypeError):

@@ -57,6 +57,11 @@ class FetchParams(Section):
             if value:
                 said = f"has no effect when source is {self.source!r}"
                 raise ValueError(f"{name} = {value!r}: {said}")
+        annotated = any(path.lower().endswith(".json") for path in (self.path, self.val_path))
+        for name in () if annotated else ("categories", "min_side"):
+            if getattr(self, name):
+                said = "has no effect without a .json of COCO annotations in path"
+                raise ValueError(f"{name} = {getattr(self, name)!r}: {said}")
         return self
 
 

@@ -85,7 +85,7 @@ def confidence_charts(curves: Mapping[str, Sequence[Line]]) -> List[Chart]:
     labels = "confidence of a match", "fraction of correct ones"
     third = charts.line_chart(points, *labels, diagonal=True)
     return [
-        (first, "Precision at each recall over all confidences of ours; a baseline is one point"),
+        (first, "Precision at each recall, over all confidences of a matcher"),
         (
             second,
             "Precision and recall of ours over the confidence threshold (a pair without matches"

@@ -72,6 +72,7 @@ NEEDS = {  # option: options, of which it needs one
     **dict.fromkeys(RULES, ("scene",)),
     "homography": ("out", "out_dir"),
     "root": ("pairs",),
+    "port": ("serve",),
 }
 RANGES = {
     **dict.fromkeys(("max_keypoints", "k", "every", "frames"), (1, math.inf)),
@@ -84,13 +85,8 @@ RANGES = {
 # The help is the definition: heading, `--option VALUE  text`. VALUE chooses the type; without it
 # the option is a flag, and `--[no-]option` is one with two sides.
 TYPES = {"FILE": Path, "DIR": Path, "N": int, "P": float}
-DEFAULTS = {
-    "device": "auto",
-    "frame": UPRIGHT,
-    "refine": True,
-    "precision": "float32",
-    "port": 8010,
-}
+DEFAULTS = {"device": "auto", "frame": UPRIGHT, "refine": True, "precision": "float32"}
+PORT = 8010
 OPTIONS = f"""
 what to match
 --pairs FILE  text file, `a b` in each line; names with spaces in "quotes"
@@ -141,7 +137,7 @@ how to match
 
 a page for the browser (pip install 'superglue-sift[serve]')
 --serve  drop two images and move the threshold
---port N  on 127.0.0.1 (default 8010)
+--port N  on 127.0.0.1 (default {PORT})
 """
 
 
@@ -151,7 +147,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.serve:
         from superglue_sift.apps import serve
 
-        return serve.run(load(args), args.port)
+        return serve.run(load(args), PORT if args.port is None else args.port)
     if args.source == DATABASE:
         return match_database(args)
     return many.match_many(args, load(args)) if args.out_dir else match_two(args)
@@ -311,9 +307,12 @@ def _check_together(args: argparse.Namespace) -> None:
         if getattr(args, name) and args.source not in sources:
             raise RequestError(f"{_spell(name)} goes with {' or '.join(sources)}")
     for name, others in NEEDS.items():
-        given = getattr(args, name) not in (None, False)
+        value = getattr(args, name)
+        given = value is not None and value is not False  # 0 is a number
         if given and not any(getattr(args, other) for other in others):
             raise RequestError(f"{_spell(name)} goes with {' or '.join(map(_spell, others))}")
+    if args.k and args.pairing == "exhaustive":
+        raise RequestError("--k goes with --pairing sequential, nearest or auto")
     if args.frame == STORED and args.source in (VIDEO, CAMERA, PAGE):
         reason = "a video and the page are shown upright"
         raise RequestError(f"--frame stored goes with photographs: {reason}")

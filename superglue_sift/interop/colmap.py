@@ -37,13 +37,11 @@ MIN_INLIERS = 15  # of a verified pair, as in COLMAP's own matcher
 class ColmapDatabase:
     """A COLMAP database that is filled pair by pair; a context manager."""
 
-    def __init__(
-        self, path: FileName, images: Optional[FileName] = None, camera: Any = None
-    ) -> None:
+    def __init__(self, path: FileName, images: Optional[FileName] = None) -> None:
         """path: a new file. images: folder of the photographs, whose EXIF has the focal length.
 
-        camera: a pycolmap.Camera of all photographs; None: one for each, COLMAP's SIMPLE_RADIAL.
-        Raises RequestError: pycolmap is not installed, or the file exists.
+        Each photograph gets a camera of its own, COLMAP's SIMPLE_RADIAL. Raises RequestError:
+        pycolmap is not installed, or the file exists.
         """
         pycolmap = import_extra("pycolmap", "colmap")
         if Path(path).exists():
@@ -51,7 +49,6 @@ class ColmapDatabase:
         self._pycolmap = pycolmap
         self._images = Path(images) if images else None
         self._database = pycolmap.Database.open(str(path))
-        self._shared = camera and self._write_camera(camera)
         self._known: Dict[str, Tuple[int, Any]] = {}  # image id and camera
         self._inferred: Dict[str, Any] = {}  # cameras by EXIF; None: a guess
 
@@ -65,7 +62,7 @@ class ColmapDatabase:
         """Read the focal lengths of photographs; name those on stderr that COLMAP cannot read."""
         unread = []
         images = self._images
-        if images is None or self._shared:
+        if images is None:
             return
         for name in names:
             path = images / name
@@ -106,7 +103,7 @@ class ColmapDatabase:
         if name not in self._known:
             if name not in self._inferred:
                 self.infer_cameras([name])
-            camera = self._shared or self._write_camera(
+            camera = self._write_camera(
                 self._inferred.get(name) or self._guess_camera(_stored_size(features))
             )
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)

@@ -263,9 +263,10 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
     assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
 
 
-@pytest.mark.parametrize("path", ["coco", "coco/train2017", "layout"])
+@pytest.mark.parametrize("path", ["coco", "coco/train2017", "train2017.zip", "layout"])
 def test_training_images_are_never_the_held_out_ones(run, image_folder, tmp_path, path):
     shutil.copytree(image_folder, tmp_path / "coco" / "train2017")
+    shutil.make_archive(str(tmp_path / "train2017"), "zip", image_folder)
     for name in ("train2017", "val2017"):  # in images/, as other projects want them
         shutil.copytree(image_folder, tmp_path / "layout" / "images" / name)
     with pytest.raises(RequestError, match="must hold train2017 and val2017"):

@@ -13,12 +13,14 @@ import pytest
 from made_params import file_of
 
 from pipeline.errors import RequestError, WorkError
+from pipeline.features import store
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
+from pipeline.image_sets import sources
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import image, shards
 from pipeline.keypoints.image import gray_views
-from superglue_sift.images import read_gray
+from superglue_sift.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.
@@ -205,6 +207,27 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
     assert not (tmp_path / "kp" / "train" / "store.json").exists()
+
+
+def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, monkeypatch):
+    monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
+    whole = files(stage(pictures, out="whole"))
+    read = sources.ImageSet.read
+    absent = Store(tmp_path / "whole" / "train").images[0]
+
+    def refuse(images, entry):
+        if entry.name == absent:
+            raise BadImage(entry.name, "HEIC needs one more package")
+        return read(images, entry)
+
+    with monkeypatch.context() as without:
+        without.setattr(sources.ImageSet, "read", refuse)
+        stage(pictures)
+    assert set(bad_list(tmp_path)) == {absent}
+    written = tmp_path / "kp" / "train" / store.shard_name(1)
+    before = written.stat().st_mtime_ns
+    assert files(stage(pictures)) == whole and not bad_list(tmp_path)
+    assert written.stat().st_mtime_ns == before  # that of other images is not made again
 
 
 def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monkeypatch):

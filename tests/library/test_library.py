@@ -255,11 +255,11 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         )
 
 
-def features(count, width, value=9.0, scales=5, at=0.0):
+def features(count, width, value=9.0, scales=5, at=0.0, scale=1.0, size=(64, 64)):
     one = np.ones(count)
-    return Features.of(
-        np.full((count, 2), at), np.ones(scales), one, one, np.full((count, width), value), (64, 64)
-    )
+    places = np.full((count, 2), at)
+    descriptors = np.full((count, width), value)
+    return Features.of(places, np.full(scales, scale), one, one, descriptors, size)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +274,15 @@ def features(count, width, value=9.0, scales=5, at=0.0):
         (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
         (lambda matcher, folder: features(5, 128, at=np.nan), "scores must be finite"),
+        (lambda matcher, folder: features(5, 128, np.nan), "descriptors must be whole numbers"),
+        (lambda matcher, folder: features(5, 128, scale=-1.0), "scales must be 0 or more"),
+        (lambda matcher, folder: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
+        (
+            lambda matcher, folder: matcher.match(
+                features(5, 128)._replace(frame="stored"), features(5, 128)._replace(turned=6)
+            ),
+            r"stored and of upright pixels: use Matcher.load\(frame='stored'\)",
+        ),
         (lambda matcher, folder: Matcher.load(device="meta"), "^device meta: not available here"),
         (
             lambda matcher, folder: Matcher.load(folder / "other.safetensors"),

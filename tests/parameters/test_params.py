@@ -62,6 +62,12 @@ def message(tree, change):
         ),
         ("fetch", "path", "own", "fetch.path = 'own': has no effect when source is 'sample'"),
         ("fetch", "min_side", 9, "fetch.min_side = 9: has no effect when source is 'sample'"),
+        (
+            "fetch",
+            ("source", "path", "categories"),
+            ("folder", "own", "cat"),
+            "fetch.categories = 'cat': has no effect without a .json of COCO annotations in path",
+        ),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
         (
@@ -73,9 +79,8 @@ def message(tree, change):
     ],
 )
 def test_a_wrong_value_is_named_with_the_rule(tree, section, key, value, said):
-    assert f"params.yaml: {said}" in message(
-        tree, lambda changed: changed[section].update({key: value})
-    )
+    changes = dict(zip(key, value)) if isinstance(key, tuple) else {key: value}
+    assert f"params.yaml: {said}" in message(tree, lambda changed: changed[section].update(changes))
 
 
 def test_a_missing_key_is_named(tree):

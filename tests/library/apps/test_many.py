@@ -295,6 +295,8 @@ def test_a_name_of_two_images_means_one_pair(files, names):
         ("a.png b.png --out-dir x --colmap x.db", "--colmap goes with a folder or --pairs"),
         ("a.png b.png --homography", "--homography goes with --out or --out-dir"),
         ("--serve --port 99999", "--port 99999: must be between 0 and 65535"),
+        ("a.png b.png --port 0", "--port goes with --serve"),
+        ("photos --out-dir x --pairing exhaustive --k 3", "--k goes with --pairing sequential"),
         ("--serve --frame stored", "--frame stored goes with photographs"),
     ],
 )
