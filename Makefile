@@ -70,7 +70,7 @@ test-all: $(SETUP_DEV)  ## all tests, also the slow ones
 test-cu111:  ## the tests marked cu111 on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
 	@requirements/test-cu111.sh -q -m "cu111 and not slow"
 
-images:  ## build and try both images without a container engine (root, buildah, debootstrap)
+images:  ## build and try all images without a container engine (root, buildah, debootstrap)
 	@docker/ci.sh --always
 
 faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random (an hour): docs/faults.md
