@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Dict, List, NoReturn, Optional
+from typing import Dict, List, Optional
 
 from superglue_sift.system import Main, RequestError, WorkError, exit_code
 
-EXIT_FOLDER = (  # set by pipeline.launch: folder for the exit code of each local rank
-    "SG_EXIT_FOLDER"
-)
+EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: folder of the ranks' exit codes
 AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process with which its ranks end
 STOPPED = 143  # stopped by a signal, after a checkpoint
 STOPPING = "stopping"  # file in EXIT_FOLDER: the launcher was told to stop
@@ -115,14 +113,3 @@ def _is_over(folder: Path, attempt: int) -> bool:
     """
     own = [code for code in codes_of(folder, attempt).values() if code not in ("0", LOST_PEER)]
     return bool(own) and os.environ.get("NNODES", "1") == "1"
-
-
-def end_as_lost(line: str) -> NoReturn:
-    """Print a line and end at once, as a lost rank.
-
-    It leaves no exit code in EXIT_FOLDER, so the run starts again from its newest checkpoint.
-    """
-    print(" ".join(line.split()), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

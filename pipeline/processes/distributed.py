@@ -136,7 +136,7 @@ def abandon() -> None:
     """Leave the group after a failure, without waiting for the other ranks, which see the
     connection close.
     """
-    if not (dist.is_initialized()):
+    if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
     # never released: the destructor joins gloo's threads, which may wait for other ranks
@@ -157,16 +157,8 @@ def write_heartbeat(step: int) -> None:
 
 def lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or hangs."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "imed out",
-        "imeout",
-        "NCCL",
-        "gloo",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
+    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
 def several() -> bool:
@@ -223,7 +215,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
         return work(rows)
     count = -(-len(rows) // dist.get_world_size())
     part = rows[dist.get_rank() * count :][:count]
-    done = torch.zeros_like(rows[:1]).repeat(count, *[1] * (rows.dim() - 1))
+    done = rows.new_zeros((count, *rows.shape[1:]))
     done[: len(part)] = work(part)
     parts = [torch.empty_like(done) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, done)
