@@ -105,13 +105,7 @@ class Augmentation:
         return factor if side == zoomed else 1.0
 
     def apply(
-        self,
-        view: View,
-        seed: int,
-        side: int,
-        others: Others = lambda random: None,
-        min_scale: float = 0.0,
-        limit: Optional[int] = None,
+        self, view: View, seed: int, side: int, others: Others, min_scale: float, limit: int
     ) -> View:
         """The changed view of this side (0 or 1) of the pair.
 
@@ -119,7 +113,7 @@ class Augmentation:
             others: draws the views that surround a shrunk one.
             min_scale: smallest scale (px) at which keypoints are detected; 0: the smallest of the
                 view.
-            limit: number of keypoints to keep; None: all.
+            limit: number of keypoints to keep.
         """
         given = view.records
         # Creating a generator is slow

@@ -119,18 +119,17 @@ class StepBatches:
 
         Processes load for a GPU, else a thread. Closing it ends them.
         """
-        ahead = self._load_ahead(steps)
+        if self._processes:
+            ahead = workers.prefetch(self.load, steps, self._processes)
+        else:
+            ahead = prefetch(self._load_for_device, steps)
         with contextlib.closing(ahead):
             for batches in ahead:
                 yield [batch.to(self.context.device) for batch in batches]
 
-    def _load_ahead(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        if self._processes:
-            return workers.prefetch(self.load, steps, self._processes)
+    def _load_for_device(self, step: int) -> List[PairBatch]:
+        """`load`, for a GPU into page-locked memory: the step does not wait for the copy."""
+        batches = self.load(step)
         if self.context.device.type == "cuda":
-            return prefetch(self._load_page_locked, steps)
-        return prefetch(self.load, steps)
-
-    def _load_page_locked(self, step: int) -> List[PairBatch]:
-        """`load` into page-locked memory, so that the step does not wait for the copy."""
-        return [batch.pin_memory() for batch in self.load(step)]
+            return [batch.pin_memory() for batch in batches]
+        return batches

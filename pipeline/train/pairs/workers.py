@@ -13,7 +13,6 @@ import copy
 import functools
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import sys
@@ -148,15 +147,11 @@ def _context(start_method: str) -> BaseContext:
 
 
 class _Steps(Dataset):
-    def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
+    def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
-        self.steps = steps
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.make(self.steps[place])
+    def __getitem__(self, step: int) -> Any:
+        return self.make(step)
 
 
 def _begin(worker: int, parent: int) -> None:
@@ -192,7 +187,8 @@ def prefetch(
     """
     before = set(multiprocessing.active_children())
     loader = DataLoader(
-        _Steps(make, steps),
+        _Steps(make),
+        sampler=steps,
         batch_size=None,
         num_workers=processes,
         prefetch_factor=AHEAD,
@@ -215,7 +211,4 @@ def prefetch(
 
 def a_process_died(error: BaseException) -> bool:
     """Whether torch's DataLoader raised this because one of its processes was killed."""
-    return (
-        isinstance(error, RuntimeError)
-        and re.match(r"DataLoader worker \(pid", str(error)) is not None
-    )
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
