@@ -121,7 +121,8 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
     """Number of local processes for the launcher to start, of the `proposed` that are possible."""
     args = parse(argv)
-    return setup.processes(params.load("train", args.params, options_of(args)), proposed)
+    train = params.load("train", args.params, options_of(args))
+    return proposed if train.parallel == "ddp" else 1
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

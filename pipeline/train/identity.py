@@ -25,11 +25,11 @@ CODE = "code"  # the commit, among the versions of a checkpoint
 
 PREFIX = "train."
 # Keys and options of `train` that affect no weight of a step.
-OPERATIONAL = {f"{PREFIX}{key}" for key in ("log_every", "save_every", "val_every", "val_pairs")}
+OPERATIONAL = {"train.log_every", "train.save_every", "train.val_every", "train.val_pairs"}
 # These change how a step is computed: with norm `layer` the same up to rounding.
-COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}
+COMPUTED = {"train.accumulate", "train.checkpoint_layers", "train.compile", "train.parallel"}
 # These act only through the learning rate.
-SCHEDULE = {f"{PREFIX}{key}" for key in ("decay_start", "lr", "schedule", "steps", "warmup_steps")}
+SCHEDULE = {"train.decay_start", "train.lr", "train.schedule", "train.steps", "train.warmup_steps"}
 
 
 def describe(train: TrainParams) -> Dict[str, Any]:

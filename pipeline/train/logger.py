@@ -91,8 +91,6 @@ class TrainingLogger:
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
             self.status = tracking.ending(kind)
-        for curve in self.curves.values():
-            curve.close()
         self.run.close(self.status)
 
     def log_start(

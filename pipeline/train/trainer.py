@@ -84,8 +84,9 @@ class Training:
         self.checkpoints = Checkpoints(start.folder)
         if start.best:
             if context.is_main:
-                where = (start.folder, self.paths.out, self.paths.reports)
-                published.publish_finished(*where, start.best, self.fingerprint, self.trained_on)
+                published.publish_finished(
+                    self.paths, start.folder, start.best, self.fingerprint, self.trained_on
+                )
             return 0
         self._build(start.saved)
         self.state.compare_ranks(context.is_main)
@@ -117,8 +118,8 @@ class Training:
         train = self.train
         before = saved[1]["precision"] if saved else ""
         self.precision = setup.choose_precision(train, self.context, before)
-        parts, messages = setup.build(train, self.context, self.store, self.precision)
-        self.objective, self.ddp_model, self.state, self._init_threshold = parts
+        parts = setup.build(train, self.context, self.store, self.precision)
+        self.objective, self.ddp_model, self.state, self._init_threshold, messages = parts
         self.messages = [str(self.precision), *messages, *self.messages]
         self.batches = StepBatches(train, self.store, self.pairs, self.context)
         if saved:
@@ -192,10 +193,11 @@ class Training:
         lr = learning_rate(train, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        how = (self.ddp_model, state.optimizer, state.scaler, micro_batches)
-        size = (self.pairs, world_size, train.accumulate)
-        with failures.explain_lack_of_memory(state.step, *size):
-            result = train_step(*how, self.pairs, world_size)
+        accumulate = train.accumulate
+        with failures.explain_lack_of_memory(state.step, self.pairs, world_size, accumulate):
+            result = train_step(
+                self.ddp_model, state.optimizer, state.scaler, micro_batches, self.pairs, world_size
+            )
         if not result.applied:
             self._skip(result)
         state.step += 1
