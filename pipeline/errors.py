@@ -95,12 +95,10 @@ def lost_ranks(folder: Path, attempt: int, processes: int) -> str:
     left = codes_of(folder, attempt)
     names = []
     for rank in range(processes):
-        seen = folder / f"{rank}.step"
         if rank not in left:
-            names.append(
-                f"rank {rank}"
-                + (f", last seen at step {seen.read_text()}," if seen.is_file() else "")
-            )
+            seen = folder / f"{rank}.step"
+            step = f", last seen at step {seen.read_text()}," if seen.is_file() else ""
+            names.append(f"rank {rank}{step}")
     return (
         f"{' and '.join(names)} died or hung (killed, stopped, or out of memory)\n" if names else ""
     )

@@ -28,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import psutil
 
@@ -119,32 +119,32 @@ def _agent(arguments: Sequence[str]) -> int:
     A rank that raised has shown its own traceback, and the launcher names one that was killed.
     """
     from torch.distributed import run
-    from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[AGENT_PID] = str(os.getpid())
     try:
-        run.main([*own_address(local_address(), LaunchConfig, api), *arguments])
+        run.main([*own_address(), *arguments])
     except (ChildFailedError, SignalException):
         return 1  # some schedulers signal every process; the ranks have saved
     return 0
 
 
-def own_address(address: str, config: type, agent: Any) -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; none for "": the host
+def own_address() -> List[str]:
+    """torchrun's option for the address by which other nodes reach this one; none for its host
     name.
 
-    torch 1.10's torchrun has no such option, nor its class `config` (LaunchConfig): its module
-    `agent` gets another host name instead.
+    torch 1.10's torchrun has no such option: its agent gets another host name instead.
     """
-    if not address:
-        return []
-    if hasattr(config, "local_addr"):
+    from torch.distributed.elastic.agent.server import api
+    from torch.distributed.launcher.api import LaunchConfig
+
+    address = local_address()
+    if address and hasattr(LaunchConfig, "local_addr"):
         return [f"--local_addr={address}"]
-    agent._get_fq_hostname = lambda: address
+    if address:
+        api._get_fq_hostname = lambda: address  # type: ignore[attr-defined]
     return []
 
 
@@ -207,15 +207,15 @@ def run_stage(module: str, arguments: Sequence[str], processes: int, folder: Pat
 
 
 def _forward(folder: Path, number: int, frame) -> None:
-    """Forward a signal to the ranks, the children of torchrun, our only child, which would kill
-    them 30 s later, saved or not.
-    """
+    """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
     (folder / STOPPING).touch()
-    for torchrun in psutil.Process().children():
+    ranks: List[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        # torchrun is our only child
+        ranks = [rank for torchrun in psutil.Process().children() for rank in torchrun.children()]
+    for rank in ranks:
         with contextlib.suppress(psutil.Error):
-            for rank in torchrun.children():
-                with contextlib.suppress(psutil.Error):
-                    rank.send_signal(signal.SIGTERM)
+            rank.send_signal(signal.SIGTERM)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

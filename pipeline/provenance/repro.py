@@ -34,10 +34,9 @@ def repo_root() -> Path:
     here = Path.cwd()
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
-    for folder in (here, *here.parents):
-        if (folder / "dvc.yaml").is_file() or (folder / ".git").exists():
-            return folder
-    return here
+    folders = (here, *here.parents)
+    roots = (at for at in folders if (at / "dvc.yaml").is_file() or (at / ".git").exists())
+    return next(roots, here)
 
 
 def main_root() -> Path:

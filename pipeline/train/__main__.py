@@ -86,11 +86,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return parser.parse_args([*usual, *(sys.argv[1:] if argv is None else argv)])
 
 
-def paths_of(args: argparse.Namespace) -> TrainPaths:
-    places = args.keypoints, args.out, args.reports, args.params
-    return TrainPaths(*places, args.fresh, args.keep_seen, options_of(args))
-
-
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:
     """The `TrainOptions` on the command line; the model to validate, if nothing is trained."""
     options = {n: value for n, value in vars(args).items() if n in TrainOptions.model_fields}
@@ -127,8 +122,10 @@ def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
+    places = (args.keypoints, args.out, args.reports, args.params)
+    paths = TrainPaths(*places, args.fresh, args.keep_seen, options_of(args))
     with signals.defer() as stop, distributed.process_group() as context:
-        training = Training(paths_of(args), context, stop, *check(argv, context.world_size))
+        training = Training(paths, context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()
 
 

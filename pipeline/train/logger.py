@@ -217,11 +217,10 @@ class TrainingLogger:
 
 def _describe(metrics: Mapping[str, float]) -> str:
     """F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581: of a validation, for a person."""
-    parts = [
-        f"{title} {100 * metrics[name]:.1f} %"
-        for name, title in (("f1", "F1"), ("precision", "precision"), ("recall", "recall"))
-    ]
-    return ", ".join([*parts, f"loss {metrics['loss']:.3f}"])
+    return (
+        f"F1 {100 * metrics['f1']:.1f} %, precision {100 * metrics['precision']:.1f} %,"
+        f" recall {100 * metrics['recall']:.1f} %, loss {metrics['loss']:.3f}"
+    )
 
 
 def _own_share(window: List[Dict[str, float]], context: distributed.Context) -> Dict[str, float]:

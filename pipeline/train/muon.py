@@ -67,11 +67,12 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, model: SuperGlue, lr: float) -> None:
         self.side = model.config.dim  # all matrices of the layers consist of squares of this side
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
-        rest = [p for name, p in named if not ("attention" in name and p.ndim == 2)]
-        groups = [{"params": matrices, "muon": True}, {"params": rest, "muon": False}]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr})
+        kinds: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                kinds["attention" in name and p.ndim == 2].append(p)
+        groups = [{"params": params, "muon": muon} for muon, params in kinds.items() if params]
+        super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:

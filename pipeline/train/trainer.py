@@ -205,9 +205,13 @@ class Training:
 
         # once in a while: a point on the curves, the mean over all ranks
         if state.step % train.log_every == 0 or state.step == train.steps:
-            dustbin = float(state.model.dustbin.detach())
-            metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
-            self.logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
+            metrics = {
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "dustbin": float(state.model.dustbin.detach()),
+                "skipped_steps": float(state.skipped),
+            }
+            self.logger.log_point(state.step, metrics)
 
     def _skip(self, result: StepResult) -> None:
         """Print the pairs of a gradient that is not finite; WorkError after too many. All ranks

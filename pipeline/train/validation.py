@@ -176,14 +176,15 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     truth = objective.truth(batch)
     losses = assignment_loss(log_P, truth)
     answers = mutual_matches(log_P, threshold=0.0)
+    sums = {
+        "loss": losses.total.sum(),
+        "loss_positive": losses.positive.sum(),
+        "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
+    }
     return {
         "pairs": np.asarray(float(len(batch))),
         **_counts(answers.matches0, answers.matching_scores0, truth),
-        "loss": losses.total.sum().double().cpu().numpy(),
-        "loss_positive": losses.positive.sum().double().cpu().numpy(),
-        "loss_unmatched": (
-            ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy()
-        ),
+        **{name: value.double().cpu().numpy() for name, value in sums.items()},
     }
 
 
