@@ -41,7 +41,6 @@ class Context:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -95,9 +94,8 @@ def start() -> Context:
     _adopt_slurm()
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1)
-    local_rank = read_number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", read_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
     else:
@@ -105,7 +103,7 @@ def start() -> Context:
     if world_size > 1:
         timeout = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         dist.init_process_group(compat.backend(device.type), timeout=timeout)
-    return Context(rank, world_size, local_rank, device)
+    return Context(rank, world_size, device)
 
 
 def finish() -> None:
@@ -151,8 +149,7 @@ def write_heartbeat(step: int) -> None:
     """Write this rank's step for the launcher, which reports it if the rank is lost."""
     folder = os.environ.get(EXIT_FOLDER)
     if folder:
-        with open(os.path.join(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step"), "w") as file:
-            file.write(str(step))
+        Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step").write_text(str(step))
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -179,7 +176,7 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
     One collective of float64; every rank has the same names.
     """
     names = sorted(sums)
-    values = [float(value) for value in (weight, *(sums[name] for name in names))]
+    values = [weight, *(sums[name] for name in names)]
     packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
     if several():
         dist.all_reduce(packed)

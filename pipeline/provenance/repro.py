@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -79,10 +80,8 @@ def versions(packages: Sequence[str]) -> Dict[str, str]:
     """Versions of those packages that are installed, without importing them."""
     found = {}
     for name in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 

@@ -79,15 +79,15 @@ class Run(NullRun):
     on an exception, and as KILLED on Ctrl-C or sys.exit (by which a signal ends a stage).
     """
 
-    def __init__(self, log: EventLog, uri: str, owner: bool, system_metrics: bool = False) -> None:
-        """owner: closing it ends the run. system_metrics: sample the machine."""
+    def __init__(self, log: EventLog, uri: str, owner: bool) -> None:
+        """owner: sample the use of the machine, and end the run when it is closed."""
         self._log = log
         self._owner = owner
         # Of a resumed training, points that are known already; another stage may run again
         self._known = log.last_steps() if owner else {}
         self._warned = False
         self.key = log.header()["run"]
-        self._sender: Optional[Sender] = Sender(log, uri, self.log if system_metrics else None)
+        self._sender: Optional[Sender] = Sender(log, uri, self.log if owner else None)
         self._sender.start()
         atexit.register(self.close, "FAILED")  # for a stage that ends without closing
 
@@ -159,7 +159,6 @@ def open_run(
     tags: Optional[Dict[str, Any]] = None,
     resume: Optional[str] = None,
     enabled: bool = True,
-    system_metrics: bool = True,
     training: str = "",
     name: str = "",
 ) -> NullRun:
@@ -201,7 +200,7 @@ def open_run(
                 "time": now_ms(),
             }
         )
-    return Run(log, uri, True, system_metrics)
+    return Run(log, uri, True)
 
 
 def known_run(folder: Path, training: str) -> Optional[str]:

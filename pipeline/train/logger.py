@@ -73,7 +73,7 @@ class TrainingLogger:
             resume=tracking.known_run(paths.reports, identity) if info.get("step") else None,
             enabled=context.is_main,
             training=identity,
-            name=" ".join(dict.fromkeys(name for name in names if name)),
+            name=" ".join(filter(None, dict.fromkeys(names))),
         )
         before = curves.from_tensors(tensors)
         self.curves = {

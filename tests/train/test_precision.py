@@ -71,7 +71,7 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
 def test_what_does_nothing_here_is_said(make_params):
     keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
     parts = setup.build(
-        make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu"))
+        make_params("train", **keys), distributed.Context(0, 1, torch.device("cpu"))
     )
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
     said = "\n".join(parts.messages)

@@ -87,8 +87,7 @@ class Augmentation:
             return "stored"
         if self.second_image(sample.image, images, sample.seed) != sample.image:
             return "negative"
-        zoomed = max(self.zoom_factor(sample.seed, side) for side in (0, 1)) > 1
-        return "zoomed" if zoomed else "changed"
+        return "zoomed" if _zoom(self.zoom, sample.seed)[1] > 1.0 else "changed"
 
     def counts(self, limit: int, seed: int) -> Tuple[int, int]:
         """Numbers of keypoints that the two views keep."""
@@ -98,11 +97,6 @@ class Augmentation:
         high = math.log(limit + 1)
         n0, n1 = np.exp(np.random.default_rng((seed, _COUNTS)).uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
-
-    def zoom_factor(self, seed: int, side: int) -> float:
-        """Factor by which the view of this side (0 or 1) shrinks; 1: it keeps its size."""
-        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
-        return factor if side == zoomed else 1.0
 
     def apply(
         self, view: View, seed: int, side: int, others: Others, min_scale: float, limit: int
@@ -126,8 +120,8 @@ class Augmentation:
                     random.random(len(view.records)) >= self.keypoint_drop * random.random(),
                 )
             )
-        factor = self.zoom_factor(seed, side)
-        if factor > 1.0:
+        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
+        if factor > 1.0 and side == zoomed:
             # from a separate stream: the rotation is the same with and without zoom
             view = make_mosaic(
                 view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side))
@@ -209,13 +203,13 @@ def make_mosaic(
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
-    order = np.flatnonzero(inside)
-    order = order[np.argsort(-rank(_keep(joined, order)), kind="stable")]
+    seen = _keep(joined, inside)
+    order = np.argsort(-rank(seen), kind="stable")
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    return View(_keep(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
+    return View(_keep(seen, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
 def _shrink(
