@@ -52,7 +52,6 @@ def _adopt_slurm() -> None:
     """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have
     precedence.
     """
-    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
     # itself
     if (
@@ -61,8 +60,9 @@ def _adopt_slurm() -> None:
         or read_number("SLURM_NTASKS", 1) < 2
     ):
         return
-    for ours, theirs in names.items():
-        os.environ[ours] = os.environ[theirs]
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     # rank 0 runs on the first node of its step; the job may have been started on a login node
     nodes = (
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"

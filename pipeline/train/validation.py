@@ -109,7 +109,7 @@ class HeldOut(NamedTuple):
         for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
             for total in (sums[ALL], sums.setdefault(kind, {})):
                 for name, value in part.items():
-                    total[name] = total.get(name, np.float64(0.0)) + value
+                    total[name] = total.get(name, 0.0) + value
         return sums
 
     def _chunks(self) -> List[Tuple[str, List[Sample]]]:
