@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import platform
+import re
 import socket
 import subprocess
 from importlib import metadata
@@ -93,9 +94,8 @@ def pin(packages: Sequence[str]) -> Dict[str, str]:
 def processor() -> str:
     """Vendor and model of the processor, `AuthenticAMD, AMD EPYC 7742`; "" if unknown."""
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
-    lines = [line.partition(":") for line in text.splitlines()]
-    values = {name.strip(): value.strip() for name, _, value in lines}
-    return ", ".join(values[name] for name in ("vendor_id", "model name") if name in values)
+    found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
+    return ", ".join(dict(found).values())
 
 
 def provenance() -> Dict[str, str]:

@@ -75,8 +75,10 @@ class MlflowStore:
         self.is_new = not runs
         if self.is_new:
             tags = {**header.get("tags", {}), KEY_TAG: header["run"]}
-            about = (header.get("time"), tags, header.get("name"))
-            runs = [self._client.create_run(self._experiment, *about)]
+            run = self._client.create_run(
+                self._experiment, header.get("time"), tags, header.get("name")
+            )
+            runs = [run]
         self.run_id = runs[0].info.run_id
 
     def send(self, events: List[Event]) -> None:

@@ -46,7 +46,7 @@ from pipeline.train.validation import choose_pairs
 OPTIONS = "TRAIN_OPTIONS"  # environment: options that come before those of the command line
 
 
-def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = params.Parser(
         prog="python -m pipeline.train",
         description=str(__doc__).splitlines()[0],
@@ -94,7 +94,7 @@ def options_of(args: argparse.Namespace) -> Dict[str, Any]:
     return options
 
 
-def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
+def check(argv: Optional[Sequence[str]], world_size: int) -> Tuple[Store, Store]:
     """Check the request before any process starts: RequestError. Returns the opened train and val
     stores.
     """

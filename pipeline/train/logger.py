@@ -103,14 +103,16 @@ class TrainingLogger:
         is_main = self.context.is_main
         if is_main:
             weights = sum(p.numel() for p in state.model.parameters())
-            data = f"{len(store)} images of {store.views_per_image} views"
-            where = f"{self.context.world_size} process(es) on {self.context.device.type}"
-            what = f"training {weights / 1e6:.2f} M weights on {data}"
-            print(f"{what}, {self.pairs} pairs a step, {where}")
+            print(
+                f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
+                f" {store.views_per_image} views, {self.pairs} pairs a step,"
+                f" {self.context.world_size} process(es) on {self.context.device.type}"
+            )
             print(*messages, sep="\n")
             self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
-        begun = {"initial": state.step, "disable": not is_main}
-        self.bar = Progress(total=steps, desc="train", unit="step", **begun)
+        self.bar = Progress(
+            total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
+        )
         self._baseline = baseline
 
     def add_step(self, result: StepResult, waited: float) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 import numpy
 import torch
@@ -115,8 +115,7 @@ def choose_precision(
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The untrained network for the keypoints of `store` (None: SIFT's)."""
-    names = (field.name for field in dataclasses.fields(SuperGlueConfig))
-    values: Dict[str, Any] = {name: getattr(train, name) for name in names if hasattr(train, name)}
+    values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
         kind, dim = kind_of(store.dtype)

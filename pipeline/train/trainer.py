@@ -60,9 +60,9 @@ class Training:
         self.pairs = setup.global_batch(self.train, context.world_size)
         initial = Path(self.train.init_from) if self.train.init_from else None
         samples, self.messages = choose_pairs(self.train, held_out, initial, paths.keep_seen)
-        augmentation = Augmentation.of(self.train)
-        limit = self.train.max_keypoints
-        self.held_out = HeldOut(held_out, samples, limit, context, augmentation)
+        self.held_out = HeldOut(
+            held_out, samples, self.train.max_keypoints, context, Augmentation.of(self.train)
+        )
         self.trained_on = list_photographs(self.train, store)
         self.fingerprint = identity.fingerprint(self.train, store.digest, context.world_size)
         self.identity = identity.name_of(self.fingerprint)
@@ -139,11 +139,15 @@ class Training:
             for line in identity.changes(info["fingerprint"], self.fingerprint):
                 print(line)
             if info["precision"] != self.precision.precision:
-                change = f"{info['precision']} -> {self.precision.precision}"
-                print(f"precision changed on resume: {change} ({self.precision.reason})")
+                print(
+                    f"precision changed on resume: {info['precision']} ->"
+                    f" {self.precision.precision} ({self.precision.reason})"
+                )
             if other:
-                bits = "the weights may differ in their last bits"
-                print(f"versions changed on resume: {other}: {bits}")
+                print(
+                    f"versions changed on resume: {other}: the weights may differ in their last"
+                    " bits"
+                )
         if state.best_weights:
             if info.get("validated_on") != self.held_out.digest:
                 state.best_figures = self._metrics_of(state.best_weights)

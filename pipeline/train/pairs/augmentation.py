@@ -64,8 +64,7 @@ class Augmentation:
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
         """The changes that the section `train` of the parameters asks for, by their keys."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: getattr(train, name) for name in names})
+        return cls(**train.model_dump(include={field.name for field in dataclasses.fields(cls)}))
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the

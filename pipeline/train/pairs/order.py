@@ -72,9 +72,8 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
-        augmented = (
-            i % images + i // images
-        ) % 2 == 1  # over the rounds, too, each image has both kinds
+        # over the rounds, too, each image has both kinds
+        augmented = (i % images + i // images) % 2 == 1
         own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), own))
     return samples
