@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import gc
 import os
@@ -16,7 +15,7 @@ import re
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,8 +34,7 @@ TIMEOUT_SECONDS = 120
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """This process among the processes of the run."""
 
     rank: int

@@ -68,7 +68,7 @@ class NullRun:
     def __enter__(self) -> NullRun:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         self.close("FINISHED" if kind is None else ending(kind))
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy
 import torch
@@ -59,7 +58,7 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     return train.batch_per_rank * world_size or train.batch
 
 
-def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
+def read_model(path: str, asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
     """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it
     cannot be read.
     """

@@ -7,11 +7,10 @@ other scales there.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from typing import Callable, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ _ZOOM = 3
 _SCORE = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Augmentation:
+class Augmentation(NamedTuple):
     """Amounts of the changes; the defaults change nothing.
 
     keypoint_drop: largest fraction of a view's keypoints to leave out.
@@ -64,7 +62,7 @@ class Augmentation:
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
         """The changes that the section `train` of the parameters asks for, by their keys."""
-        return cls(**train.model_dump(include={field.name for field in dataclasses.fields(cls)}))
+        return cls(**train.model_dump(include=set(cls._fields)))
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the

@@ -17,8 +17,7 @@ import resource
 import shutil
 import sys
 from multiprocessing.context import BaseContext
-from types import TracebackType
-from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, Type, TypeVar
+from typing import Any, Callable, Generator, NamedTuple, Sequence, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -159,9 +158,7 @@ def _begin(worker: int, parent: int) -> None:
     sys.excepthook = _silent_about_the_end
 
 
-def _silent_about_the_end(
-    kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]
-) -> None:
+def _silent_about_the_end(kind, error, trace) -> None:
     """Print no traceback when the main process ends and closes a connection.
 
     DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that
