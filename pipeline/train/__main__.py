@@ -55,11 +55,14 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "--keypoints", type=Path, default=TrainPaths.keypoints, help="folder of the stage keypoints"
+        "--keypoints",
+        type=Path,
+        default=Path("data/keypoints"),
+        help="folder of the stage keypoints",
     )
-    add("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
-    add("--reports", type=Path, default=TrainPaths.reports, help="folder of metrics and curves")
-    add("--params", type=Path, default=TrainPaths.params)
+    add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
+    add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
+    add("--params", type=Path, default=Path("params.yaml"))
     add(
         "--fresh",
         action="store_true",
@@ -122,8 +125,15 @@ def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
-    places = (args.keypoints, args.out, args.reports, args.params)
-    paths = TrainPaths(*places, args.fresh, args.keep_seen, options_of(args))
+    paths = TrainPaths(
+        args.keypoints,
+        args.out,
+        args.reports,
+        args.params,
+        args.fresh,
+        args.keep_seen,
+        options_of(args),
+    )
     with signals.defer() as stop, distributed.process_group() as context:
         training = Training(paths, context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()

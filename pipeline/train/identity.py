@@ -42,13 +42,12 @@ def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Finger
 
     It includes the number of processes only if that determines the batch or the learning rate.
     """
-    values: Fingerprint = {f"{PREFIX}{key}": value for key, value in describe(train).items()}
+    about: Dict[str, Any] = {"train": describe(train), "data": data_digest}
     if train.batch_per_rank or train.lr_scaling != "none":
-        values["world_size"] = world_size
+        about["world_size"] = world_size
     if train.init_from:
-        values["initial_weights"] = file_sha256(train.init_from)[:16]
-    values["data"] = data_digest
-    return values
+        about["initial_weights"] = file_sha256(train.init_from)[:16]
+    return fingerprint_of(about)
 
 
 def fingerprint_of(best: Dict[str, Any]) -> Fingerprint:
