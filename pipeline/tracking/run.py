@@ -32,9 +32,9 @@ class NullRun:
         Points that the log had before the run was resumed are left out.
         """
 
-    def artifact(self, path: Any, folder: str = "") -> None:
+    def artifact(self, path: Path, folder: str = "") -> None:
         """Add a file, or all files of a folder, under `folder` of the run. Sent at the end."""
-        self._append({"artifact": str(Path(path).resolve()), "folder": folder})
+        self._append({"artifact": str(path.resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "") -> None:
         """Record the data of the run. `digest` is its full hash."""
@@ -43,17 +43,17 @@ class NullRun:
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a Markdown note above its metrics."""
 
-    def compare_with_champion(self, pairs: Any) -> None:
+    def compare_with_champion(self, pairs: Path) -> None:
         """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": str(Path(pairs).resolve())})
+        self._append({"compare": str(pairs.resolve())})
 
-    def model(self, *paths: Any, step: int = 0) -> None:
+    def model(self, *paths: Path, step: int = 0) -> None:
         """Register the model at the end. paths: its weights, and their JSON."""
-        self._append({"model": [str(Path(path).resolve()) for path in paths], "step": int(step)})
+        self._append({"model": [str(path.resolve()) for path in paths], "step": step})
 
-    def tags(self, tags: Dict[str, Any]) -> None:
+    def tags(self, tags: Dict[str, str]) -> None:
         """Set further tags. RUN_ID in a value is replaced by MLflow's id of the run."""
-        self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
+        self._append({"tags": tags})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         """End the run as FINISHED, FAILED or KILLED. True if everything has reached the server.
@@ -156,7 +156,7 @@ def tracking_uri(stored: str = "") -> str:
 def open_run(
     folder: Path,
     params: Dict[str, Any],
-    tags: Optional[Dict[str, Any]] = None,
+    tags: Optional[Dict[str, str]] = None,
     resume: Optional[str] = None,
     enabled: bool = True,
     training: str = "",
@@ -175,7 +175,7 @@ def open_run(
     about = repro.provenance()
     machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
     tags = {
-        **{key: str(value) for key, value in (tags or {}).items()},
+        **(tags or {}),
         # hidden, as they would push a run's description down the page
         **{f"{HIDDEN}{key}": value for key, value in about.items() if key not in machine},
         "mlflow.source.name": f"pipeline.{about.get('dvc.stage', 'train')}",

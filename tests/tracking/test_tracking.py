@@ -106,7 +106,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     picture.write_bytes(b"png")
     model = write_weights(tmp_path / "best.safetensors")
     monkeypatch.setenv(SAMPLING, "0.2")
-    options = {"tags": {"world_size": 2}, "name": "sample"}
+    options = {"tags": {"world_size": "2"}, "name": "sample"}
     with open_run(tmp_path / "reports", **options) as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
