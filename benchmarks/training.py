@@ -62,8 +62,8 @@ class Trainer:
         own.update(parallel="single", optimizer="adam", precision="float32")
         own.update(max_keypoints=KEYPOINTS, keypoint_drop=0.0)
         train = params.load("train", SAMPLE).model_copy(update={**own, **changes})
-        context = context or distributed.Context(0, 1, 0, setting.device)
-        self.parts, _ = setup.build(train, context)
+        context = context or distributed.Context(0, 1, setting.device)
+        self.parts = setup.build(train, context)
         self.batches = StepBatches(train, store.Store(folder), pairs, context)
         self.numbers = itertools.count()
 

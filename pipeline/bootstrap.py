@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -46,8 +45,7 @@ def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]
     return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A metric. pairs: number in its mean; samples: its value on each resample, empty with a single
     cluster.
     """

@@ -17,7 +17,7 @@ from superglue_sift.torch_compat import can_compile
 
 def grad_scaler(enabled: bool):
     """Loss scaling for float16; moved from `torch.cuda.amp` to `torch.amp` in torch 2.3."""
-    if hasattr(torch.amp if hasattr(torch, "amp") else torch, "GradScaler"):
+    if hasattr(getattr(torch, "amp", torch), "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Dict, List, NoReturn, Optional
+from typing import Dict, List, Optional
 
 from superglue_sift.system import Main, RequestError, WorkError, exit_code
 
-EXIT_FOLDER = (  # set by pipeline.launch: folder for the exit code of each local rank
-    "SG_EXIT_FOLDER"
-)
+EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: folder of the ranks' exit codes
 AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process with which its ranks end
 STOPPED = 143  # stopped by a signal, after a checkpoint
 STOPPING = "stopping"  # file in EXIT_FOLDER: the launcher was told to stop
@@ -97,12 +95,10 @@ def lost_ranks(folder: Path, attempt: int, processes: int) -> str:
     left = codes_of(folder, attempt)
     names = []
     for rank in range(processes):
-        seen = folder / f"{rank}.step"
         if rank not in left:
-            names.append(
-                f"rank {rank}"
-                + (f", last seen at step {seen.read_text()}," if seen.is_file() else "")
-            )
+            seen = folder / f"{rank}.step"
+            step = f", last seen at step {seen.read_text()}," if seen.is_file() else ""
+            names.append(f"rank {rank}{step}")
     return (
         f"{' and '.join(names)} died or hung (killed, stopped, or out of memory)\n" if names else ""
     )
@@ -115,14 +111,3 @@ def _is_over(folder: Path, attempt: int) -> bool:
     """
     own = [code for code in codes_of(folder, attempt).values() if code not in ("0", LOST_PEER)]
     return bool(own) and os.environ.get("NNODES", "1") == "1"
-
-
-def end_as_lost(line: str) -> NoReturn:
-    """Print a line and end at once, as a lost rank.
-
-    It leaves no exit code in EXIT_FOLDER, so the run starts again from its newest checkpoint.
-    """
-    print(" ".join(line.split()), file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)

@@ -75,13 +75,10 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             f"{source}: has no '{missing[0]}', so it is no best.safetensors of a training"
         )
     return {
-        "model": info["model"],
-        "match_threshold": match_threshold(info),
-        "step": info["step"],
-        "validation": info["validation"],
-        "metrics": metrics,
-        "training": info["training"],
+        **{name: info[name] for name in ("model", "step", "training", "validation")},
         trained_on.KEY: info[trained_on.KEY],
+        "match_threshold": match_threshold(info),
+        "metrics": metrics,
         "provenance": {
             "data.digest": info["data"],
             "initial_weights.digest": info.get("initial_weights", ""),

@@ -18,6 +18,7 @@ a run that lost a process is restarted from its newest checkpoint.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -27,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import psutil
 
@@ -118,35 +119,32 @@ def _agent(arguments: Sequence[str]) -> int:
     A rank that raised has shown its own traceback, and the launcher names one that was killed.
     """
     from torch.distributed import run
-    from torch.distributed.elastic.agent.server import api
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig
 
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     os.environ[AGENT_PID] = str(os.getpid())
     try:
-        run.main([*own_address(local_address(), LaunchConfig, api), *arguments])
-    except (
-        ChildFailedError,
-        SignalException,
-    ):  # some schedulers signal every process; the ranks have saved
-        return 1
+        run.main([*own_address(), *arguments])
+    except (ChildFailedError, SignalException):
+        return 1  # some schedulers signal every process; the ranks have saved
     return 0
 
 
-def own_address(address: str, config: type, agent: Any) -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; none for "": the host
+def own_address() -> List[str]:
+    """torchrun's option for the address by which other nodes reach this one; none for its host
     name.
 
-    torch 1.10's torchrun has no such option, nor its class `config` (LaunchConfig): its module
-    `agent` gets another host name instead.
+    torch 1.10's torchrun has no such option: its agent gets another host name instead.
     """
-    if not address:
-        return []
-    if hasattr(config, "local_addr"):
+    from torch.distributed.elastic.agent.server import api
+    from torch.distributed.launcher.api import LaunchConfig
+
+    address = local_address()
+    if address and hasattr(LaunchConfig, "local_addr"):
         return [f"--local_addr={address}"]
-    agent._get_fq_hostname = lambda: address
+    if address:
+        api._get_fq_hostname = lambda: address  # type: ignore[attr-defined]
     return []
 
 
@@ -164,63 +162,60 @@ def world_sizes(processes: int) -> List[int]:
 
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     """Environment of the ranks."""
-    values = dict(os.environ)
-    values.setdefault("OMP_NUM_THREADS", str(max(1, system.usable_cores() // processes)))
+    values = {
+        "OMP_NUM_THREADS": str(max(1, system.usable_cores() // processes)),
+        # a restarted rank must not read a dead peer's address from a shared store: it would hang
+        # (pytorch#135712)
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        # Seconds for a rank to save after SIGTERM
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
+        # Torch 1.10, at every import
+        "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
+        # torch's C++ warnings; failures raise in Python
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # a rank that waits for a dead one must fail; the name changed with torch 2.2
+        "NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        **os.environ,
+        EXIT_FOLDER: str(exit_folder),
+    }
     system.wait_passively(values)
-    # a restarted rank must not read a dead peer's address from a shared store: it would hang
-    # (pytorch#135712)
-    values.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    # Seconds for a rank to save after SIGTERM
-    values.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "90")
-    # Torch 1.10, at every import
-    values.setdefault("PYTHONWARNINGS", "ignore:pkg_resources:UserWarning")
-    # torch's C++ warnings; failures raise in Python
-    values.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # a rank that waits for a dead one must fail; the name changed with torch 2.2
-    values.setdefault("NCCL_ASYNC_ERROR_HANDLING", "1")
-    values.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    values[EXIT_FOLDER] = str(exit_folder)
     return values
 
 
-class Run:
-    """Runs torchrun, forwards signals to its ranks, and reads how they ended."""
+def run_stage(module: str, arguments: Sequence[str], processes: int, folder: Path) -> int:
+    """Run torchrun, forward signals to its ranks, and return the stage's own exit code.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder  # EXIT_FOLDER of the ranks
-        self.torchrun: Optional[subprocess.Popen] = None
+    folder: EXIT_FOLDER of the ranks, by which they say how they ended.
+    """
+    for number in signals.STOP_SIGNALS:
+        signal.signal(number, functools.partial(_forward, folder))
+    line = command(module, arguments, processes)
+    values = environment(processes, folder)
+    # torchrun ends with a killed launcher, and the ranks with torchrun
+    code = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent).wait()
+    attempt = max((int(file.suffix[1:]) for file in folder.glob("*.[0-9]*")), default=0)
+    lost = errors.lost_ranks(folder, attempt, processes)
+    if lost and (folder / STOPPING).exists():
+        return STOPPED  # before the ranks had begun, or while they could not save
+    if lost and code:
+        print(lost, end="", file=sys.stderr)
+        return 1
+    # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
+    ends = [end for _, end in sorted(errors.codes_of(folder, attempt).items()) if end != "0"]
+    return next((int(end) for end in ends if end != LOST_PEER), 1 if ends else 0)
 
-    def run(self, module: str, arguments: Sequence[str], processes: int) -> int:
-        """The stage's own exit code."""
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._forward)
-        line = command(module, arguments, processes)
-        values = environment(processes, self.folder)
-        # torchrun ends with a killed launcher, and the ranks with torchrun
-        self.torchrun = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent)
-        code = self.torchrun.wait()
-        attempt = max((int(file.suffix[1:]) for file in self.folder.glob("*.[0-9]*")), default=0)
-        lost = errors.lost_ranks(self.folder, attempt, processes)
-        if lost and (self.folder / STOPPING).exists():
-            return STOPPED  # before the ranks had begun, or while they could not save
-        if lost and code:
-            print(lost, end="", file=sys.stderr)
-            return 1
-        # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
-        ends = [
-            end for _, end in sorted(errors.codes_of(self.folder, attempt).items()) if end != "0"
-        ]
-        return next((int(end) for end in ends if end != LOST_PEER), 1 if ends else 0)
 
-    def _forward(self, number: int, frame) -> None:
-        """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
-        (self.folder / STOPPING).touch()
-        ranks: List[psutil.Process] = []
+def _forward(folder: Path, number: int, frame) -> None:
+    """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
+    (folder / STOPPING).touch()
+    ranks: List[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        # torchrun is our only child
+        ranks = [rank for torchrun in psutil.Process().children() for rank in torchrun.children()]
+    for rank in ranks:
         with contextlib.suppress(psutil.Error):
-            ranks = psutil.Process(self.torchrun.pid).children() if self.torchrun else []
-        for rank in ranks:
-            with contextlib.suppress(psutil.Error):
-                rank.send_signal(signal.SIGTERM)
+            rank.send_signal(signal.SIGTERM)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -234,9 +229,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
-    if hasattr(module, "processes"):  # a stage may want fewer
-        processes = module.processes(rest, processes)
     if hasattr(module, "check"):
+        processes = module.processes(rest, processes)  # a stage may want fewer
         require_gpus(processes)
         for world_size in world_sizes(processes):
             module.check(rest, world_size)
@@ -244,7 +238,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if "DVC_STAGE" in os.environ:
         signals.end_with_parent(signal.SIGTERM)
     with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        return Run(Path(folder)).run(name, rest, processes)
+        return run_stage(name, rest, processes, Path(folder))
 
 
 if __name__ == "__main__":

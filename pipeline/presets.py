@@ -55,8 +55,10 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     tree = yaml.load(text)
     takes_images = tree["fetch"]["source"] == "folder"
     if images and not takes_images:
-        fix = "leave the preset out, or use the preset folder"
-        raise RequestError(f"preset {name}: takes no folder of images; {fix}")
+        raise RequestError(
+            f"preset {name}: takes no folder of images; leave the preset out, or use the preset"
+            " folder"
+        )
     if takes_images and not images:
         example = spell_command("repro", images="~/photos")
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
@@ -71,8 +73,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     sections = params.parse(tree, origin)
     names, held = splits.own(sections["fetch"])
     splits.require_usable(names, held, smallest_images(sections))
-    contents = [container.contents for container in held.values()]
-    tree["fetch"]["content"] = json_digest(contents)
+    tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
     stream = io.StringIO()
     yaml.dump(tree, stream)
     return stream.getvalue()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import datetime
 import gc
 import os
@@ -16,7 +15,7 @@ import re
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,11 @@ TIMEOUT_SECONDS = 120
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
+class Context(NamedTuple):
     """This process among the processes of the run."""
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
 
     @property
@@ -53,7 +50,6 @@ def _adopt_slurm() -> None:
     """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have
     precedence.
     """
-    names = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
     # itself
     if (
@@ -62,8 +58,9 @@ def _adopt_slurm() -> None:
         or read_number("SLURM_NTASKS", 1) < 2
     ):
         return
-    for ours, theirs in names.items():
-        os.environ[ours] = os.environ[theirs]
+    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     # rank 0 runs on the first node of its step; the job may have been started on a login node
     nodes = (
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
@@ -95,9 +92,8 @@ def start() -> Context:
     _adopt_slurm()
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1)
-    local_rank = read_number("LOCAL_RANK", 0)
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", read_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
     else:
@@ -105,7 +101,7 @@ def start() -> Context:
     if world_size > 1:
         timeout = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         dist.init_process_group(compat.backend(device.type), timeout=timeout)
-    return Context(rank, world_size, local_rank, device)
+    return Context(rank, world_size, device)
 
 
 def finish() -> None:
@@ -136,7 +132,7 @@ def abandon() -> None:
     """Leave the group after a failure, without waiting for the other ranks, which see the
     connection close.
     """
-    if not (dist.is_initialized()):
+    if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
     # never released: the destructor joins gloo's threads, which may wait for other ranks
@@ -151,22 +147,13 @@ def write_heartbeat(step: int) -> None:
     """Write this rank's step for the launcher, which reports it if the rank is lost."""
     folder = os.environ.get(EXIT_FOLDER)
     if folder:
-        with open(os.path.join(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step"), "w") as file:
-            file.write(str(step))
+        Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step").write_text(str(step))
 
 
 def lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or hangs."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset",
-        "Broken pipe",
-        "imed out",
-        "imeout",
-        "NCCL",
-        "gloo",
-    )
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+    signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
+    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
 def several() -> bool:
@@ -187,7 +174,7 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
     One collective of float64; every rank has the same names.
     """
     names = sorted(sums)
-    values = [float(value) for value in (weight, *(sums[name] for name in names))]
+    values = [weight, *(sums[name] for name in names)]
     packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
     if several():
         dist.all_reduce(packed)
@@ -223,7 +210,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
         return work(rows)
     count = -(-len(rows) // dist.get_world_size())
     part = rows[dist.get_rank() * count :][:count]
-    done = torch.zeros_like(rows[:1]).repeat(count, *[1] * (rows.dim() - 1))
+    done = rows.new_zeros((count, *rows.shape[1:]))
     done[: len(part)] = work(part)
     parts = [torch.empty_like(done) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, done)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 OK = "ok"
 NOTE = "note"
@@ -23,8 +22,7 @@ DRIVERS = ((13, "580"), (12, "525.60.13"), (11, "450.80.02"))
 NCCL_BYTES_PER_RANK = 64 * MIB  # its shared-memory channels between the ranks of one machine
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the doctor: its level, what was checked, the result and the fix, if any."""
 
     level: str
@@ -41,8 +39,8 @@ def check_capability(
     be compiled for any later card, but takes minutes, so it does not count.
     """
     card = f"{name} (compute capability {capability[0]}.{capability[1]})"
-    matches = filter(None, (re.fullmatch(r"sm_(\d+)(\d)", arch) for arch in arch_list))
-    built = [(int(match[1]), int(match[2])) for match in matches]
+    names = re.findall(r"\bsm_(\d+)(\d)\b", " ".join(arch_list))
+    built = [(int(major), int(minor)) for major, minor in names]
     if any(major == capability[0] and minor <= capability[1] for major, minor in built):
         return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
     older = capability < max(built, default=capability)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
+import re
 import socket
 import subprocess
 from importlib import metadata
@@ -34,10 +36,9 @@ def repo_root() -> Path:
     here = Path.cwd()
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
-    for folder in (here, *here.parents):
-        if (folder / "dvc.yaml").is_file() or (folder / ".git").exists():
-            return folder
-    return here
+    folders = (here, *here.parents)
+    roots = (at for at in folders if (at / "dvc.yaml").is_file() or (at / ".git").exists())
+    return next(roots, here)
 
 
 def main_root() -> Path:
@@ -80,10 +81,8 @@ def versions(packages: Sequence[str]) -> Dict[str, str]:
     """Versions of those packages that are installed, without importing them."""
     found = {}
     for name in packages:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -95,9 +94,8 @@ def pin(packages: Sequence[str]) -> Dict[str, str]:
 def processor() -> str:
     """Vendor and model of the processor, `AuthenticAMD, AMD EPYC 7742`; "" if unknown."""
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
-    lines = [line.partition(":") for line in text.splitlines()]
-    values = {name.strip(): value.strip() for name, _, value in lines}
-    return ", ".join(values[name] for name in ("vendor_id", "model name") if name in values)
+    found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
+    return ", ".join(dict(found).values())
 
 
 def provenance() -> Dict[str, str]:

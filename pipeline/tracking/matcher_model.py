@@ -103,11 +103,12 @@ class Answers:
         max_keypoints = int(asked["max_keypoints"])
         if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
-        threshold = threshold or self.matcher.threshold
         matcher = dataclasses.replace(
-            self.matcher, max_keypoints=max_keypoints, threshold=threshold
+            self.matcher,
+            max_keypoints=max_keypoints,
+            threshold=threshold or self.matcher.threshold,
+            refine=bool(asked["refine"]),
         )
-        matcher = dataclasses.replace(matcher, refine=bool(asked["refine"]))
         matches = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
         return {

@@ -75,22 +75,26 @@ class MlflowStore:
         self.is_new = not runs
         if self.is_new:
             tags = {**header.get("tags", {}), KEY_TAG: header["run"]}
-            about = (header.get("time"), tags, header.get("name"))
-            runs = [self._client.create_run(self._experiment, *about)]
+            run = self._client.create_run(
+                self._experiment, header.get("time"), tags, header.get("name")
+            )
+            runs = [run]
         self.run_id = runs[0].info.run_id
 
     def send(self, events: List[Event]) -> None:
         """Add metrics, params, tags, data and the state of the run."""
         from mlflow.entities import Metric, Param, RunTag
 
-        items: Dict[str, List[Any]] = {"metrics": [], "params": [], "tags": []}
+        metrics = []
+        params = []
         tags: Dict[str, str] = {}
         for event in events:
             for name, value in event.get("metrics", {}).items():
-                items["metrics"].append(Metric(name, float(value), event["time"], event["step"]))
-            items["params"] += [Param(*item) for item in event.get("params", {}).items()]
+                metrics.append(Metric(name, float(value), event["time"], event["step"]))
+            params += [Param(*item) for item in event.get("params", {}).items()]
             tags.update({} if "run" in event else event.get("tags", {}))
-        items["tags"] = [RunTag(k, v.replace(RUN_ID, self.run_id)) for k, v in tags.items()]
+        run_tags = [RunTag(k, v.replace(RUN_ID, self.run_id)) for k, v in tags.items()]
+        items = {"metrics": metrics, "params": params, "tags": run_tags}
         for kind, most in AT_ONCE.items():
             for at in range(0, len(items[kind]), most):
                 part: Dict[str, Any] = {kind: items[kind][at : at + most]}
@@ -147,9 +151,13 @@ class MlflowStore:
         self._client.log_outputs(self.run_id, [LoggedModelOutput(logged.model_id, step)])
         if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL)
-        source = (f"models:/{logged.model_id}", self.run_id, {"step": str(step)})
         version = self._client.create_model_version(
-            MODEL, *source, model_id=logged.model_id, await_creation_for=0
+            MODEL,
+            f"models:/{logged.model_id}",
+            self.run_id,
+            {"step": str(step)},
+            model_id=logged.model_id,
+            await_creation_for=0,
         )
         champion = self._champion()
         if champion is None or champion.run_id == self.run_id:

@@ -32,9 +32,9 @@ class NullRun:
         Points that the log had before the run was resumed are left out.
         """
 
-    def artifact(self, path: Any, folder: str = "") -> None:
+    def artifact(self, path: Path, folder: str = "") -> None:
         """Add a file, or all files of a folder, under `folder` of the run. Sent at the end."""
-        self._append({"artifact": str(Path(path).resolve()), "folder": folder})
+        self._append({"artifact": str(path.resolve()), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "") -> None:
         """Record the data of the run. `digest` is its full hash."""
@@ -43,17 +43,17 @@ class NullRun:
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a Markdown note above its metrics."""
 
-    def compare_with_champion(self, pairs: Any) -> None:
+    def compare_with_champion(self, pairs: Path) -> None:
         """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": str(Path(pairs).resolve())})
+        self._append({"compare": str(pairs.resolve())})
 
-    def model(self, *paths: Any, step: int = 0) -> None:
+    def model(self, *paths: Path, step: int = 0) -> None:
         """Register the model at the end. paths: its weights, and their JSON."""
-        self._append({"model": [str(Path(path).resolve()) for path in paths], "step": int(step)})
+        self._append({"model": [str(path.resolve()) for path in paths], "step": step})
 
-    def tags(self, tags: Dict[str, Any]) -> None:
+    def tags(self, tags: Dict[str, str]) -> None:
         """Set further tags. RUN_ID in a value is replaced by MLflow's id of the run."""
-        self._append({"tags": {str(key): str(value) for key, value in tags.items()}})
+        self._append({"tags": tags})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         """End the run as FINISHED, FAILED or KILLED. True if everything has reached the server.
@@ -68,7 +68,7 @@ class NullRun:
     def __enter__(self) -> NullRun:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind, error, trace) -> None:
         self.close("FINISHED" if kind is None else ending(kind))
 
 
@@ -79,15 +79,15 @@ class Run(NullRun):
     on an exception, and as KILLED on Ctrl-C or sys.exit (by which a signal ends a stage).
     """
 
-    def __init__(self, log: EventLog, uri: str, owner: bool, system_metrics: bool = False) -> None:
-        """owner: closing it ends the run. system_metrics: sample the machine."""
+    def __init__(self, log: EventLog, uri: str, owner: bool) -> None:
+        """owner: sample the use of the machine, and end the run when it is closed."""
         self._log = log
         self._owner = owner
         # Of a resumed training, points that are known already; another stage may run again
         self._known = log.last_steps() if owner else {}
         self._warned = False
         self.key = log.header()["run"]
-        self._sender: Optional[Sender] = Sender(log, uri, self.log if system_metrics else None)
+        self._sender: Optional[Sender] = Sender(log, uri, self.log if owner else None)
         self._sender.start()
         atexit.register(self.close, "FAILED")  # for a stage that ends without closing
 
@@ -156,10 +156,9 @@ def tracking_uri(stored: str = "") -> str:
 def open_run(
     folder: Path,
     params: Dict[str, Any],
-    tags: Optional[Dict[str, Any]] = None,
+    tags: Optional[Dict[str, str]] = None,
     resume: Optional[str] = None,
     enabled: bool = True,
-    system_metrics: bool = True,
     training: str = "",
     name: str = "",
 ) -> NullRun:
@@ -176,7 +175,7 @@ def open_run(
     about = repro.provenance()
     machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
     tags = {
-        **{key: str(value) for key, value in (tags or {}).items()},
+        **(tags or {}),
         # hidden, as they would push a run's description down the page
         **{f"{HIDDEN}{key}": value for key, value in about.items() if key not in machine},
         "mlflow.source.name": f"pipeline.{about.get('dvc.stage', 'train')}",
@@ -201,7 +200,7 @@ def open_run(
                 "time": now_ms(),
             }
         )
-    return Run(log, uri, True, system_metrics)
+    return Run(log, uri, True)
 
 
 def known_run(folder: Path, training: str) -> Optional[str]:

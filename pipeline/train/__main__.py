@@ -46,7 +46,7 @@ from pipeline.train.validation import choose_pairs
 OPTIONS = "TRAIN_OPTIONS"  # environment: options that come before those of the command line
 
 
-def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = params.Parser(
         prog="python -m pipeline.train",
         description=str(__doc__).splitlines()[0],
@@ -55,11 +55,14 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add(
-        "--keypoints", type=Path, default=TrainPaths.keypoints, help="folder of the stage keypoints"
+        "--keypoints",
+        type=Path,
+        default=Path("data/keypoints"),
+        help="folder of the stage keypoints",
     )
-    add("--out", type=Path, default=TrainPaths.out, help="folder of the checkpoints")
-    add("--reports", type=Path, default=TrainPaths.reports, help="folder of metrics and curves")
-    add("--params", type=Path, default=TrainPaths.params)
+    add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
+    add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
+    add("--params", type=Path, default=Path("params.yaml"))
     add(
         "--fresh",
         action="store_true",
@@ -86,11 +89,6 @@ def parse(argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     return parser.parse_args([*usual, *(sys.argv[1:] if argv is None else argv)])
 
 
-def paths_of(args: argparse.Namespace) -> TrainPaths:
-    places = args.keypoints, args.out, args.reports, args.params
-    return TrainPaths(*places, args.fresh, args.keep_seen, options_of(args))
-
-
 def options_of(args: argparse.Namespace) -> Dict[str, Any]:
     """The `TrainOptions` on the command line; the model to validate, if nothing is trained."""
     options = {n: value for n, value in vars(args).items() if n in TrainOptions.model_fields}
@@ -99,7 +97,7 @@ def options_of(args: argparse.Namespace) -> Dict[str, Any]:
     return options
 
 
-def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[Store, Store]:
+def check(argv: Optional[Sequence[str]], world_size: int) -> Tuple[Store, Store]:
     """Check the request before any process starts: RequestError. Returns the opened train and val
     stores.
     """
@@ -121,13 +119,23 @@ def check(argv: Optional[Sequence[str]] = None, world_size: int = 1) -> Tuple[St
 def processes(argv: Optional[Sequence[str]], proposed: int) -> int:
     """Number of local processes for the launcher to start, of the `proposed` that are possible."""
     args = parse(argv)
-    return setup.processes(params.load("train", args.params, options_of(args)), proposed)
+    train = params.load("train", args.params, options_of(args))
+    return proposed if train.parallel == "ddp" else 1
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args = parse(argv)
+    paths = TrainPaths(
+        args.keypoints,
+        args.out,
+        args.reports,
+        args.params,
+        args.fresh,
+        args.keep_seen,
+        options_of(args),
+    )
     with signals.defer() as stop, distributed.process_group() as context:
-        training = Training(paths_of(args), context, stop, *check(argv, context.world_size))
+        training = Training(paths, context, stop, *check(argv, context.world_size))
         return training.validate_only() if args.validate_only else training.run()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -108,22 +108,20 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of a training: `step-00000100.safetensors`, the newest `keep`, and `best`."""
+class Checkpoints(NamedTuple):
+    """The checkpoints of a training: `step-00000100.safetensors`, the newest two, and `best`."""
 
     folder: Path
-    keep: int = 2
 
     def save(self, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-        """Write the checkpoint of `step`, then delete the oldest beyond `keep`.
+        """Write the checkpoint of `step`, then delete all but the newest two.
 
         One process at a time writes here.
         """
         for partial in self.folder.glob(".*.tmp"):  # of killed writers, which would fill the disk
             partial.unlink(missing_ok=True)
         save_model_file(self.folder / f"step-{step:08d}.safetensors", tensors, info)
-        for old in self._newest_first()[self.keep :]:
+        for old in self._newest_first()[2:]:
             old.with_suffix(".json").unlink(missing_ok=True)
             old.unlink(missing_ok=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from math import nan
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, TextIO
+from typing import Any, Dict, Mapping, Optional
 
 import torch
 from torch import Tensor
@@ -33,7 +33,6 @@ class Curve:
     def __init__(self, path: Optional[Path], text: str = "") -> None:
         self.text = text
         self._path = path
-        self._stream: Optional[TextIO] = None
         if path is not None and text:
             write_atomic(path, text)
         elif path is not None:
@@ -47,15 +46,9 @@ class Curve:
         self.text += lines
         if self._path is None:
             return
-        if self._stream is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self._path, "a", encoding="utf-8")  # noqa: SIM115 (see `close`)
-        self._stream.write(lines)
-        self._stream.flush()
-
-    def close(self) -> None:
-        if self._stream:
-            self._stream.close()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as stream:
+            stream.write(lines)
 
 
 def to_tensors(curves: Mapping[str, Curve]) -> Dict[str, Tensor]:

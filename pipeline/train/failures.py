@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from typing import Iterator
 
-from pipeline.errors import WorkError, end_as_lost
+from pipeline.errors import WorkError
 from pipeline.train.checkpoint import TrainState
 from pipeline.train.pairs.workers import a_process_died
 
@@ -34,11 +36,19 @@ def explain_lack_of_memory(
 
 @contextlib.contextmanager
 def watch_processes(rank: int, state: TrainState) -> Iterator[None]:
-    """End as a lost rank when a process that loads batches died: torchrun starts all again."""
+    """End at once, as a lost rank, when a process that loads batches died.
+
+    The rank leaves no exit code in EXIT_FOLDER, so torchrun starts all again from the newest
+    checkpoint.
+    """
     try:
         yield
     except RuntimeError as error:
-        if a_process_died(error):
-            reason = "a process that loads batches died (killed, or out of memory)"
-            end_as_lost(f"rank {rank} at step {state.step}: {reason}: {error}")
-        raise
+        if not a_process_died(error):
+            raise
+        reason = "a process that loads batches died (killed, or out of memory)"
+        line = f"rank {rank} at step {state.step}: {reason}: {error}"
+        print(" ".join(line.split()), file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

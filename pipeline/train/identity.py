@@ -25,11 +25,11 @@ CODE = "code"  # the commit, among the versions of a checkpoint
 
 PREFIX = "train."
 # Keys and options of `train` that affect no weight of a step.
-OPERATIONAL = {f"{PREFIX}{key}" for key in ("log_every", "save_every", "val_every", "val_pairs")}
+OPERATIONAL = {"train.log_every", "train.save_every", "train.val_every", "train.val_pairs"}
 # These change how a step is computed: with norm `layer` the same up to rounding.
-COMPUTED = {f"{PREFIX}{key}" for key in ("accumulate", "checkpoint_layers", "compile", "parallel")}
+COMPUTED = {"train.accumulate", "train.checkpoint_layers", "train.compile", "train.parallel"}
 # These act only through the learning rate.
-SCHEDULE = {f"{PREFIX}{key}" for key in ("decay_start", "lr", "schedule", "steps", "warmup_steps")}
+SCHEDULE = {"train.decay_start", "train.lr", "train.schedule", "train.steps", "train.warmup_steps"}
 
 
 def describe(train: TrainParams) -> Dict[str, Any]:
@@ -42,13 +42,12 @@ def fingerprint(train: TrainParams, data_digest: str, world_size: int) -> Finger
 
     It includes the number of processes only if that determines the batch or the learning rate.
     """
-    values: Fingerprint = {f"{PREFIX}{key}": value for key, value in describe(train).items()}
+    about: Dict[str, Any] = {"train": describe(train), "data": data_digest}
     if train.batch_per_rank or train.lr_scaling != "none":
-        values["world_size"] = world_size
+        about["world_size"] = world_size
     if train.init_from:
-        values["initial_weights"] = file_sha256(train.init_from)[:16]
-    values["data"] = data_digest
-    return values
+        about["initial_weights"] = file_sha256(train.init_from)[:16]
+    return fingerprint_of(about)
 
 
 def fingerprint_of(best: Dict[str, Any]) -> Fingerprint:

@@ -73,7 +73,7 @@ class TrainingLogger:
             resume=tracking.known_run(paths.reports, identity) if info.get("step") else None,
             enabled=context.is_main,
             training=identity,
-            name=" ".join(dict.fromkeys(name for name in names if name)),
+            name=" ".join(filter(None, dict.fromkeys(names))),
         )
         before = curves.from_tensors(tensors)
         self.curves = {
@@ -91,8 +91,6 @@ class TrainingLogger:
     def __exit__(self, kind, error, trace) -> None:
         if kind is not None:
             self.status = tracking.ending(kind)
-        for curve in self.curves.values():
-            curve.close()
         self.run.close(self.status)
 
     def log_start(
@@ -105,14 +103,16 @@ class TrainingLogger:
         is_main = self.context.is_main
         if is_main:
             weights = sum(p.numel() for p in state.model.parameters())
-            data = f"{len(store)} images of {store.views_per_image} views"
-            where = f"{self.context.world_size} process(es) on {self.context.device.type}"
-            what = f"training {weights / 1e6:.2f} M weights on {data}"
-            print(f"{what}, {self.pairs} pairs a step, {where}")
+            print(
+                f"training {weights / 1e6:.2f} M weights on {len(store)} images of"
+                f" {store.views_per_image} views, {self.pairs} pairs a step,"
+                f" {self.context.world_size} process(es) on {self.context.device.type}"
+            )
             print(*messages, sep="\n")
             self.run.dataset(self.data or "views", store.digest, str(self.paths.keypoints))
-        begun = {"initial": state.step, "disable": not is_main}
-        self.bar = Progress(total=steps, desc="train", unit="step", **begun)
+        self.bar = Progress(
+            total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
+        )
         self._baseline = baseline
 
     def add_step(self, result: StepResult, waited: float) -> None:
@@ -219,11 +219,10 @@ class TrainingLogger:
 
 def _describe(metrics: Mapping[str, float]) -> str:
     """F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581: of a validation, for a person."""
-    parts = [
-        f"{title} {100 * metrics[name]:.1f} %"
-        for name, title in (("f1", "F1"), ("precision", "precision"), ("recall", "recall"))
-    ]
-    return ", ".join([*parts, f"loss {metrics['loss']:.3f}"])
+    return (
+        f"F1 {100 * metrics['f1']:.1f} %, precision {100 * metrics['precision']:.1f} %,"
+        f" recall {100 * metrics['recall']:.1f} %, loss {metrics['loss']:.3f}"
+    )
 
 
 def _own_share(window: List[Dict[str, float]], context: distributed.Context) -> Dict[str, float]:

@@ -9,7 +9,7 @@ and splits stacked parameters such as query, key and value.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ EPS = 1e-8
 
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
-Gradients = List[Tuple[nn.Parameter, Tensor]]
+Parameters = List[Any]  # each has a gradient, which the stubs do not know
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -67,62 +67,54 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, model: SuperGlue, lr: float) -> None:
         self.side = model.config.dim  # all matrices of the layers consist of squares of this side
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        matrices = [p for name, p in named if "attention" in name and p.ndim == 2]
-        rest = [p for name, p in named if not ("attention" in name and p.ndim == 2)]
-        groups = [{"params": matrices, "muon": True}, {"params": rest, "muon": False}]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr})
+        kinds: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                kinds["attention" in name and p.ndim == 2].append(p)
+        groups = [{"params": params, "muon": muon} for muon, params in kinds.items() if params]
+        super().__init__(groups, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
         """One step of all parameters that have a gradient."""
         for group in self.param_groups:
-            pairs = [(p, p.grad) for p in group["params"] if p.grad is not None]
-            if not pairs:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
                 continue
             if group["muon"]:
-                self._muon(pairs, group["lr"])
+                self._muon(parameters, group["lr"])
             else:
-                self._adam(pairs, group["lr"])
+                self._adam(parameters, group["lr"])
 
-    def _muon(self, pairs: Gradients, lr: float) -> None:
-        by_shape: Dict[torch.Size, Gradients] = {}
-        for p, gradient in pairs:
+    def _muon(self, parameters: Parameters, lr: float) -> None:
+        by_shape: Dict[torch.Size, Parameters] = {}
+        for p in parameters:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            by_shape.setdefault(p.shape, []).append((p, gradient))
-        lerp_(
-            [self.state[p]["momentum_buffer"] for p, _ in pairs],
-            [gradient for _, gradient in pairs],
-            1 - MOMENTUM,
-        )
+            by_shape.setdefault(p.shape, []).append(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
         for alike in by_shape.values():  # a few launches for each shape instead of each parameter
-            buffers = torch.stack([self.state[p]["momentum_buffer"] for p, _ in alike])
-            nesterov = torch.stack([gradient for _, gradient in alike]).lerp_(buffers, MOMENTUM)
+            buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
+            nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.side))
-        matrices = torch.cat(directions)
-        steps = distributed.map_rows_over_ranks(orthogonalize, matrices)
-        for alike, squares in zip(
-            by_shape.values(), steps.split([len(squares) for squares in directions])
-        ):
-            parameters = [p for p, _ in alike]
-            updates = from_blocks(squares, torch.Size((len(alike), *parameters[0].shape)))
+        steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
+        sizes = [len(squares) for squares in directions]
+        for alike, squares in zip(by_shape.values(), steps.split(sizes)):
+            updates = from_blocks(squares, torch.Size((len(alike), *alike[0].shape)))
             FOREACH._foreach_add_(
-                parameters, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.side)
+                alike, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.side)
             )
 
-    def _adam(self, pairs: Gradients, lr: float) -> None:
-        for p, _ in pairs:
-            if not self.state[p]:
-                self.state[p].update(
-                    step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p)
-                )
-            # A tensor after `load_state_dict`
-            self.state[p]["step"] = float(self.state[p]["step"]) + 1
-        parameters = [p for p, _ in pairs]
-        gradients = [gradient for _, gradient in pairs]
+    def _adam(self, parameters: Parameters, lr: float) -> None:
+        gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
+        for p, state in zip(parameters, states):
+            if not state:
+                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            # A tensor after `load_state_dict`
+            state["step"] = float(state["step"]) + 1
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lerp_(means, gradients, 1 - BETAS[0])
         FOREACH._foreach_mul_(squares, BETAS[1])

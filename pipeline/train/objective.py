@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +72,8 @@ class MatchingObjective(nn.Module):
         self.positive_px = positive_px
         self.negative_px = negative_px
         self.precision = precision
-        self.fixed_size: Optional[Tuple[int, int]] = (
-            None  # pairs, keypoints: pad each batch to these, for `compile`
-        )
+        # pairs, keypoints: pad each batch to these, for `compile`
+        self.fixed_size: Optional[Tuple[int, int]] = None
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Loss of a batch with homographies, any number of pairs, none included.
@@ -87,7 +86,10 @@ class MatchingObjective(nn.Module):
             The sum (not the mean) of the pairs' losses, (1,) float32, since this rank does not know
             the number of pairs of the whole step; and the values of each pair by name, (B,).
         """
-        order, batches = self._size_classes(batch)
+        if self.fixed_size:  # which may end with empty pairs
+            order, batches = [], [batch.pad(*self.fixed_size)]
+        else:
+            order, batches = batch.size_classes()
         # before the network: its large matrices are freed before activations take memory
         truths = [self.truth(part) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
@@ -107,14 +109,6 @@ class MatchingObjective(nn.Module):
             places = torch.tensor(order).argsort()
             values = {name: value[places] for name, value in values.items()}
         return losses.total.sum().reshape(1), values
-
-    def _size_classes(self, batch: PairBatch) -> Tuple[List[int], List[PairBatch]]:
-        """`PairBatch.size_classes`; if compiled, one batch of the fixed size, which may end with
-        empty pairs.
-        """
-        if not self.fixed_size:
-            return batch.size_classes()
-        return [], [batch.pad(*self.fixed_size)]
 
     def truth(self, batch: PairBatch) -> Truth:
         """The true matches of a batch."""

@@ -27,10 +27,8 @@ def learning_rate(train: TrainParams, step: int, world_size: int = 1) -> float:
     Each starts with a linear warm-up over `warmup_steps`. `lr_scaling` scales it with the number of
     processes (linear: Goyal 2017), for `batch_per_rank`.
     """
-    lr = (
-        train.lr
-        * {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}[train.lr_scaling]
-    )
+    scales = {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}
+    lr = train.lr * scales[train.lr_scaling]
     if step < train.warmup_steps:
         return lr * (step + 1) / train.warmup_steps
     if train.schedule == "constant_decay":
@@ -77,13 +75,12 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
     """The optimiser's state as named tensors: `<parameter index>.<name>`."""
-    state = optimizer.state_dict()["state"]
-    named = (
-        (f"{index}.{name}", value)
-        for index, values in state.items()
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, values in optimizer.state_dict()["state"].items()
         for name, value in values.items()
-    )
-    return {name: torch.as_tensor(value) for name, value in named if value is not None}
+        if value is not None
+    }
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:

@@ -11,6 +11,7 @@ from pipeline.files import write_atomic
 from pipeline.provenance import trained_on
 from pipeline.train import curves, identity
 from pipeline.train.checkpoint import BEST, Checkpoints
+from pipeline.train.resume import TrainPaths
 
 
 def publish(folder: Path, out: Path) -> None:
@@ -26,9 +27,8 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def publish_finished(
+    paths: TrainPaths,
     folder: Path,
-    out: Path,
-    reports: Path,
     best: Dict[str, Any],
     ours: identity.Fingerprint,
     photographs: Optional[FrozenSet[str]],
@@ -36,7 +36,7 @@ def publish_finished(
     """Publish a training that is finished already, and say so.
 
     Args:
-        folder: of its checkpoints, which need not exist if `out` has its best model.
+        folder: of its checkpoints, which need not exist if `paths.out` has its best model.
         best: the JSON of its best model.
         ours: fingerprint of what is asked for, which may validate otherwise.
         photographs: that it was trained on; None: unknown.
@@ -44,6 +44,8 @@ def publish_finished(
     Raises:
         RequestError: its curves are deleted.
     """
+    out = paths.out
+    reports = paths.reports
     done = f"{folder}: trained with these parameters and data, to the last step"
     saved = Checkpoints(folder).load_newest()[0]
     if saved:

@@ -13,7 +13,6 @@ training is changed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import re
@@ -31,17 +30,16 @@ from superglue_sift.weights import BadCheckpoint, load_model_file
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainPaths:
+class TrainPaths(NamedTuple):
     """Paths and options on the command line of a training."""
 
-    keypoints: Path = Path("data/keypoints")
-    out: Path = Path("checkpoints")
-    reports: Path = Path("reports/train")
-    params: Path = Path("params.yaml")
-    fresh: bool = False  # begin anew, in a new folder
-    keep_seen: bool = False  # validate also on photographs that the initial weights were trained on
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the `TrainOptions` given
+    keypoints: Path
+    out: Path
+    reports: Path
+    params: Path
+    fresh: bool  # begin anew, in a new folder
+    keep_seen: bool  # validate also on photographs that the initial weights were trained on
+    options: Mapping[str, Any]  # the `TrainOptions` given
 
 
 class Start(NamedTuple):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import numpy
 import torch
@@ -38,18 +37,14 @@ SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
 class Parts(NamedTuple):
     """The objective, its parallel wrapper (what a step calls), and the state to save.
 
-    init_threshold: `match_threshold` of `train.init_from`; None without.
+    init_threshold: `match_threshold` of `train.init_from`; None without. messages: to print.
     """
 
     objective: MatchingObjective
     ddp_model: nn.Module
     state: TrainState
     init_threshold: Optional[float]
-
-
-def processes(train: TrainParams, proposed: int) -> int:
-    """Number of local processes to start: one for DataParallel and `single`, else as proposed."""
-    return proposed if train.parallel == "ddp" else 1
+    messages: List[str]
 
 
 def global_batch(train: TrainParams, world_size: int) -> int:
@@ -63,7 +58,7 @@ def global_batch(train: TrainParams, world_size: int) -> int:
     return train.batch_per_rank * world_size or train.batch
 
 
-def read_model(path: Union[str, Path], asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
+def read_model(path: str, asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
     """Tensors and description of a model file; RequestError, beginning with `asked_by`, when it
     cannot be read.
     """
@@ -94,11 +89,6 @@ def check_features(train: TrainParams, store: Store) -> None:
         )
 
 
-def is_portable(train: TrainParams) -> bool:
-    """Whether the training promises the same bytes on other processors."""
-    return train.precision == precision.PORTABLE
-
-
 def choose_precision(
     train: TrainParams, context: distributed.Context, before: str = ""
 ) -> precision.Choice:
@@ -109,23 +99,22 @@ def choose_precision(
     Raises:
         RequestError: `portable` in a process on a CPU that was not prepared for it.
     """
-    if context.device.type == "cpu" and is_portable(train) and not portable.is_prepared():
+    on_gpu = context.device.type == "cuda"
+    if train.precision == precision.PORTABLE and not on_gpu and not portable.is_prepared():
         raise RequestError(
             "train.precision: portable needs variables that are set before torch is loaded: start"
             " the training by `python -m pipeline.train`, or set float32"
         )
     choice = precision.on(train.precision, context.device)
     if before:
-        gpu = context.device.type == "cuda"
-        choice = precision.resume(train.precision, before, choice, gpu, compat.cpu_flags())
+        choice = precision.resume(train.precision, before, choice, on_gpu, compat.cpu_flags())
     choices = distributed.all_gather(tuple(choice))
     return precision.Choice(*min(choices, key=lambda choice: precision.BY_SUPPORT.index(choice[0])))
 
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
     """The untrained network for the keypoints of `store` (None: SIFT's)."""
-    names = (field.name for field in dataclasses.fields(SuperGlueConfig))
-    values: Dict[str, Any] = {name: getattr(train, name) for name in names if hasattr(train, name)}
+    values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
         kind, dim = kind_of(store.dtype)
@@ -138,17 +127,16 @@ def build(
     context: distributed.Context,
     store: Optional[Store] = None,
     chosen: Optional[precision.Choice] = None,
-) -> Tuple[Parts, List[str]]:
-    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank, and messages
-    to print.
+) -> Parts:
+    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank.
 
     chosen: the precision, the same on every rank; None: `choose_precision`.
     """
-    on_gpu = context.device.type == "cuda"
-    seed_everything(train.seed, train.deterministic or (on_gpu and is_portable(train)))
+    portable_gpu = train.precision == precision.PORTABLE and context.device.type == "cuda"
+    seed_everything(train.seed, train.deterministic or portable_gpu)
     model = network(train, store)
     chosen = chosen or choose_precision(train, context)
-    messages: List[str] = []
+    messages = []
     if train.parallel == "dp" and torch.cuda.device_count() < 2:
         messages.append("--parallel dp does nothing here: it needs several GPUs; leave it out")
     loaded, init_threshold = _initialize(model, train.init_from) if train.init_from else ([], None)
@@ -167,10 +155,10 @@ def build(
         model, make_optimizer(train, model), compat.grad_scaler(chosen.precision == "float16")
     )
     wrap = DataParallelObjective if train.parallel == "dp" else distributed.wrap
-    return Parts(objective, wrap(objective), state, init_threshold), messages
+    return Parts(objective, wrap(objective), state, init_threshold, messages)
 
 
-def seed_everything(seed: int, deterministic: bool = False) -> None:
+def seed_everything(seed: int, deterministic: bool) -> None:
     """Seed Python, NumPy and torch (every device). `deterministic` also asks torch and cuBLAS for
     reproducible kernels: slower on a GPU, not on a CPU.
 

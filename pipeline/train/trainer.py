@@ -60,9 +60,9 @@ class Training:
         self.pairs = setup.global_batch(self.train, context.world_size)
         initial = Path(self.train.init_from) if self.train.init_from else None
         samples, self.messages = choose_pairs(self.train, held_out, initial, paths.keep_seen)
-        augmentation = Augmentation.of(self.train)
-        limit = self.train.max_keypoints
-        self.held_out = HeldOut(held_out, samples, limit, context, augmentation)
+        self.held_out = HeldOut(
+            held_out, samples, self.train.max_keypoints, context, Augmentation.of(self.train)
+        )
         self.trained_on = list_photographs(self.train, store)
         self.fingerprint = identity.fingerprint(self.train, store.digest, context.world_size)
         self.identity = identity.name_of(self.fingerprint)
@@ -84,8 +84,9 @@ class Training:
         self.checkpoints = Checkpoints(start.folder)
         if start.best:
             if context.is_main:
-                where = (start.folder, self.paths.out, self.paths.reports)
-                published.publish_finished(*where, start.best, self.fingerprint, self.trained_on)
+                published.publish_finished(
+                    self.paths, start.folder, start.best, self.fingerprint, self.trained_on
+                )
             return 0
         self._build(start.saved)
         self.state.compare_ranks(context.is_main)
@@ -117,8 +118,8 @@ class Training:
         train = self.train
         before = saved[1]["precision"] if saved else ""
         self.precision = setup.choose_precision(train, self.context, before)
-        parts, messages = setup.build(train, self.context, self.store, self.precision)
-        self.objective, self.ddp_model, self.state, self._init_threshold = parts
+        parts = setup.build(train, self.context, self.store, self.precision)
+        self.objective, self.ddp_model, self.state, self._init_threshold, messages = parts
         self.messages = [str(self.precision), *messages, *self.messages]
         self.batches = StepBatches(train, self.store, self.pairs, self.context)
         if saved:
@@ -138,11 +139,15 @@ class Training:
             for line in identity.changes(info["fingerprint"], self.fingerprint):
                 print(line)
             if info["precision"] != self.precision.precision:
-                change = f"{info['precision']} -> {self.precision.precision}"
-                print(f"precision changed on resume: {change} ({self.precision.reason})")
+                print(
+                    f"precision changed on resume: {info['precision']} ->"
+                    f" {self.precision.precision} ({self.precision.reason})"
+                )
             if other:
-                bits = "the weights may differ in their last bits"
-                print(f"versions changed on resume: {other}: {bits}")
+                print(
+                    f"versions changed on resume: {other}: the weights may differ in their last"
+                    " bits"
+                )
         if state.best_weights:
             if info.get("validated_on") != self.held_out.digest:
                 state.best_figures = self._metrics_of(state.best_weights)
@@ -192,10 +197,11 @@ class Training:
         lr = learning_rate(train, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        how = (self.ddp_model, state.optimizer, state.scaler, micro_batches)
-        size = (self.pairs, world_size, train.accumulate)
-        with failures.explain_lack_of_memory(state.step, *size):
-            result = train_step(*how, self.pairs, world_size)
+        accumulate = train.accumulate
+        with failures.explain_lack_of_memory(state.step, self.pairs, world_size, accumulate):
+            result = train_step(
+                self.ddp_model, state.optimizer, state.scaler, micro_batches, self.pairs, world_size
+            )
         if not result.applied:
             self._skip(result)
         state.step += 1
@@ -203,9 +209,13 @@ class Training:
 
         # once in a while: a point on the curves, the mean over all ranks
         if state.step % train.log_every == 0 or state.step == train.steps:
-            dustbin = float(state.model.dustbin.detach())
-            metrics = {"lr": lr, "grad_norm": result.grad_norm, "dustbin": dustbin}
-            self.logger.log_point(state.step, {**metrics, "skipped_steps": float(state.skipped)})
+            metrics = {
+                "lr": lr,
+                "grad_norm": result.grad_norm,
+                "dustbin": float(state.model.dustbin.detach()),
+                "skipped_steps": float(state.skipped),
+            }
+            self.logger.log_point(state.step, metrics)
 
     def _skip(self, result: StepResult) -> None:
         """Print the pairs of a gradient that is not finite; WorkError after too many. All ranks

@@ -109,7 +109,7 @@ class HeldOut(NamedTuple):
         for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
             for total in (sums[ALL], sums.setdefault(kind, {})):
                 for name, value in part.items():
-                    total[name] = total.get(name, np.float64(0.0)) + value
+                    total[name] = total.get(name, 0.0) + value
         return sums
 
     def _chunks(self) -> List[Tuple[str, List[Sample]]]:
@@ -139,14 +139,14 @@ def validate(objective: MatchingObjective, held_out: HeldOut) -> Dict[str, float
     kinds = held_out.sums(partial(_sums, objective))
     model.train(was_training)
     sums = kinds.pop(ALL)
-    metrics = {name: _mean(sums, name) for name in ("loss", "loss_positive", "loss_unmatched")}
+    losses = ("loss", "loss_positive", "loss_unmatched")
+    metrics = {name: float(sums[name] / sums["pairs"]) for name in losses}
     metrics.update(_separation(sums), pairs=float(sums["pairs"]))
     surest = round(metrics["threshold"] * CONFIDENCE_BINS)
     for kind, own in kinds.items():
-        metrics[f"loss_{kind}"] = _mean(own, "loss")
+        metrics[f"loss_{kind}"] = float(own["loss"] / own["pairs"])
         if kind == "negative":
-            above = float(own["predicted"][surest:].sum())
-            metrics["matches_negative"] = above / float(own["pairs"])
+            metrics["matches_negative"] = float(own["predicted"][surest:].sum() / own["pairs"])
         else:
             metrics[f"f1_{kind}"] = _separation(own)["f1"]
     return metrics
@@ -176,14 +176,15 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     truth = objective.truth(batch)
     losses = assignment_loss(log_P, truth)
     answers = mutual_matches(log_P, threshold=0.0)
+    sums = {
+        "loss": losses.total.sum(),
+        "loss_positive": losses.positive.sum(),
+        "loss_unmatched": (losses.unmatched0.sum() + losses.unmatched1.sum()) / 2,
+    }
     return {
         "pairs": np.asarray(float(len(batch))),
         **_counts(answers.matches0, answers.matching_scores0, truth),
-        "loss": losses.total.sum().double().cpu().numpy(),
-        "loss_positive": losses.positive.sum().double().cpu().numpy(),
-        "loss_unmatched": (
-            ((losses.unmatched0.sum() + losses.unmatched1.sum()) / 2).double().cpu().numpy()
-        ),
+        **{name: value.double().cpu().numpy() for name, value in sums.items()},
     }
 
 
@@ -192,13 +193,13 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """`_counts` of the ratio test, on the descriptors that the network sees."""
     batch = choose_orientations(batch)
     config = objective.model.config
-    sides = (batch.descriptors(0), batch.descriptors(1))
-    units = [unit_vectors(side, config.descriptor, config.descriptor_dim) for side in sides]
+    kind = (config.descriptor, config.descriptor_dim)
+    units = [unit_vectors(batch.descriptors(side), *kind).cpu().numpy() for side in (0, 1)]
     truth = objective.truth(batch)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
-        found = neighbours(units[0][i, :m].cpu().numpy(), units[1][i, :n].cpu().numpy())
+        found = neighbours(units[0][i, :m], units[1][i, :n])
         matches[i, :m] = torch.from_numpy(np.where(found.mutual, found.nearest, -1))
         scores[i, :m] = torch.from_numpy(1.0 - found.ratio)
     return _counts(matches, scores, truth)
@@ -219,10 +220,6 @@ def _histogram(confidences: Tensor) -> np.ndarray:
     return np.histogram(confidences.float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0].astype(
         np.float64
     )
-
-
-def _mean(sums: Sums, name: str) -> float:
-    return float(sums[name]) / max(float(sums["pairs"]), 1.0)
 
 
 def _separation(sums: Sums) -> Dict[str, float]:

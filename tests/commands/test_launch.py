@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from faults.cells import Workbench
@@ -55,19 +54,19 @@ class TestRequest:
         launch.require_gpus(3)
 
     def test_a_wrong_training_is_refused_before_any_process_starts(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(launch, "Run", None)
+        monkeypatch.setattr(launch, "run_stage", None)
         with pytest.raises(RequestError, match=r"params\.yaml: no such file"):
             launch.main(["pipeline.train", "--params", str(tmp_path / "params.yaml")])
 
     def test_a_training_of_one_process_starts_one(self, tmp_path, monkeypatch):
         monkeypatch.setenv("NPROC_PER_NODE", "2")
-        started = SimpleNamespace(run=lambda name, rest, processes: processes)
-        monkeypatch.setattr(launch, "Run", lambda folder: started)
+        monkeypatch.setattr(launch, "run_stage", lambda name, rest, processes, folder: processes)
         bench = Workbench(tmp_path)
         assert (
             launch.main(["pipeline.train", *bench.arguments(), "--out", str(tmp_path / "out")]) == 2
         )
-        assert launch.main(["pipeline.train", *bench.arguments(), "--parallel", "single"]) == 1
+        for way in ("single", "dp"):
+            assert launch.main(["pipeline.train", *bench.arguments(), "--parallel", way]) == 1
 
     def test_one_node_and_several(self, monkeypatch):
         one = launch.command("pipeline.train", ["--out", "x"], 2)

@@ -93,7 +93,7 @@ def test_libraries_choose_their_code_by_them():
 
 def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params, monkeypatch):
     train = make_params("train", precision="portable", dim=16, heads=2, layers=1)
-    alone = distributed.Context(0, 1, 0, torch.device("cpu"))
+    alone = distributed.Context(0, 1, torch.device("cpu"))
     portable.prepare_network()
     assert setup.choose_precision(train, alone).precision == "float32"
     for name in portable.NETWORK:
@@ -103,7 +103,7 @@ def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params
                 setup.choose_precision(train, alone)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.delenv("MKL_CBWR")
-    on_gpu = setup.choose_precision(train, distributed.Context(0, 1, 0, torch.device("cuda")))
+    on_gpu = setup.choose_precision(train, distributed.Context(0, 1, torch.device("cuda")))
     assert on_gpu.precision == "float32" and "GPU of this kind" in on_gpu.reason
 
 

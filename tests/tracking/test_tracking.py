@@ -23,6 +23,7 @@ from pipeline.tracking.secrets import redact
 from pipeline.train import __main__ as train
 
 ROOT = Path(__file__).resolve().parents[2]
+SAMPLING = "MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"  # seconds
 PATIENCE = 120  # seconds: a guard, for a busy machine on which a request outlasts its second
 
 
@@ -32,7 +33,7 @@ def quick(monkeypatch):
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.2")
+    monkeypatch.setenv(SAMPLING, "3600")
     monkeypatch.setattr(sender, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(sender, "LONGEST_PAUSE_SECONDS", 0.2)
 
@@ -52,7 +53,7 @@ def gate(store, monkeypatch):
 
 
 def open_run(folder, **options):
-    options = {"system_metrics": False, "training": "identity", **options}
+    options = {"training": "identity", **options}
     return tracking.open_run(folder, {"train": {"lr": 1e-4, "layers": 5}}, **options)
 
 
@@ -100,11 +101,12 @@ def wait_for(condition, seconds=PATIENCE):
         time.sleep(0.02)
 
 
-def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
+def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monkeypatch):
     picture = tmp_path / "matches.png"
     picture.write_bytes(b"png")
     model = write_weights(tmp_path / "best.safetensors")
-    options = {"system_metrics": True, "tags": {"world_size": 2}, "name": "sample"}
+    monkeypatch.setenv(SAMPLING, "0.2")
+    options = {"tags": {"world_size": "2"}, "name": "sample"}
     with open_run(tmp_path / "reports", **options) as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
@@ -319,12 +321,15 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
     assert EventLog(reports / "train" / "log.jsonl").sent(gate.uri)
 
 
-def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
-    run = open_run(tmp_path, system_metrics=True)
+def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(
+    store, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(SAMPLING, "0.2")
+    run = open_run(tmp_path)
     log_steps(run, 0, 57)
     wait_for(lambda: samples(tmp_path) >= 1)
     run.close("KILLED")
-    again = open_run(tmp_path, resume=run.key, system_metrics=True)
+    again = open_run(tmp_path, resume=run.key)
     log_steps(again, 50, 80)
     wait_for(lambda: samples(tmp_path) >= 2)
     again.close()
@@ -339,7 +344,7 @@ SCRIPT = """
     from pipeline import tracking
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = pathlib.Path(sys.argv[1])
-    with tracking.open_run(folder, {"train": {"lr": 1}}, system_metrics=False) as run:
+    with tracking.open_run(folder, {"train": {"lr": 1}}) as run:
         run.log({"train/loss": 1.0}, 0)
         while run._sender._offset == 0:
             time.sleep(0.05)

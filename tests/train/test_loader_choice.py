@@ -37,7 +37,7 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
     monkeypatch.setattr(PairBatch, "to", lambda batch, where: batch)
     monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 0)  # so no processes
     train = make_params("train", accumulate=2, max_keypoints=30)
-    context = Context(0, 1, 0, torch.device(device))
+    context = Context(0, 1, torch.device(device))
     source = loader.StepBatches(train, Store(made_store(tmp_path / "store")), 4, context)
     steps = list(source.prefetch(range(2)))
     batches = [batch for step in steps for batch in step]

@@ -113,14 +113,13 @@ def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
 
 def test_data_parallel_is_torchs(bench, tmp_path):
     section = load(bench, parallel="dp")
-    parts, _ = setup.build(section, distributed.start())
+    parts = setup.build(section, distributed.start())
     assert isinstance(parts.ddp_model, DataParallelObjective)
     assert isinstance(parts.ddp_model.parallel, torch.nn.DataParallel)
     batch = one_batch(tmp_path / "store")
     assert parts.ddp_model(batch)[0].item() == pytest.approx(
         parts.objective(batch)[0].item(), rel=1e-6
     )
-    assert setup.processes(section, 4) == 1 and setup.processes(load(bench), 4) == 4
     with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
         setup.global_batch(section, 2)
 
@@ -176,7 +175,7 @@ def test_recomputing_layers_keeps_less(tmp_path):
 
 
 def test_frozen_weights_stay(bench):
-    before, _ = setup.build(load(bench), distributed.start())
+    before = setup.build(load(bench), distributed.start())
     tensors = run(bench, freeze=["keypoint_encoder.*", "dustbin"])
     for name, value in before.state.model.state_dict().items():
         if name.startswith(("keypoint_encoder.", "dustbin", "final_projection.weight")):
@@ -202,7 +201,7 @@ def test_compiled_layers_compute_the_same(bench, tmp_path):
     batch = one_batch(tmp_path / "store", load(bench).max_keypoints)
     losses = {}
     for compiled in (False, True):
-        parts, _ = setup.build(load(bench, compile=compiled), distributed.start())
+        parts = setup.build(load(bench, compile=compiled), distributed.start())
         losses[compiled] = parts.objective(batch)[0].item()
         assert ("describe" in vars(parts.objective.model)) is compiled
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)

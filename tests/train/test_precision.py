@@ -63,18 +63,18 @@ def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkey
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
     train = make_params("train", precision="auto", dim=16, heads=2)
-    parts, _ = setup.build(train, distributed.start())
+    parts = setup.build(train, distributed.start())
     assert parts.objective.precision == "float16"
     assert "7.5" in str(setup.choose_precision(train, distributed.start()))
 
 
 def test_what_does_nothing_here_is_said(make_params):
     keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
-    parts, messages = setup.build(
-        make_params("train", **keys), distributed.Context(0, 1, 0, torch.device("cpu"))
+    parts = setup.build(
+        make_params("train", **keys), distributed.Context(0, 1, torch.device("cpu"))
     )
     assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
-    said = "\n".join(messages)
+    said = "\n".join(parts.messages)
     assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
 
 

@@ -208,7 +208,7 @@ def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
     assert said[0].splitlines()[-1] != said[1].splitlines()[-1]
     trained_on.write(begun_from, ["100", "101", "102"])
     with pytest.raises(RequestError, match="was trained on all of the 3 validation photographs"):
-        train.check(training(begun_from))
+        train.check(training(begun_from), 1)
     assert errors.run(train.main, training(begun_from, "--validate-only")) == 2
 
 

@@ -7,11 +7,10 @@ other scales there.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
-from typing import Callable, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -39,8 +38,7 @@ _ZOOM = 3
 _SCORE = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Augmentation:
+class Augmentation(NamedTuple):
     """Amounts of the changes; the defaults change nothing.
 
     keypoint_drop: largest fraction of a view's keypoints to leave out.
@@ -64,8 +62,7 @@ class Augmentation:
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
         """The changes that the section `train` of the parameters asks for, by their keys."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        return cls(**{name: getattr(train, name) for name in names})
+        return cls(**train.model_dump(include=set(cls._fields)))
 
     def second_image(self, image: int, images: int, seed: int) -> int:
         """Image of the second view: `image` itself, or in a negative pair another of the
@@ -87,8 +84,7 @@ class Augmentation:
             return "stored"
         if self.second_image(sample.image, images, sample.seed) != sample.image:
             return "negative"
-        zoomed = max(self.zoom_factor(sample.seed, side) for side in (0, 1)) > 1
-        return "zoomed" if zoomed else "changed"
+        return "zoomed" if _zoom(self.zoom, sample.seed)[1] > 1.0 else "changed"
 
     def counts(self, limit: int, seed: int) -> Tuple[int, int]:
         """Numbers of keypoints that the two views keep."""
@@ -99,19 +95,8 @@ class Augmentation:
         n0, n1 = np.exp(np.random.default_rng((seed, _COUNTS)).uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
-    def zoom_factor(self, seed: int, side: int) -> float:
-        """Factor by which the view of this side (0 or 1) shrinks; 1: it keeps its size."""
-        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
-        return factor if side == zoomed else 1.0
-
     def apply(
-        self,
-        view: View,
-        seed: int,
-        side: int,
-        others: Others = lambda random: None,
-        min_scale: float = 0.0,
-        limit: Optional[int] = None,
+        self, view: View, seed: int, side: int, others: Others, min_scale: float, limit: int
     ) -> View:
         """The changed view of this side (0 or 1) of the pair.
 
@@ -119,7 +104,7 @@ class Augmentation:
             others: draws the views that surround a shrunk one.
             min_scale: smallest scale (px) at which keypoints are detected; 0: the smallest of the
                 view.
-            limit: number of keypoints to keep; None: all.
+            limit: number of keypoints to keep.
         """
         given = view.records
         # Creating a generator is slow
@@ -132,8 +117,8 @@ class Augmentation:
                     random.random(len(view.records)) >= self.keypoint_drop * random.random(),
                 )
             )
-        factor = self.zoom_factor(seed, side)
-        if factor > 1.0:
+        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
+        if factor > 1.0 and side == zoomed:
             # from a separate stream: the rotation is the same with and without zoom
             view = make_mosaic(
                 view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side))
@@ -215,13 +200,13 @@ def make_mosaic(
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
-    order = np.flatnonzero(inside)
-    order = order[np.argsort(-rank(_keep(joined, order)), kind="stable")]
+    seen = _keep(joined, inside)
+    order = np.argsort(-rank(seen), kind="stable")
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    return View(_keep(joined, order), shrink @ view.H_image_to_view, view.size, to_cell)
+    return View(_keep(seen, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
 def _shrink(

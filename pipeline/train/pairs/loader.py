@@ -45,24 +45,20 @@ def load_batch(
         change.second_image(sample.image, len(store), sample.seed)
         for change, sample in zip(changes, samples)
     ]
-    views0 = []
-    views1 = []
+    sides: Tuple[List[View], List[View]] = ([], [])
     for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
         limits = change.counts(max_keypoints, sample.seed)
-        for side, (views, view) in enumerate(zip((views0, views1), shown)):
-            views.append(
-                change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
-            )
+        for side, view in enumerate(shown):
+            view = change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
+            sides[side].append(view)
     # one call for all: one by one, 64 of them take 1 ms of a batch
-    to0, to1 = (np.stack([view.H_image_to_view for view in side]) for side in (views0, views1))
+    to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in sides)
     H_0to1 = compose(to1, inverse(to0))
     H_0to1[[image1 != sample.image for image1, sample in zip(images1, samples)]] = APART
-    cells = np.array([[one.cell, other.cell] for one, other in zip(views0, views1)])
-    pairs = [
-        Pair(one.records, other.records, one.size, other.size) for one, other in zip(views0, views1)
-    ]
+    cells = np.array([[one.cell, other.cell] for one, other in zip(*sides)])
+    pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in zip(*sides)]
     return from_pairs(pairs, H_0to1, cells=cells)
 
 
@@ -119,18 +115,17 @@ class StepBatches:
 
         Processes load for a GPU, else a thread. Closing it ends them.
         """
-        ahead = self._load_ahead(steps)
+        if self._processes:
+            ahead = workers.prefetch(self.load, steps, self._processes)
+        else:
+            ahead = prefetch(self._load_for_device, steps)
         with contextlib.closing(ahead):
             for batches in ahead:
                 yield [batch.to(self.context.device) for batch in batches]
 
-    def _load_ahead(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        if self._processes:
-            return workers.prefetch(self.load, steps, self._processes)
+    def _load_for_device(self, step: int) -> List[PairBatch]:
+        """`load`, for a GPU into page-locked memory: the step does not wait for the copy."""
+        batches = self.load(step)
         if self.context.device.type == "cuda":
-            return prefetch(self._load_page_locked, steps)
-        return prefetch(self.load, steps)
-
-    def _load_page_locked(self, step: int) -> List[PairBatch]:
-        """`load` into page-locked memory, so that the step does not wait for the copy."""
-        return [batch.pin_memory() for batch in self.load(step)]
+            return [batch.pin_memory() for batch in batches]
+        return batches

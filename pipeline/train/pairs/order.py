@@ -6,8 +6,8 @@ run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, List, NamedTuple
+import functools
+from typing import List, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,13 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-@dataclass
-class PairOrder:
+@functools.lru_cache(maxsize=1)  # of the epoch shuffled last
+def _shuffle(seed: int, epoch: int, images: int) -> np.ndarray:
+    """The images in the order of this epoch, (images,) int64."""
+    return _generator(seed, _SHUFFLE, epoch).permutation(images)
+
+
+class PairOrder(NamedTuple):
     """The endless sequence of training pairs. Position p is in epoch p // images; each epoch
     shuffles the images.
 
@@ -43,17 +48,11 @@ class PairOrder:
     seed: int
     images: int
     views: int
-    # the epoch shuffled last: a cache, since positions may be asked for in any order
-    _epoch: int = -1
-    _shuffled: Any = ()  # (images,) int64
 
     def sample(self, position: int) -> Sample:
         """The pair at a global position 0, 1, 2, ..."""
         epoch, place = divmod(position, self.images)
-        if epoch != self._epoch:
-            self._shuffled = _generator(self.seed, _SHUFFLE, epoch).permutation(self.images)
-            self._epoch = epoch
-        image = int(self._shuffled[place])
+        image = int(_shuffle(self.seed, epoch, self.images)[place])
         draw = _generator(self.seed, _DRAW, epoch, image)
         view0, view1 = draw.choice(self.views, size=2, replace=False)
         return Sample(image, int(view0), int(view1), int(draw.integers(2**31)))
@@ -73,9 +72,8 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
-        augmented = (
-            i % images + i // images
-        ) % 2 == 1  # over the rounds, too, each image has both kinds
+        # over the rounds, too, each image has both kinds
+        augmented = (i % images + i // images) % 2 == 1
         own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), own))
     return samples

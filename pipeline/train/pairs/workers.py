@@ -13,13 +13,11 @@ import copy
 import functools
 import multiprocessing
 import os
-import re
 import resource
 import shutil
 import sys
 from multiprocessing.context import BaseContext
-from types import TracebackType
-from typing import Any, Callable, Generator, NamedTuple, Optional, Sequence, Type, TypeVar
+from typing import Any, Callable, Generator, NamedTuple, Sequence, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -148,15 +146,11 @@ def _context(start_method: str) -> BaseContext:
 
 
 class _Steps(Dataset):
-    def __init__(self, make: Callable[[int], Any], steps: Sequence[int]) -> None:
+    def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
-        self.steps = steps
 
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __getitem__(self, place: int) -> Any:
-        return self.make(self.steps[place])
+    def __getitem__(self, step: int) -> Any:
+        return self.make(step)
 
 
 def _begin(worker: int, parent: int) -> None:
@@ -164,9 +158,7 @@ def _begin(worker: int, parent: int) -> None:
     sys.excepthook = _silent_about_the_end
 
 
-def _silent_about_the_end(
-    kind: Type[BaseException], error: BaseException, trace: Optional[TracebackType]
-) -> None:
+def _silent_about_the_end(kind, error, trace) -> None:
     """Print no traceback when the main process ends and closes a connection.
 
     DataLoader sends exceptions of `make` to the main process. Only multiprocessing's thread that
@@ -192,7 +184,8 @@ def prefetch(
     """
     before = set(multiprocessing.active_children())
     loader = DataLoader(
-        _Steps(make, steps),
+        _Steps(make),
+        sampler=steps,
         batch_size=None,
         num_workers=processes,
         prefetch_factor=AHEAD,
@@ -215,7 +208,4 @@ def prefetch(
 
 def a_process_died(error: BaseException) -> bool:
     """Whether torch's DataLoader raised this because one of its processes was killed."""
-    return (
-        isinstance(error, RuntimeError)
-        and re.match(r"DataLoader worker \(pid", str(error)) is not None
-    )
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
