@@ -103,8 +103,7 @@ def _entries(
 
 def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[str, Container]]:
     """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
-    source = coco.SOURCES[settings.source]
-    wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
+    wanted = dict(zip(("train", "val"), coco.SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
     both = errors.RequestError(
         f"fetch.path = {settings.path}: must hold {stems}, as .zip or as folders"
@@ -125,7 +124,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
             raise both
         fraction = min(1.0, coco.HELD_OUT / len(names))
         chosen = splits.split(
-            holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings
+            holdings["train"].names, splits.divide(names, fraction, splits.SEED)[1], settings
         )
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)
