@@ -7,7 +7,6 @@ archive is read in place; only the small bundled sample is copied.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipeline import errors
 from pipeline.fetch import coco, splits
 from pipeline.fetch.containers import Container
 from pipeline.fetch.download import MIRROR
-from pipeline.files import write_atomic
+from pipeline.files import write_json
 from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
 from pipeline.parameters import params
@@ -39,23 +38,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     entries, containers = _fetch(options, params.load("fetch", options.params))
     manifest.write(options.out / "manifest.csv", entries)
-    _write_json(options.out / "source.json", containers)
+    write_json(options.out / "source.json", containers)
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in manifest.SPLITS
     }
     counts["bytes"] = sum(entry.size for entry in entries)
-    _write_json(options.reports / "metrics.json", counts)
+    write_json(options.reports / "metrics.json", counts)
     print(
         f"fetch: {counts['train_images']} training, {counts['val_images']} validation and"
         f" {counts['test_images']} test images ({counts['bytes'] / 1e6:.1f} MB) in"
         f" {options.out}/manifest.csv"
     )
     return 0
-
-
-def _write_json(path: Path, content: Any) -> None:
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def _fetch(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Optional
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.files import write_atomic
+from pipeline.files import write_json
 from superglue_sift.progress import Progress
 
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
@@ -236,7 +236,7 @@ def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str,
     note = notes / f"{target.name}.json"
     stat = target.stat()
     content = {"size": stat.st_size, **facts}
-    write_atomic(note, json.dumps(content, indent=1) + "\n")
+    write_json(note, content)
     os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
     return content
 
