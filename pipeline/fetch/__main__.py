@@ -31,7 +31,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0]
     )
     add = parser.add_argument
-    add("--params", default="params.yaml", help="file with the section `fetch`")
+    add("--params", type=Path, default=Path("params.yaml"), help="file with the section `fetch`")
     add("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
     add("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from pathlib import Path
-from typing import Dict, List, Sequence, Tuple, Union
+from typing import Dict, List, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
@@ -58,12 +58,11 @@ class ImageSet:
         return _unpack(data, entry)
 
 
-def open_manifest(folder: Union[str, Path]) -> ImageSet:
+def open_manifest(folder: Path) -> ImageSet:
     """Open the folder that `fetch` wrote. Raises RequestError when it is missing or incomplete.
 
     Paths in source.json are relative to that folder, so a clone can be moved.
     """
-    folder = Path(folder)
     entries = manifest.read(folder / "manifest.csv")
     try:
         source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
@@ -128,13 +127,12 @@ def copy_sample(target: Path) -> List[Entry]:
     return entries
 
 
-def list_images(folder: Union[str, Path]) -> List[Path]:
+def list_images(folder: Path) -> List[Path]:
     """Image files under `folder`, by extension, sorted, with nested folders, without hidden ones.
 
     Lists dangling links too: reading them reports the error. Raises RequestError when the folder is
     missing.
     """
-    folder = Path(folder)
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
     images = (

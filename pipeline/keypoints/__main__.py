@@ -87,7 +87,8 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
         prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
     )
     add = parser.add_argument
-    add("--params", default="params.yaml", help="file with the sections `views` and `keypoints`")
+    sections = "file with the sections `views` and `keypoints`"
+    add("--params", type=Path, default=Path("params.yaml"), help=sections)
     add("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     add("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     add("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
