@@ -59,9 +59,7 @@ class Container:
         member = self.members[name]
         with self.path.open("rb") as stream:
             stream.seek(member.header_offset)
-            header = header_length(stream.read(HEADER), member, self.path)
-        place = (member.header_offset + header, member.compress_size, member.compress_type)
-        return Entry(name, "", "", name, member.file_size, f"{member.CRC:08x}", *place)
+            return member_entry(member, stream.read(HEADER), self.path)
 
 
 def open_container(
@@ -85,11 +83,11 @@ def open_container(
         container = _folder(path)
     elif kind == ".zip":
         container = zip_container(path)
-    elif kind == ".txt":
-        container = _choose(path, Path(root or path.parent), _read_list(path))
-    elif kind == ".json":
-        names = _read_annotations(path, categories, min_side)
-        container = _choose(path, Path(root or path.parent), names)
+    elif kind in (".txt", ".json"):
+        listed = (
+            _read_list(path) if kind == ".txt" else _read_annotations(path, categories, min_side)
+        )
+        container = _choose(path, Path(root or path.parent), listed)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -239,11 +237,14 @@ def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
     return None
 
 
-def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
-    """Bytes from the start of a member to its data, by its local header. Raises RequestError
-    without one.
+def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
+    """The entry of a member, by its local header, without split and container. Raises RequestError
+    for bytes that are no header.
     """
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
     *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
-    return HEADER + name_length + extra_length
+    offset = member.header_offset + HEADER + name_length + extra_length
+    place = (offset, member.compress_size, member.compress_type)
+    name = member.filename
+    return Entry(name, "", "", name, member.file_size, f"{member.CRC:08x}", *place)

@@ -162,6 +162,5 @@ def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
     """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a
     smaller one.
     """
-    if not settings.limit or len(names) <= settings.limit:
-        return sorted(names)
-    return sorted(sorted(names, key=lambda n: hash_fraction(SEED + 2, n))[: settings.limit])
+    ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
+    return sorted(ranked[: settings.limit or None])

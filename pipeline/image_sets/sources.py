@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Dict, List, Sequence, Tuple
 
@@ -31,19 +32,19 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class ImageSet:
     """The images that `fetch` lists: entries by split, and their bytes. Keeps no handle.
 
     containers: path of each folder or zip, all that `read` needs.
     """
 
-    def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
-        self._entries = list(entries)
-        self.containers = containers
+    listed: Sequence[Entry]
+    containers: Dict[str, str]
 
     def entries(self, split: str) -> List[Entry]:
         """The entries of `train`, `val` or `test`, sorted by name."""
-        return [entry for entry in self._entries if entry.split == split]
+        return [entry for entry in self.listed if entry.split == split]
 
     def read(self, entry: Entry) -> bytes:
         """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
@@ -55,7 +56,7 @@ class ImageSet:
                 data = stream.read(entry.packed if entry.offset else -1)
         except OSError as error:
             raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
-        return _unpack(data, entry)
+        return unpack(data, entry)
 
 
 def open_manifest(folder: Path) -> ImageSet:
@@ -86,7 +87,10 @@ def open_manifest(folder: Path) -> ImageSet:
     return ImageSet(entries, roots)
 
 
-def _unpack(data: bytes, entry: Entry) -> bytes:
+def unpack(data: bytes, entry: Entry) -> bytes:
+    """The bytes of an image from those it is packed in. Raises BadImage unless size and CRC-32 are
+    those of the entry.
+    """
     if entry.method == DEFLATED:
         try:
             # Bounded, against zip bombs
