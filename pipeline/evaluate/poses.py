@@ -21,7 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift.geometry import inverse, transform
+from superglue_sift.geometry import inverse, to_homogeneous, transform
 from superglue_sift.pose import MIN_ESSENTIAL, POSE_PX, relative_pose
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
@@ -142,7 +142,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
 
 def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     """(N, 2) pixels -> (N, 2) coordinates on the plane at depth one."""
-    return transform(np.asarray(points, np.float64), inverse(K))
+    return transform(points, inverse(K))
 
 
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
@@ -152,7 +152,8 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
     # the essential matrix, [t]x R with t of length one
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
-    p0, p1 = (np.column_stack([points, np.ones(len(points))]) for points in (points0, points1))
+    p0 = to_homogeneous(points0)
+    p1 = to_homogeneous(points1)
     lines1 = p0 @ E.T
     lines0 = p1 @ E
     product = np.sum(p1 * lines1, axis=1)
