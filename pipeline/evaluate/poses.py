@@ -118,7 +118,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
             f"{where}: {len(words)} words; must be 38: two names, two rotations, K0, K1, T_0to1"
         )
     try:
-        values = np.array([float(word) for word in words[2:]])
+        values = np.array(words[2:], np.float64)
     except ValueError as error:
         raise RequestError(f"{where}: {error}") from None
     if values[:2].any():

@@ -117,9 +117,9 @@ class Remote:
         if answer.status_code == 206:
             text = answer.headers.get("Content-Range", "")
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
-            if not match or int(match.group(1)) != start:
+            if not match or int(match[1]) != start:
                 raise OSError(f"asked from byte {start}, got '{text}'")
-            size = match.group(2)
+            size = match[2]
         if size.isdigit() and int(size) != self.size:
             raise OSError(f"the file has {size} bytes there, {self.size} are expected")
         return answer.status_code == 200

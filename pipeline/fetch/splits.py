@@ -12,11 +12,11 @@ from pipeline.fetch.containers import Container, open_container
 from pipeline.image_sets.manifest import hash_fraction
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
+from pipeline.views.homography import SECTION_OF, Size
 from superglue_sift.images import BadImage, decode_gray
 
 SEED = 0  # of the hash of names
 Splits = Dict[str, List[str]]  # names by split
-Size = Tuple[int, int]  # width, height
 NO_CONTENTS: Mapping[str, str] = {}
 
 
@@ -124,7 +124,7 @@ def require_usable(
         names = splits[split]
         key = container_of(split, held)
         if names and not any(_is_usable(held[key], name, size) for name in names):
-            section = "evaluate" if split == "test" else "keypoints"
+            section = SECTION_OF[split]
             raise RequestError(
                 f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
                 f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"

@@ -72,13 +72,12 @@ def open_manifest(folder: Path) -> ImageSet:
         raise RequestError(
             f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
         ) from None
-    for entry in entries:
-        if entry.container not in roots:
-            raise RequestError(
-                f"{folder}/manifest.csv names '{entry.container}', which {folder}/source.json does"
-                " not have; run `dvc repro -f fetch`"
-            )
     for key in sorted({entry.container for entry in entries}):
+        if key not in roots:
+            raise RequestError(
+                f"{folder}/manifest.csv names '{key}', which {folder}/source.json does not have;"
+                " run `dvc repro -f fetch`"
+            )
         if not os.path.exists(roots[key]):
             place = os.path.normpath(roots[key])
             raise RequestError(

@@ -142,7 +142,7 @@ def _merge(tree: Any, changes: Any) -> Any:
 def preset(path: Path) -> str:
     """The preset named in the first line of a params.yaml; "" without one."""
     match = re.match(r"# Preset ([\w.-]+):", path.read_text(encoding="utf-8"))
-    return match.group(1) if match else ""
+    return match[1] if match else ""
 
 
 def data_name(sections: Dict[str, Section]) -> str:

@@ -25,6 +25,8 @@ Size = Tuple[int, int]  # (width, height)
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in the view
 MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
 MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
+# Where the parameters say how large the views of a split are
+SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
 _TRIES = 20
 
 
@@ -59,12 +61,11 @@ def smallest_image(view_size: Size) -> Size:
 
 def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
     """The smallest image of each split for the views of these sections of the parameters."""
-    sizes: Dict[str, Size] = {}
-    for section, splits in (("keypoints", ("train", "val")), ("evaluate", ("test",))):
-        if section in sections:
-            size = smallest_image((sections[section].width, sections[section].height))
-            sizes.update(dict.fromkeys(splits, size))
-    return sizes
+    return {
+        split: smallest_image((sections[section].width, sections[section].height))
+        for split, section in SECTION_OF.items()
+        if section in sections
+    }
 
 
 def sample_view(
