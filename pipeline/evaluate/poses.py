@@ -85,15 +85,16 @@ def scene_names(pairs: Sequence[Sequence[str]]) -> List[str]:
     folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
     several = len(set(folders.values())) > 1
     links = [*pairs, *(folders.items() if several else ())]
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(n for link in links for n in link))}
-    graph = np.zeros((len(numbers), len(numbers)), bool)
-    for first, second in links:
-        graph[numbers[first], numbers[second]] = True
+    names, ends = np.unique(np.array(links, str), return_inverse=True)
+    firsts, seconds = ends.reshape(-1, 2).T
+    graph = np.zeros((len(names), len(names)), bool)
+    graph[firsts, seconds] = True
     _, labels = connected_components(graph, directed=False)
+    scenes = labels[firsts[: len(pairs)]]
     starts: Dict[int, str] = {}
-    for first, _ in pairs:
-        starts.setdefault(labels[numbers[first]], folders[first] if several else first)
-    return [starts[labels[numbers[first]]] for first, _ in pairs]
+    for scene, (first, _) in zip(scenes, pairs):
+        starts.setdefault(scene, folders[first] if several else first)
+    return [starts[scene] for scene in scenes]
 
 
 def read_pairs(path: Path) -> List[Line]:

@@ -62,10 +62,9 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     size = sum(
         archive.size * (part if part <= MAX_PART else 1) for archive, part in zip(archives, parts)
     )
-    bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
-    used = [archive.images for archive in archives[:1]]
-    used += [min(HELD_OUT, archive.images) for archive in archives[1:]]
-    count = sum(used) or bundled
+    count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
+    if archives:
+        count = archives[0].images + HELD_OUT * (len(archives) - 1)
     # the limit holds for training and for held-out images
     return round(size), min(count, 2 * limit) if limit else count
 
