@@ -94,7 +94,7 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
     lines = []
     for recall in confidence.RECALLS:
         best = {
-            name: confidence.recall_at_precision(swept.recall, swept.precision, np.array(recall))
+            name: confidence.recall_at_precision(swept.recall, swept.precision, recall)
             for name, swept in sweeps.items()
         }
         if best[OURS] > 0:

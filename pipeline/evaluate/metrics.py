@@ -188,7 +188,7 @@ def operating_points(
         other = 1 - axis
         best = means[other]
         if scored is not None:
-            value = recall_at_precision(exact[axis], exact[other], np.array(means[axis].value))
+            value = recall_at_precision(exact[axis], exact[other], means[axis].value)
             samples = recall_at_precision(resampled[axis], resampled[other], means[axis].samples)
             value = float(value) if swept.recall_pairs else math.nan
             best = Estimate(value, numbers[other], samples)

@@ -16,7 +16,6 @@ from pipeline.report.document import PAGE, TEXT, Content, Line
 from pipeline.report.rows import Row, Table
 from superglue_sift import drawing
 
-FOLDERS = ("curves", "pictures")
 # Decimals and significant digits of a value in a file. Intervals of some hundred pairs are wider
 # than a tenth of a percent; further digits differ between processors and mean nothing. Tables are
 # printed from values with more digits, so that none is rounded twice.
@@ -37,7 +36,7 @@ def write(out: Path, content: Content) -> None:
     }
     for name, value in values.items():
         write_json(out / f"{name}.json", value, indent=2)
-    for folder in FOLDERS:
+    for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     errors = {measure.name: lines for measure, lines in content.errors}
