@@ -23,6 +23,11 @@ def read_json(path: Path, missing: str) -> Any:
         raise RequestError(f"{path}: cannot be read: {error}") from None
 
 
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """Write indented JSON with a final newline, atomically."""
+    write_atomic(path, json.dumps(content, indent=indent) + "\n")
+
+
 def json_digest(values: Any) -> str:
     """Digest (16 hexadecimal digits) of JSON values, for any order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]

@@ -101,7 +101,7 @@ def require_unseen(path: Path) -> None:
         return
     names, held = splits.own(fetch)
     container = held[splits.container_of("val", held)]
-    photographs = [container.entry(name, "val", "").photograph for name in names["val"]]
+    photographs = [entry.photograph for entry in container.entries(names["val"])]
     if not trained_on.leave_out(Path(model), photographs, False, model)[0]:
         raise RequestError(
             f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"

@@ -54,7 +54,8 @@ def write_image_set(folder, images, split, broken=()):
         cv2.imwrite(str(originals / name), image)
     for name in broken:
         (originals / name).write_bytes(b"not an image")
-    entries = sources.folder_entries(originals, [*images, *broken], split, "folder")
+    names = [*images, *broken]
+    entries = [sources.file_entry(originals, name, split, "folder") for name in names]
     manifest.write(folder / "manifest.csv", entries)
     (folder / "source.json").write_text(
         json.dumps({"containers": {"folder": {"path": "originals"}}})

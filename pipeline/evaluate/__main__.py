@@ -171,8 +171,8 @@ def choose_source(
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
     if args.poses is not None:
-        known = poses.PosePairs(args.poses, args.images, args.resize)
-        return known, f"{args.poses.name}: known cameras, {size}, {keypoints}"
+        source = poses.PosePairs(args.poses, args.images, args.resize)
+        return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
     entries = chosen.entries
     held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
@@ -204,9 +204,8 @@ def load_networks(
     skipped = []
     for name, file in args.models.items():
         network = matchers.load_network(file, device, args.threshold)
-        ours = networks.get(OURS, network).model.config.extractor
         extractor = network.model.config.extractor
-        if extractor == ours:
+        if extractor == networks.get(OURS, network).model.config.extractor:
             networks[name] = network
         else:
             skipped.append(f"SKIP {name}: of keypoints of {extractor}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Dict, List, Sequence, Tuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pipeline.evaluate.scoring import ScoredMatches
 
@@ -69,7 +70,7 @@ def sweep(scored: Sequence[ScoredMatches]) -> Sweep:
     )
 
 
-def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: np.ndarray) -> np.ndarray:
+def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: ArrayLike) -> np.ndarray:
     """The highest recall with a precision of at least `least`, 0 without any.
 
     precision, recall: (..., T); least: (...). Exchange the two arguments for the precision at a

@@ -34,19 +34,18 @@ def write_content(
 ) -> document.Content:
     """All that the report shows but pictures and protocol. where: its title."""
     pairs = results.pairs
-    unit = source.unit
-    matchers = len(pairs[0].rows)
-    scenes = compared.clusters
-    notes = [f"{len(pairs)} pairs of {scenes} {unit}, {matchers} matchers on the same keypoints."]
-    if results.bad:
-        bad = len(results.bad)
+    first = pairs[0].rows
+    of = f"{compared.clusters} {source.unit}"
+    notes = [f"{len(pairs)} pairs of {of}, {len(first)} matchers on the same keypoints."]
+    bad = len(results.bad)
+    if bad:
         notes.append(f"{bad} images could not be read and were left out: see bad_images.csv.")
     return document.Content(
         title=where,
         rows=[*compared.rows, *negatives],
         differences=compared.differences,
-        errors=[(error, error_curve(pairs, error)) for error in pairs[0].rows[OURS].errors],
-        curves={} if pairs[0].rows[OURS].has_pose else confidence_curves(compared),
+        errors=[(error, error_curve(pairs, error)) for error in first[OURS].errors],
+        curves={} if first[OURS].has_pose else confidence_curves(compared),
         robustness=[*metrics.by_condition(pairs), *disturbed],
         pairs=[metrics.pair_line(row) for pair in pairs for row in pair.rows.values()],
         scenes=metrics.by_scene(pairs),
@@ -54,8 +53,8 @@ def write_content(
         pictures=[],
         protocol={},
         notes=notes,
-        unit=unit,
-        clusters=scenes,
+        unit=source.unit,
+        clusters=compared.clusters,
     )
 
 
@@ -95,7 +94,7 @@ def precision_at_recall(sweeps: Mapping[str, confidence.Sweep]) -> List[Line]:
     lines = []
     for recall in confidence.RECALLS:
         best = {
-            name: confidence.recall_at_precision(swept.recall, swept.precision, np.array(recall))
+            name: confidence.recall_at_precision(swept.recall, swept.precision, recall)
             for name, swept in sweeps.items()
         }
         if best[OURS] > 0:
@@ -136,12 +135,9 @@ def draw_pictures(
 
 def describe(row: PairRow) -> str:
     """Counts and error of a row as text."""
-    error = (
-        f"pose error {row.error:.2f} degrees"
-        if row.has_pose
-        else f"corner error {row.error:.2f} px"
-    )
-    return f"{row.counts.correct} of {row.counts.matches} matches right, {error}"
+    kind, unit = ("pose", "degrees") if row.has_pose else ("corner", "px")
+    right = f"{row.counts.correct} of {row.counts.matches} matches right"
+    return f"{right}, {kind} error {row.error:.2f} {unit}"
 
 
 def choose_gains(rows: Sequence[Mapping[str, PairRow]]) -> List[Tuple[str, int]]:

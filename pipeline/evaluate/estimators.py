@@ -66,15 +66,16 @@ def fit_dlt(
     """Weighted least-squares homography 0 -> 1 over all matches, the paper's "DLT" column.
 
     The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2),
-    without outlier rejection. Each match (N, 2) px scales its two equations by its weight (N,), 0
-    or more; None: equal weights. Returns (3, 3) float64, or None for fewer than four matches of
-    positive weight or a degenerate set.
+    without outlier rejection. points0, points1: (N, 2) float64 px. weights: (N,), 0 or more, which
+    scale the two equations of a match; None: equal weights. Returns (3, 3) float64, or None for
+    fewer than four matches of positive weight or a degenerate set.
     """
-    weights = np.ones(len(points0)) if weights is None else np.asarray(weights, np.float64)
+    weights = np.ones(len(points0)) if weights is None else weights
     used = weights > 0
     if used.sum() < geometry.MIN_POINTS:
         return None
-    p0, p1 = (np.asarray(points, np.float64)[used] for points in (points0, points1))
+    p0 = points0[used]
+    p1 = points1[used]
     w = weights[used]
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)

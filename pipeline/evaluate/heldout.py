@@ -127,11 +127,11 @@ class NegativePairs(Source):
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage as the source does."""
-        first, second, number = self.pairs[index]
-        names = (self.source.entries[at].name for at in (first, second))
+        *photographs, number = self.pairs[index]
+        source = self.source
         views = [
-            self.source.render(self.source.read(at), name, 2 * number + side)[0]
-            for side, (at, name) in enumerate(zip((first, second), names))
+            source.render(source.read(at), source.entries[at].name, 2 * number + side)[0]
+            for side, at in enumerate(photographs)
         ]
         name, _ = self.scenes[index]
         return Scene(name, views, [ViewPair(f"{name}#{number}", 0, 1, np.full((3, 3), np.nan))])

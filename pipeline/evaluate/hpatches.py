@@ -44,7 +44,7 @@ class HPatchesPairs(Source):
 
     def __init__(self, folder: Path, short_side: int = 480):
         self.short_side = short_side
-        self.sequences = find_sequences(Path(folder))
+        self.sequences = find_sequences(folder)
         self.scenes = [(sequence.name, len(sequence.homographies)) for sequence in self.sequences]
         for sequence in self.sequences:
             for file in sequence.homographies.values():
@@ -108,8 +108,8 @@ def read_sequence(path: Path, root: Path) -> Optional[Sequence]:
     homographies: Dict[int, Path] = {}
     for file in sorted(path.iterdir()):
         match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
-        if match and int(match.group(1)) != REFERENCE:
-            homographies[int(match.group(1))] = file
+        if match and int(match[1]) != REFERENCE:
+            homographies[int(match[1])] = file
         elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
             other = images.setdefault(int(file.stem), file)
             if other != file:

@@ -84,7 +84,7 @@ class Matchers:
                 threshold = self.networks[OURS].threshold
                 by_name[SCENE] = match_scene(pair, by_name[OURS], threshold)
             by_name.update(match_baselines(pair))
-            by_name.update({name: match(pair) for name, match in self.further.items()})
+            by_name.update((name, match(pair)) for name, match in self.further.items())
         return answers
 
     def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
@@ -107,14 +107,15 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
         raise RequestError(f"--also {name}: {reason}") from error
 
     def match(pair: Pair) -> PairMatches:
-        if not len(pair.records0) or not len(pair.records1):
-            return PairMatches(np.full(len(pair.records0), -1), np.zeros(len(pair.records0)))
+        count0 = len(pair.records0)
+        count1 = len(pair.records1)
+        if not count0 or not count1:
+            return PairMatches(np.full(count0, -1), np.zeros(count0))
         sides = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         matches0, scores0 = map(np.asarray, function(*sides))
-        sizes = len(pair.records0), len(pair.records1)
-        whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == sizes[:1]
-        if not whole or matches0.max() >= sizes[1]:
-            rule = f"a whole number below {sizes[1]} and a confidence for each keypoint"
+        whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
+        if not whole or matches0.max() >= count1:
+            rule = f"a whole number below {count1} and a confidence for each keypoint"
             raise RequestError(f"--also {name}: must give {rule}")
         if not ((scores0 >= 0) & (scores0 <= 1))[matches0 >= 0].all():
             raise RequestError(f"--also {name}: gives confidences that are not from 0 to 1")

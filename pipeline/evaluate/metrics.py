@@ -37,13 +37,12 @@ from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
 from pipeline.evaluate.scoring import PairResult, PairRow, ScoredMatches
 from pipeline.report.document import Condition
 from pipeline.report.rows import Measure, Row, Table, Values
+from pipeline.report.tables import PAIRS
 
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
 COMPARED = (OURS, RATIO_TEST)  # in tables by difficulty of the pairs
 CURVE_POINTS = 512  # of a resampled curve
-PAIRS = Measure("pairs")
-PRECISION = Measure("precision")
 RECALL_PAIRS = Measure("recall_pairs")
 
 
@@ -189,7 +188,7 @@ def operating_points(
         other = 1 - axis
         best = means[other]
         if scored is not None:
-            value = recall_at_precision(exact[axis], exact[other], np.array(means[axis].value))
+            value = recall_at_precision(exact[axis], exact[other], means[axis].value)
             samples = recall_at_precision(resampled[axis], resampled[other], means[axis].samples)
             value = float(value) if swept.recall_pairs else math.nan
             best = Estimate(value, numbers[other], samples)
@@ -274,8 +273,7 @@ def summarize_condition(condition: str, level: str, results: Sequence[PairResult
     at_ratio = Measure(f"{recall.metric}_at_ratio_precision")
     swept = sweep([pair.scored[OURS] for pair in results])
     # a rounded one would be missed by an equal precision
-    precisions = [pair.rows[RATIO_TEST].shares[PRECISION.metric] for pair in results]
-    least = np.array(mean_finite(precisions)[0])
+    least = np.mean([pair.rows[RATIO_TEST].counts.precision for pair in results])
     best = float(recall_at_precision(swept.precision, swept.recall, least))
     rows.append(Row(OURS, at_ratio, plain(best if swept.recall_pairs else math.nan)))
     rows.append(Row(RATIO_TEST, at_ratio, tables[RATIO_TEST][recall]))

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift.geometry import inverse, transform
+from superglue_sift.geometry import inverse, to_homogeneous, transform
 from superglue_sift.pose import MIN_ESSENTIAL, POSE_PX, relative_pose
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
@@ -85,15 +85,16 @@ def scene_names(pairs: Sequence[Sequence[str]]) -> List[str]:
     folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
     several = len(set(folders.values())) > 1
     links = [*pairs, *(folders.items() if several else ())]
-    numbers = {name: n for n, name in enumerate(dict.fromkeys(n for link in links for n in link))}
-    graph = np.zeros((len(numbers), len(numbers)), bool)
-    for first, second in links:
-        graph[numbers[first], numbers[second]] = True
+    names, ends = np.unique(np.array(links, str), return_inverse=True)
+    firsts, seconds = ends.reshape(-1, 2).T
+    graph = np.zeros((len(names), len(names)), bool)
+    graph[firsts, seconds] = True
     _, labels = connected_components(graph, directed=False)
+    scenes = labels[firsts[: len(pairs)]]
     starts: Dict[int, str] = {}
-    for first, _ in pairs:
-        starts.setdefault(labels[numbers[first]], folders[first] if several else first)
-    return [starts[labels[numbers[first]]] for first, _ in pairs]
+    for scene, (first, _) in zip(scenes, pairs):
+        starts.setdefault(scene, folders[first] if several else first)
+    return [starts[scene] for scene in scenes]
 
 
 def read_pairs(path: Path) -> List[Line]:
@@ -118,7 +119,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
             f"{where}: {len(words)} words; must be 38: two names, two rotations, K0, K1, T_0to1"
         )
     try:
-        values = np.array([float(word) for word in words[2:]])
+        values = np.array(words[2:], np.float64)
     except ValueError as error:
         raise RequestError(f"{where}: {error}") from None
     if values[:2].any():
@@ -142,7 +143,7 @@ def read_line(path: Path, number: int, words: Sequence[str]) -> Line:
 
 def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     """(N, 2) pixels -> (N, 2) coordinates on the plane at depth one."""
-    return transform(np.asarray(points, np.float64), inverse(K))
+    return transform(points, inverse(K))
 
 
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
@@ -152,7 +153,8 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
     # the essential matrix, [t]x R with t of length one
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
-    p0, p1 = (np.column_stack([points, np.ones(len(points))]) for points in (points0, points1))
+    p0 = to_homogeneous(points0)
+    p1 = to_homogeneous(points1)
     lines1 = p0 @ E.T
     lines0 = p1 @ E
     product = np.sum(p1 * lines1, axis=1)

@@ -75,11 +75,10 @@ class Evaluation:
 
     def evaluate(self, source: Source, title: str, score: Score) -> Results:
         """Match and score all pairs, with progress on stderr."""
-        params = self.settings.params
-        extractor = self.settings.extractor
-
-        def extract(unit: Sequence[int]) -> Results:
-            return inputs.extract(source, unit, params.max_keypoints, extractor)
+        most = self.settings.params.max_keypoints
+        extract = partial(
+            inputs.extract, source, max_keypoints=most, extractor=self.settings.extractor
+        )
 
         def match(found: Results) -> Tuple[Results, List[Dict[str, PairMatches]]]:
             return found, self.matchers.answers([known.pair for known in found.pairs], BATCH)
@@ -124,14 +123,13 @@ class Evaluation:
         views = f"shorter side {resize} px" if resize else "as they are"
         if isinstance(source, HeldOutPairs):
             views = f"{params.width}x{params.height}"
-        chosen = self.settings.estimators
-        words = {name: estimators.ESTIMATORS[name][1] for name in chosen}
+        words = {name: estimators.ESTIMATORS[name][1] for name in self.settings.estimators}
         rules = {
             "truth": (
                 f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
                 " directions"
             ),
-            "robust": (f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations"),
+            "robust": f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations",
             "estimators": words,
         }
         found_by = "SIFT" if extractor is extractors.DEFAULT else extractor.name

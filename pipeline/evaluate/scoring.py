@@ -189,17 +189,19 @@ def estimate_errors(
     weights = weights_of(matcher, scores) if enough else scores
     sure = surest_of(matcher, scores) if enough else scores > 0
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
-    positions = [Matches(points0, points1, weights, sure, seed)]
+    detected = Matches(points0, points1, weights, sure, seed)
+    variants = {False: detected}  # by whether they are aligned
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
         moved = refine.align(*known.images, *records)
-        aligned0 = moved.aligned0.astype(np.float64)
-        aligned1 = moved.aligned1.astype(np.float64)
-        deviations = moved.deviations
-        positions.append(Matches(aligned0, aligned1, weights, sure, seed, deviations))
+        variants[True] = detected._replace(
+            points0=moved.aligned0.astype(np.float64),
+            points1=moved.aligned1.astype(np.float64),
+            deviations=moved.deviations,
+        )
     errors = {}
-    for aligned, found in zip((False, True), positions):
+    for aligned, found in variants.items():
         if isinstance(known.truth, Pose):
             for name, estimate in poses.ESTIMATORS.items():
                 error = poses.pose_error(estimate(found, known.truth), known.truth)
@@ -250,9 +252,14 @@ def score_pair(
             scored[name] = checked
             checked = checked.above(thresholds[name])
             matches = matches.above(thresholds[name])
-        errors = estimate_errors(known, name, matches, settings)
-        sizes = len(pair.records0), len(pair.records1)
         rows[name] = PairRow(
-            known.name, known.scene, name, *sizes, checked.counts, errors, conditions
+            known.name,
+            known.scene,
+            name,
+            len(pair.records0),
+            len(pair.records1),
+            checked.counts,
+            estimate_errors(known, name, matches, settings),
+            conditions,
         )
     return PairResult(known.place, rows, scored)

@@ -68,14 +68,13 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
-def write_shard(path: Union[str, Path], images: Sequence[ImageViews]) -> Dict[str, Any]:
+def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
     Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal
     images give equal bytes. Raises OSError (a full disk) without leaving a partial shard under the
     final name.
     """
-    path = Path(path)
     records = [records for image in images for records in image.records]
     packed = np.concatenate(records) if records else np.empty(0, ORIENTED)
     views = len(images[0].records) if images else 0
@@ -223,11 +222,11 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
         )
 
 
-def read_index(folder: Union[str, Path]) -> Dict[str, Any]:
+def read_index(folder: Path) -> Dict[str, Any]:
     """Read store.json. Raises RequestError for one that is missing, damaged or of another
     version.
     """
-    path = Path(folder) / INDEX
+    path = folder / INDEX
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         form = content["format"]

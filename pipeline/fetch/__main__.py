@@ -7,7 +7,6 @@ archive is read in place; only the small bundled sample is copied.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 from pathlib import Path
@@ -17,7 +16,7 @@ from pipeline import errors
 from pipeline.fetch import coco, splits
 from pipeline.fetch.containers import Container
 from pipeline.fetch.download import MIRROR
-from pipeline.files import write_atomic
+from pipeline.files import write_json
 from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
 from pipeline.parameters import params
@@ -32,30 +31,26 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0]
     )
     add = parser.add_argument
-    add("--params", default="params.yaml", help="file with the section `fetch`")
+    add("--params", type=Path, default=Path("params.yaml"), help="file with the section `fetch`")
     add("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
     add("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     options = parser.parse_args(argv)
     entries, containers = _fetch(options, params.load("fetch", options.params))
     manifest.write(options.out / "manifest.csv", entries)
-    _write_json(options.out / "source.json", containers)
+    write_json(options.out / "source.json", containers)
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in manifest.SPLITS
     }
     counts["bytes"] = sum(entry.size for entry in entries)
-    _write_json(options.reports / "metrics.json", counts)
+    write_json(options.reports / "metrics.json", counts)
     print(
         f"fetch: {counts['train_images']} training, {counts['val_images']} validation and"
         f" {counts['test_images']} test images ({counts['bytes'] / 1e6:.1f} MB) in"
         f" {options.out}/manifest.csv"
     )
     return 0
-
-
-def _write_json(path: Path, content: Any) -> None:
-    write_atomic(path, json.dumps(content, indent=1) + "\n")
 
 
 def _fetch(
@@ -103,8 +98,7 @@ def _entries(
 
 def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[str, Container]]:
     """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
-    source = coco.SOURCES[settings.source]
-    wanted = {"train": source.train, **({"val": source.held_out} if source.held_out else {})}
+    wanted = dict(zip(("train", "val"), coco.SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
     both = errors.RequestError(
         f"fetch.path = {settings.path}: must hold {stems}, as .zip or as folders"
@@ -125,7 +119,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
             raise both
         fraction = min(1.0, coco.HELD_OUT / len(names))
         chosen = splits.split(
-            holdings["train"].names, sources.hold_out(names, fraction, splits.SEED)[1], settings
+            holdings["train"].names, splits.divide(names, fraction, splits.SEED)[1], settings
         )
     else:
         chosen = splits.hold_out(holdings["train"].names, settings)

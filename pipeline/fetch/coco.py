@@ -9,7 +9,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from pipeline.fetch import download, partial
 from pipeline.fetch.containers import Container, open_container, zip_container
@@ -44,25 +44,17 @@ VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_
 HELD_OUT = 5_000
 
 
-class Source(NamedTuple):
-    """train: archive of the training images; held_out: of the held-out ones; None: a part of
-    `train`.
-    """
-
-    train: Archive
-    held_out: Optional[Archive]
-
-
-SOURCES: Dict[str, Source] = {
-    "coco2014": Source(TRAIN2014, VAL2014),
-    "coco2017": Source(TRAIN2017, VAL2017),
-    "coco2017-val": Source(VAL2017, None),
+# The archive of the training images, and that of the held-out ones, if these are no part of it
+SOURCES: Dict[str, Sequence[Archive]] = {
+    "coco2014": (TRAIN2014, VAL2014),
+    "coco2017": (TRAIN2017, VAL2017),
+    "coco2017-val": (VAL2017,),
 }
 
 
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
-    archives = [archive for archive in SOURCES.get(source, ()) if archive]
+    archives = SOURCES.get(source, ())
     # of an archive that is still remote, only a small part is downloaded; one alone holds the
     # training and the held-out images
     wanted = limit * (2 if len(archives) == 1 else 1)
@@ -70,10 +62,9 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     size = sum(
         archive.size * (part if part <= MAX_PART else 1) for archive, part in zip(archives, parts)
     )
-    bundled = sum(len(names) for names in SAMPLE.values()) if source == "sample" else 0
-    used = [archive.images for archive in archives[:1]]
-    used += [min(HELD_OUT, archive.images) for archive in archives[1:]]
-    count = sum(used) or bundled
+    count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
+    if archives:
+        count = archives[0].images + HELD_OUT * (len(archives) - 1)
     # the limit holds for training and for held-out images
     return round(size), min(count, 2 * limit) if limit else count
 

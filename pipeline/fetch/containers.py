@@ -6,16 +6,17 @@ import json
 import os
 import struct
 import zipfile
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 from pipeline.errors import RequestError
-from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
-from pipeline.image_sets.sources import file_entry, list_images, read_entries
+from pipeline.image_sets.sources import file_entry, list_images
 from superglue_sift.images import EXTENSIONS
+from superglue_sift.progress import Progress
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size  # bytes before a member's name
@@ -33,28 +34,32 @@ class Container:
     facts: Dict[str, Any] = field(default_factory=dict)
     members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; None: a folder
 
+    _read: Dict[str, Entry] = field(default_factory=dict)  # entries so far, by name
+
     @cached_property
     def contents(self) -> Dict[str, str]:
         """What tells images with other bytes apart, by name."""
-        if self.members is None:
-            return sources.contents(self.path, self.names)
-        members = [self.members[name] for name in self.names]
-        return {m.filename: f"{m.file_size}-{m.CRC:08x}" for m in members}
+        entries = self.entries(self.names)
+        return {e.name: f"{e.size}-{e.crc32}" if e.crc32 else e.name for e in entries}
 
-    def entry(self, name: str, split: str, key: str) -> Entry:
-        """Manifest entry of an image; key: name of this container in source.json."""
+    def entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:
+        """Manifest entries of some of its images, each of which is read once.
+
+        key: name of this container in source.json.
+        """
+        new = [name for name in names if name not in self._read]
+        shown = {"total": len(new), "desc": "reading images", "unit": "image"}
+        with ThreadPoolExecutor(4) as pool:  # reading and CRC-32 release the GIL
+            self._read.update(zip(new, Progress(pool.map(self._entry, new), **shown)))
+        return [replace(self._read[name], split=split, container=key) for name in names]
+
+    def _entry(self, name: str) -> Entry:
         if self.members is None:
-            return file_entry(self.path, name, split, key)
+            return file_entry(self.path, name)
         member = self.members[name]
         with self.path.open("rb") as stream:
             stream.seek(member.header_offset)
-            header = header_length(stream.read(HEADER), member, self.path)
-        place = (member.header_offset + header, member.compress_size, member.compress_type)
-        return Entry(name, split, key, name, member.file_size, f"{member.CRC:08x}", *place)
-
-    def entries(self, names: Sequence[str], split: str, key: str) -> List[Entry]:
-        """Manifest entries of some of its images."""
-        return read_entries(partial(self.entry, split=split, key=key), names, split)
+            return member_entry(member, stream.read(HEADER), self.path)
 
 
 def open_container(
@@ -78,11 +83,11 @@ def open_container(
         container = _folder(path)
     elif kind == ".zip":
         container = zip_container(path)
-    elif kind == ".txt":
-        container = _choose(path, Path(root or path.parent), _read_list(path))
-    elif kind == ".json":
-        names = _read_annotations(path, categories, min_side)
-        container = _choose(path, Path(root or path.parent), names)
+    elif kind in (".txt", ".json"):
+        listed = (
+            _read_list(path) if kind == ".txt" else _read_annotations(path, categories, min_side)
+        )
+        container = _choose(path, Path(root or path.parent), listed)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -232,11 +237,14 @@ def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
     return None
 
 
-def header_length(header: bytes, member: zipfile.ZipInfo, path: object) -> int:
-    """Bytes from the start of a member to its data, by its local header. Raises RequestError
-    without one.
+def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
+    """The entry of a member, by its local header, without split and container. Raises RequestError
+    for bytes that are no header.
     """
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
     *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
-    return HEADER + name_length + extra_length
+    offset = member.header_offset + HEADER + name_length + extra_length
+    place = (offset, member.compress_size, member.compress_type)
+    name = member.filename
+    return Entry(name, "", "", name, member.file_size, f"{member.CRC:08x}", *place)

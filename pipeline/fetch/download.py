@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, Optional
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.files import write_atomic
+from pipeline.files import write_json
 from superglue_sift.progress import Progress
 
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
@@ -117,9 +117,9 @@ class Remote:
         if answer.status_code == 206:
             text = answer.headers.get("Content-Range", "")
             match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
-            if not match or int(match.group(1)) != start:
+            if not match or int(match[1]) != start:
                 raise OSError(f"asked from byte {start}, got '{text}'")
-            size = match.group(2)
+            size = match[2]
         if size.isdigit() and int(size) != self.size:
             raise OSError(f"the file has {size} bytes there, {self.size} are expected")
         return answer.status_code == 200
@@ -236,7 +236,7 @@ def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str,
     note = notes / f"{target.name}.json"
     stat = target.stat()
     content = {"size": stat.st_size, **facts}
-    write_atomic(note, json.dumps(content, indent=1) + "\n")
+    write_json(note, content)
     os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
     return content
 

@@ -11,7 +11,6 @@ import io
 import json
 import os
 import zipfile
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Sequence
@@ -19,7 +18,8 @@ from typing import Any, Dict, Iterator, List, Sequence
 from pipeline.errors import WorkError
 from pipeline.fetch import containers
 from pipeline.fetch.download import MIRROR, Interrupted, Remote, read_note, write_note
-from pipeline.image_sets.manifest import DEFLATED
+from pipeline.image_sets.sources import unpack
+from superglue_sift.images import BadImage
 from superglue_sift.progress import Progress
 
 CONNECTIONS = 8  # hides the latency of many small requests
@@ -65,19 +65,14 @@ class RemoteZip(io.RawIOBase):
     def _image(self, member: zipfile.ZipInfo) -> bytes:
         start = member.header_offset
         data = self._range(start, self._ends[start])
-        begin = containers.header_length(data, member, self._url)
-        packed = data[begin : begin + member.compress_size]
-        image = packed
-        if member.compress_type == DEFLATED:
-            try:
-                image = zlib.decompress(packed, -15)
-            except zlib.error:
-                image = b""
-        if len(image) != member.file_size or zlib.crc32(image) != member.CRC:
+        entry = containers.member_entry(member, data, self._url)
+        begin = entry.offset - start
+        try:
+            return unpack(data[begin : begin + entry.packed], entry)
+        except BadImage:
             raise WorkError(
                 f"{self._url}: '{member.filename}' arrived with a wrong CRC-32; run again"
-            )
-        return image
+            ) from None
 
     def _range(self, start: int, end: int) -> bytes:
         """The bytes [start, end), up to the end of the file; an address that fails is not used

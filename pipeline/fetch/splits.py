@@ -9,14 +9,15 @@ from typing import Dict, List, Mapping, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.fetch.containers import Container, open_container
-from pipeline.image_sets import manifest, sources
+from pipeline.image_sets.manifest import hash_fraction
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
+from pipeline.views.homography import SECTION_OF, Size
 from superglue_sift.images import BadImage, decode_gray
 
 SEED = 0  # of the hash of names
 Splits = Dict[str, List[str]]  # names by split
-Size = Tuple[int, int]  # width, height
+NO_CONTENTS: Mapping[str, str] = {}
 
 
 def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
@@ -47,7 +48,7 @@ def own(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 
 
 def hold_out(
-    names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = sources.NO_CONTENTS
+    names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = NO_CONTENTS
 ) -> Splits:
     """Hold out a part of one set of images by the hash of their names, copies (by `contents`)
     together.
@@ -55,7 +56,7 @@ def hold_out(
     different = _different(names, contents)
     # in a small set chance would hold out too few: the fraction itself, and enough to say anything
     at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
-    parts = sources.hold_out(names, settings.val_fraction, SEED, at_least, contents=contents)
+    parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
     return split(*parts, settings, contents)
 
 
@@ -63,7 +64,7 @@ def split(
     train: Sequence[str],
     held_out: Sequence[str],
     settings: FetchParams,
-    contents: Mapping[str, str] = sources.NO_CONTENTS,
+    contents: Mapping[str, str] = NO_CONTENTS,
 ) -> Splits:
     """Limit both sets, and split the held-out images into val and test."""
     train = _limit(train, settings)
@@ -72,10 +73,35 @@ def split(
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(_different(held_out, contents) - tested, 16))
     # another seed than that of the hold-out: the same hash would put every small value into test
-    val, test = sources.hold_out(
-        held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents
-    )
+    val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
     return {"train": train, "val": val, "test": test}
+
+
+def divide(
+    names: Sequence[str],
+    fraction: float,
+    seed: int,
+    at_least: int = 1,
+    keep: int = 1,
+    contents: Mapping[str, str] = NO_CONTENTS,
+) -> Tuple[List[str], List[str]]:
+    """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
+
+    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
+    if possible.
+    contents: what tells images apart. Copies go where the first of them goes, and count as one
+    image.
+    """
+    first: Dict[str, str] = {}  # name of the first image with this content
+    for name in sorted(names):
+        first.setdefault(contents.get(name, name), name)
+    ranked = sorted(first.values(), key=lambda name: (hash_fraction(seed, name), name))
+    count = sum(hash_fraction(seed, name) < fraction for name in ranked)
+    if 0.0 < fraction < 1.0:
+        count = max(min(max(count, at_least), len(ranked) - keep), 0)
+    chosen = set(ranked[:count])
+    held_out = {name for name in names if first[contents.get(name, name)] in chosen}
+    return sorted(set(names) - held_out), sorted(held_out)
 
 
 def _different(names: Sequence[str], contents: Mapping[str, str]) -> int:
@@ -98,7 +124,7 @@ def require_usable(
         names = splits[split]
         key = container_of(split, held)
         if names and not any(_is_usable(held[key], name, size) for name in names):
-            section = "evaluate" if split == "test" else "keypoints"
+            section = SECTION_OF[split]
             raise RequestError(
                 f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
                 f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"
@@ -109,7 +135,7 @@ def require_usable(
 def _is_usable(container: Container, name: str, size: Size) -> bool:
     """Whether an image can be read and has at least this size."""
     try:
-        data = ImageSet((), {"": str(container.path)}).read(container.entry(name, "", ""))
+        data = ImageSet((), {"": str(container.path)}).read(*container.entries([name]))
         height, width = decode_gray(data).shape
     except BadImage:
         return False
@@ -136,8 +162,5 @@ def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
     """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a
     smaller one.
     """
-    if not settings.limit or len(names) <= settings.limit:
-        return sorted(names)
-    return sorted(
-        sorted(names, key=lambda n: manifest.hash_fraction(SEED + 2, n))[: settings.limit]
-    )
+    ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
+    return sorted(ranked[: settings.limit or None])

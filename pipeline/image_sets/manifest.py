@@ -13,7 +13,7 @@ import os
 import re
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Iterable, List, Union
+from typing import Iterable, List
 
 from pipeline.errors import RequestError
 from pipeline.files import write_csv
@@ -54,22 +54,16 @@ class Entry:
         return f"{self.crc32}-{self.size}" if self.crc32 else ""
 
 
-def sort(entries: Iterable[Entry]) -> List[Entry]:
-    """Sort by split and name, whatever the order of files on disk."""
-    return sorted(entries, key=lambda entry: (entry.split, entry.name))
+def write(path: Path, entries: Iterable[Entry]) -> None:
+    """Write the manifest atomically, sorted by split and name; the same entries give the same
+    bytes.
+    """
+    rows = sorted(entries, key=lambda entry: (entry.split, entry.name))
+    write_csv(path, [[field.name for field in fields(Entry)], *map(astuple, rows)])
 
 
-def write(path: Union[str, Path], entries: Iterable[Entry]) -> None:
-    """Write the sorted manifest atomically; the same entries give the same bytes."""
-    write_csv(
-        path,
-        [[field.name for field in fields(Entry)], *(astuple(entry) for entry in sort(entries))],
-    )
-
-
-def read(path: Union[str, Path]) -> List[Entry]:
+def read(path: Path) -> List[Entry]:
     """Read a manifest. Raises RequestError naming the line that is wrong."""
-    path = Path(path)
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
             rows = list(csv.DictReader(stream))
@@ -95,11 +89,11 @@ def hash_fraction(seed: int, name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def writable(*folders: Union[str, Path]) -> None:
+def writable(*folders: Path) -> None:
     """Create these folders. Raises RequestError for one that cannot be created or written to."""
     for folder in folders:
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RequestError(
                 f"{folder}: cannot be created: {error.strerror}; name another folder"

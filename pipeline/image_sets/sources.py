@@ -11,16 +11,14 @@ import json
 import os
 import shutil
 import zlib
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Sequence, Tuple, Union
+from typing import Dict, List, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import DEFLATED, Entry
 from superglue_sift.images import EXTENSIONS, BadImage
-from superglue_sift.progress import Progress
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
 # screenshots. The two motorcycle frames show one scene and so share a split.
@@ -32,22 +30,21 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
     "val": ("brick.png", "chelsea.png"),
     "test": ("camera.png", "coffee.png", "grass.png"),
 }  # fmt: skip
-NO_CONTENTS: Mapping[str, str] = {}
 
 
+@dataclass(frozen=True)
 class ImageSet:
     """The images that `fetch` lists: entries by split, and their bytes. Keeps no handle.
 
     containers: path of each folder or zip, all that `read` needs.
     """
 
-    def __init__(self, entries: Sequence[Entry], containers: Dict[str, str]) -> None:
-        self._entries = list(entries)
-        self.containers = containers
+    listed: Sequence[Entry]
+    containers: Dict[str, str]
 
     def entries(self, split: str) -> List[Entry]:
         """The entries of `train`, `val` or `test`, sorted by name."""
-        return [entry for entry in self._entries if entry.split == split]
+        return [entry for entry in self.listed if entry.split == split]
 
     def read(self, entry: Entry) -> bytes:
         """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
@@ -59,15 +56,14 @@ class ImageSet:
                 data = stream.read(entry.packed if entry.offset else -1)
         except OSError as error:
             raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
-        return _unpack(data, entry)
+        return unpack(data, entry)
 
 
-def open_manifest(folder: Union[str, Path]) -> ImageSet:
+def open_manifest(folder: Path) -> ImageSet:
     """Open the folder that `fetch` wrote. Raises RequestError when it is missing or incomplete.
 
     Paths in source.json are relative to that folder, so a clone can be moved.
     """
-    folder = Path(folder)
     entries = manifest.read(folder / "manifest.csv")
     try:
         source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
@@ -76,13 +72,12 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
         raise RequestError(
             f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
         ) from None
-    for entry in entries:
-        if entry.container not in roots:
-            raise RequestError(
-                f"{folder}/manifest.csv names '{entry.container}', which {folder}/source.json does"
-                " not have; run `dvc repro -f fetch`"
-            )
     for key in sorted({entry.container for entry in entries}):
+        if key not in roots:
+            raise RequestError(
+                f"{folder}/manifest.csv names '{key}', which {folder}/source.json does not have;"
+                " run `dvc repro -f fetch`"
+            )
         if not os.path.exists(roots[key]):
             place = os.path.normpath(roots[key])
             raise RequestError(
@@ -91,7 +86,10 @@ def open_manifest(folder: Union[str, Path]) -> ImageSet:
     return ImageSet(entries, roots)
 
 
-def _unpack(data: bytes, entry: Entry) -> bytes:
+def unpack(data: bytes, entry: Entry) -> bytes:
+    """The bytes of an image from those it is packed in. Raises BadImage unless size and CRC-32 are
+    those of the entry.
+    """
     if entry.method == DEFLATED:
         try:
             # Bounded, against zip bombs
@@ -126,19 +124,18 @@ def copy_sample(target: Path) -> List[Entry]:
                     f"{origin / name}: not in this scikit-image; install the pinned version"
                 )
             shutil.copyfile(origin / name, target / name)
-        entries += folder_entries(target, names, split, "sample")
+            entries.append(file_entry(target, name, split, "sample"))
     for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
         (target / stale).unlink()
     return entries
 
 
-def list_images(folder: Union[str, Path]) -> List[Path]:
+def list_images(folder: Path) -> List[Path]:
     """Image files under `folder`, by extension, sorted, with nested folders, without hidden ones.
 
     Lists dangling links too: reading them reports the error. Raises RequestError when the folder is
     missing.
     """
-    folder = Path(folder)
     if not folder.is_dir():
         raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
     images = (
@@ -150,13 +147,7 @@ def list_images(folder: Union[str, Path]) -> List[Path]:
     return [path for name, path in sorted(names.items()) if "/." not in f"/{name}"]
 
 
-def folder_entries(root: Path, names: Sequence[str], split: str, container: str) -> List[Entry]:
-    """Entries of the files `names` under `root`."""
-    make = partial(file_entry, root, split=split, container=container)
-    return read_entries(make, names, split)
-
-
-def file_entry(root: Path, name: str, split: str, container: str) -> Entry:
+def file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
     """The entry of a file under `root`, also of an unreadable one, which `keypoints` reports."""
     try:
         data = (root / name).read_bytes()
@@ -164,51 +155,3 @@ def file_entry(root: Path, name: str, split: str, container: str) -> Entry:
         return Entry(name, split, container, name, 0, "")
     crc32 = f"{zlib.crc32(data):08x}"
     return Entry(name, split, container, name, len(data), crc32, packed=len(data))
-
-
-def read_entries(make: Callable[[str], Entry], names: Sequence[str], split: str) -> List[Entry]:
-    """`make(name)` of all, in threads: reading and CRC-32 release the GIL."""
-    shown = {"total": len(names), "desc": f"reading {split} images", "unit": "image"}
-    with ThreadPoolExecutor(4) as pool:
-        return list(Progress(pool.map(make, names), **shown))
-
-
-def contents(root: Path, names: Sequence[str]) -> Dict[str, str]:
-    """Size and CRC-32 of each file that can be read: what tells photographs from their copies."""
-
-    def content(name: str) -> Tuple[str, str]:
-        try:
-            data = (root / name).read_bytes()
-        except OSError:
-            return name, name
-        return name, f"{len(data)}-{zlib.crc32(data):08x}"
-
-    with ThreadPoolExecutor(4) as pool:
-        return dict(pool.map(content, names))
-
-
-def hold_out(
-    names: Sequence[str],
-    fraction: float,
-    seed: int,
-    at_least: int = 1,
-    keep: int = 1,
-    contents: Mapping[str, str] = NO_CONTENTS,
-) -> Tuple[List[str], List[str]]:
-    """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
-
-    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
-    if possible.
-    contents: what tells images apart. Copies go where the first of them goes, and count as one
-    image.
-    """
-    first: Dict[str, str] = {}  # name of the first image with this content
-    for name in sorted(names):
-        first.setdefault(contents.get(name, name), name)
-    ranked = sorted(first.values(), key=lambda name: (manifest.hash_fraction(seed, name), name))
-    count = sum(manifest.hash_fraction(seed, name) < fraction for name in ranked)
-    if 0.0 < fraction < 1.0:
-        count = max(min(max(count, at_least), len(ranked) - keep), 0)
-    chosen = set(ranked[:count])
-    held_out = {name for name in names if first[contents.get(name, name)] in chosen}
-    return sorted(set(names) - held_out), sorted(held_out)

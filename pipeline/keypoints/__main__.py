@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import time
 from itertools import islice
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
 from pipeline import errors
 from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
-from pipeline.files import write_atomic, write_csv
+from pipeline.files import write_csv, write_json
 from pipeline.image_sets.manifest import writable
 from pipeline.image_sets.sources import ImageSet, open_manifest
 from pipeline.keypoints.image import DECODERS
 from pipeline.keypoints.pool import count_cores, extract_all
-from pipeline.keypoints.shards import Folder, Shard, plan
+from pipeline.keypoints.shards import Folder, plan
 from pipeline.parameters import params
 from superglue_sift.progress import Progress
 
@@ -35,7 +34,6 @@ SPLITS = ("train", "val")
 SILENCE = 3600.0
 # More bad images than this mean a wrong folder or a broken download, not a few broken files.
 MAX_BAD_FRACTION = 0.1
-Work = List[Tuple[Folder, Shard]]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -72,7 +70,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         folder.discard_unknown()
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
-    write_atomic(options.reports / "metrics.json", json.dumps(metrics, indent=1) + "\n")
+    write_json(options.reports / "metrics.json", metrics)
     rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
     train = metrics["train"]
     val = metrics["val"]
@@ -88,19 +86,13 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
     )
-    parser.add_argument(
-        "--params", default="params.yaml", help="file with the sections `views` and `keypoints`"
-    )
-    parser.add_argument(
-        "--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("data/keypoints"), help="folder of the stores"
-    )
-    parser.add_argument(
-        "--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists"
-    )
-    parser.add_argument("--workers", type=int, default=0, help="processes; 0: one per core")
+    add = parser.add_argument
+    sections = "file with the sections `views` and `keypoints`"
+    add("--params", type=Path, default=Path("params.yaml"), help=sections)
+    add("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
+    add("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
+    add("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
+    add("--workers", type=int, default=0, help="processes; 0: one per core")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
@@ -111,13 +103,13 @@ def _extract(
     folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
 ) -> int:
     """Write this rank's missing shards. Returns the number of images processed."""
-    todo: Work = []
+    total = 0
+    todo = []
     for folder in folders.values():
-        todo += [(folder, shard) for shard in folder.open(folder.shards[rank::ranks])]
+        mine = folder.shards[rank::ranks]
+        total += sum(len(shard.entries) for shard in mine)
+        todo += [(folder, shard) for shard in folder.open(mine)]
     entries = [entry for _, shard in todo for entry in shard.entries]
-    total = sum(
-        len(shard.entries) for folder in folders.values() for shard in folder.shards[rank::ranks]
-    )
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     found = extract_all(images, settings, entries, max(min(workers, len(entries)), 1))
     with contextlib.closing(found):

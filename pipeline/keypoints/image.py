@@ -4,7 +4,7 @@ parameters.
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, Union
+from typing import Any, Dict, Union
 
 import numpy as np
 
@@ -27,29 +27,15 @@ DECODERS: Dict[str, Any] = {"dali": dali_decoder, "torchvision": torchvision_dec
 SEED = 0  # draws depend on the image's name and the index of the view, too
 
 
-class ImageExtractor:
-    """From an image to its views, in a worker process."""
-
-    def __init__(self, images: ImageSet, settings: Any) -> None:
-        self.images = ImageSet((), images.containers)  # a worker does not get the list
-        self.settings = settings
-
-    def __call__(self, work: dali_decoder.Work) -> Result:
-        """The views of an image, or the reason why it cannot be used; does not raise for bad
-        images.
-        """
-        try:
-            if isinstance(work, Entry):
-                work = work, decode_gray(self.images.read(work), work.name)
-            entry, gray = work
-            return gray_views(gray, entry.name, self.settings)
-        except BadImage as bad:
-            return bad
-
-    def source(self, entries: Iterable[Entry]) -> Iterable[dali_decoder.Work]:
-        """Input of the workers: entries, or images decoded for all of them."""
-        decoder = DECODERS.get(self.settings.decoder)
-        return decoder.decode_all(self.images, entries) if decoder else entries
+def extract(images: ImageSet, settings: Any, work: dali_decoder.Work) -> Result:
+    """The views of an image, or the reason why it cannot be used; does not raise for bad images."""
+    try:
+        if isinstance(work, Entry):
+            work = work, decode_gray(images.read(work), work.name)
+        entry, gray = work
+        return gray_views(gray, entry.name, settings)
+    except BadImage as bad:
+        return bad
 
 
 def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
@@ -64,7 +50,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
     """
     size = (gray.shape[1], gray.shape[0])
     homography.require_size(name, size, (settings.width, settings.height))
-    extract = extractors.load(settings.extractor)
+    extractor = extractors.load(settings.extractor)
     homographies = []
     records = []
     view_sizes = []
@@ -84,7 +70,7 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
             )
         view_sizes.append(view_size)
         homographies.append(H)
-        records.append(extract(view, settings.max_keypoints))
+        records.append(extractor(view, settings.max_keypoints))
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
 
 

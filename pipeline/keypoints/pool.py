@@ -20,7 +20,8 @@ import cv2
 from pipeline.errors import WorkError
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from pipeline.keypoints.image import ImageExtractor, Result
+from pipeline.keypoints import image
+from pipeline.keypoints.image import Result
 from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
 from superglue_sift.system import usable_cores
@@ -44,8 +45,10 @@ def extract_all(
 
     Raises WorkError if a worker process dies.
     """
-    extract = ImageExtractor(images, settings)
-    work = extract.source(entries)
+    # a worker does not get the list of images
+    extract = functools.partial(image.extract, ImageSet((), images.containers), settings)
+    decoder = image.DECODERS.get(settings.decoder)
+    work = decoder.decode_all(images, entries) if decoder else entries
     if workers == 1:
         tune_process()
         yield from map(extract, work)

@@ -19,7 +19,7 @@ import cv2
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews
-from pipeline.files import write_atomic
+from pipeline.files import write_atomic, write_json
 from pipeline.image_sets.manifest import Entry
 from pipeline.keypoints import image
 from superglue_sift import extractors
@@ -46,11 +46,9 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,
     }
-    pieces = [
-        entries[start : start + SHARD_IMAGES] for start in range(0, len(entries), SHARD_IMAGES)
-    ]
     shards = []
-    for index, piece in enumerate(pieces):
+    for index, start in enumerate(range(0, len(entries), SHARD_IMAGES)):
+        piece = entries[start : start + SHARD_IMAGES]
         rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
         text = json.dumps({**common, "entries": rows}, sort_keys=True)
         fingerprint = hashlib.sha256(text.encode("utf-8")).hexdigest()
@@ -58,12 +56,12 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     return shards
 
 
+@dataclass(frozen=True)
 class Folder:
     """The folder of one split while it is filled. shards: the plan."""
 
-    def __init__(self, path: Path, shards: Sequence[Shard]) -> None:
-        self.path = path
-        self.shards = list(shards)
+    path: Path
+    shards: Sequence[Shard]
 
     def open(self, mine: Sequence[Shard]) -> List[Shard]:
         """Keep undamaged shards that fit, delete others. Returns the missing ones of `mine`."""
@@ -87,7 +85,7 @@ class Folder:
         known = {shard.file for shard in self.shards} | {
             self._note_path(shard).name for shard in self.shards
         }
-        for path in self.path.iterdir() if self.path.is_dir() else ():
+        for path in self.path.iterdir():
             if path.name not in known and path.name != store.INDEX and not path.is_dir():
                 path.unlink()
 
@@ -97,9 +95,8 @@ class Folder:
         """
         done = list(results)
         bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
-        row = store.write_shard(
-            self.path / shard.file, [result for result in done if isinstance(result, ImageViews)]
-        )
+        good = [result for result in done if isinstance(result, ImageViews)]
+        row = store.write_shard(self.path / shard.file, good)
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
@@ -113,15 +110,12 @@ class Folder:
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
         """Write store.json and delete the notes."""
         extractor = extractors.load(settings.extractor)
-        photographs = [
-            {entry.name: entry.photograph for entry in shard.entries} for shard in self.shards
-        ]
         named = [
-            {**row, "photographs": [known[name] for name in row["images"]]}
-            for known, row in zip(photographs, rows)
+            {**row, "photographs": [e.photograph for e in shard.entries if e.name in row["images"]]}
+            for shard, row in zip(self.shards, rows)
         ]
         content = store.index(named, settings.views_per_image, extractor)
-        write_atomic(self.path / store.INDEX, json.dumps(content, indent=1) + "\n")
+        write_json(self.path / store.INDEX, content)
         for shard in self.shards:
             self._note_path(shard).unlink(missing_ok=True)
 

@@ -10,7 +10,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Type, Union, get_args
+from typing import Any, Dict, List, Mapping, NoReturn, Sequence, Type, get_args
 
 from pydantic import ValidationError
 
@@ -20,9 +20,7 @@ from pipeline.parameters.schema import SECTIONS, FetchParams, Section, TrainOpti
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
-def load(
-    section: str, path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS
-) -> Any:
+def load(section: str, path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
     """One section of the file at `path`; all are checked. Raises RequestError."""
     sections = load_all(path, options)
     if section not in sections:
@@ -30,11 +28,9 @@ def load(
     return sections[section]
 
 
-def load_all(
-    path: Union[str, Path] = "params.yaml", options: Mapping[str, Any] = NO_OPTIONS
-) -> Dict[str, Any]:
+def load_all(path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
     """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
-    return parse(_read(Path(path)), str(path), options)
+    return parse(_read(path), str(path), options)
 
 
 def usual_file() -> Path:
@@ -93,23 +89,17 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
 
 def option_parser() -> Parser:
     """Parser of `TrainOptions`; its result has only the options given."""
-    parser = Parser(add_help=False, allow_abbrev=False)
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
     for name, field in TrainOptions.model_fields.items():
         kind: Any = field.annotation
-        option = flag(name)
         text = f"{field.description} (default: {field.default})"
         if kind is bool:
-            parser.add_argument(
-                option, action="store_true", default=argparse.SUPPRESS, help=field.description
-            )
+            add(flag(name), action="store_true", help=field.description)
         elif get_args(kind):
-            parser.add_argument(
-                option, choices=get_args(kind), default=argparse.SUPPRESS, help=text
-            )
+            add(flag(name), choices=get_args(kind), help=text)
         else:
-            parser.add_argument(
-                option, type=kind, metavar="N", default=argparse.SUPPRESS, help=text
-            )
+            add(flag(name), type=kind, metavar="N", help=text)
     return parser
 
 
@@ -149,10 +139,10 @@ def _merge(tree: Any, changes: Any) -> Any:
     return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
 
 
-def preset(path: Union[str, Path]) -> str:
+def preset(path: Path) -> str:
     """The preset named in the first line of a params.yaml; "" without one."""
-    match = re.match(r"# Preset ([\w.-]+):", Path(path).read_text(encoding="utf-8"))
-    return match.group(1) if match else ""
+    match = re.match(r"# Preset ([\w.-]+):", path.read_text(encoding="utf-8"))
+    return match[1] if match else ""
 
 
 def data_name(sections: Dict[str, Section]) -> str:
@@ -198,11 +188,9 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
             owner = owner.model_fields[name].annotation
         known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
         return f"{key}: unknown key{_near(last, known)}"
-    rule = (
-        re.sub("^(Input|String) should", "must", error["msg"])
-        if kind != "model_type"
-        else "must hold keys with values"
-    )
+    rule = re.sub("^(Input|String) should", "must", error["msg"])
+    if kind == "model_type":
+        rule = "must hold keys with values"
     return f"{key} = {_word(repr(error['input']))}: {rule}"
 
 

@@ -44,24 +44,19 @@ class FetchParams(Section):
     test_fraction: Fraction
 
     @model_validator(mode="after")
-    def _folder_has_a_path(self) -> FetchParams:
-        if self.source == "folder" and not self.path:
-            raise ValueError("path = '': must name the folder of images when source is 'folder'")
-        return self
-
-    @model_validator(mode="after")
     def _keys_are_those_of_the_source(self) -> FetchParams:
         """A path left beside `source: sample` would train on other images than meant."""
-        for name in UNUSED.get(self.source, OF_A_FOLDER):
+        if self.source == "folder" and not self.path:
+            raise ValueError("path = '': must name the folder of images when source is 'folder'")
+        unused = UNUSED.get(self.source, OF_A_FOLDER)
+        reasons = dict.fromkeys(unused, f"when source is {self.source!r}")
+        if not any(path.lower().endswith(".json") for path in (self.path, self.val_path)):
+            for name in ("categories", "min_side"):
+                reasons.setdefault(name, "without a .json of COCO annotations in path")
+        for name, reason in reasons.items():
             value = getattr(self, name)
             if value:
-                said = f"has no effect when source is {self.source!r}"
-                raise ValueError(f"{name} = {value!r}: {said}")
-        annotated = any(path.lower().endswith(".json") for path in (self.path, self.val_path))
-        for name in () if annotated else ("categories", "min_side"):
-            if getattr(self, name):
-                said = "has no effect without a .json of COCO annotations in path"
-                raise ValueError(f"{name} = {getattr(self, name)!r}: {said}")
+                raise ValueError(f"{name} = {value!r}: has no effect {reason}")
         return self
 
 

@@ -5,19 +5,17 @@ Only here do the names of metrics leave the program; no other module reads them 
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Sequence
 
-from pipeline.files import write_atomic, write_csv
+from pipeline.files import write_atomic, write_csv, write_json
 from pipeline.report import page, summary
 from pipeline.report.document import PAGE, TEXT, Content, Line
 from pipeline.report.rows import Row, Table
 from superglue_sift import drawing
 
-FOLDERS = ("curves", "pictures")
 # Decimals and significant digits of a value in a file. Intervals of some hundred pairs are wider
 # than a tenth of a percent; further digits differ between processors and mean nothing. Tables are
 # printed from values with more digits, so that none is rounded twice.
@@ -30,11 +28,15 @@ COLUMNS = {
 
 def write(out: Path, content: Content) -> None:
     """Write all files, and remove those of an earlier evaluation."""
-    write_json(out / "metrics.json", {row.name: shorten(row.value) for row in content.rows})
     headline = summary.headline(content)
-    write_json(out / "summary.json", {name: shorten(value) for name, value in headline.items()})
-    write_json(out / "protocol.json", content.protocol)
-    for folder in FOLDERS:
+    values = {
+        "metrics": {row.name: shorten(row.value) for row in content.rows},
+        "summary": {name: shorten(value) for name, value in headline.items()},
+        "protocol": content.protocol,
+    }
+    for name, value in values.items():
+        write_json(out / f"{name}.json", value, indent=2)
+    for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     errors = {measure.name: lines for measure, lines in content.errors}
@@ -98,8 +100,3 @@ def write_lines(path: Path, lines: Sequence[Mapping[str, object]]) -> None:
     names = list(dict.fromkeys(name for line in lines for name in line))
     names = names or COLUMNS.get(path.stem, [])
     write_csv(path, [names, *([shorten(line.get(name)) for name in names] for line in lines)])
-
-
-def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write indented JSON with a final newline; creates the folder."""
-    write_atomic(path, json.dumps(values, indent=2) + "\n")

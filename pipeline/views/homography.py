@@ -25,6 +25,8 @@ Size = Tuple[int, int]  # (width, height)
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in the view
 MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
 MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
+# Where the parameters say how large the views of a split are
+SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
 _TRIES = 20
 
 
@@ -59,12 +61,11 @@ def smallest_image(view_size: Size) -> Size:
 
 def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
     """The smallest image of each split for the views of these sections of the parameters."""
-    sizes: Dict[str, Size] = {}
-    for section, splits in (("keypoints", ("train", "val")), ("evaluate", ("test",))):
-        if section in sections:
-            size = smallest_image((sections[section].width, sections[section].height))
-            sizes.update(dict.fromkeys(splits, size))
-    return sizes
+    return {
+        split: smallest_image((sections[section].width, sections[section].height))
+        for split, section in SECTION_OF.items()
+        if section in sections
+    }
 
 
 def sample_view(
@@ -98,8 +99,7 @@ def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np
     """
     largest = _largest(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
-    quad = (corners(view_size) - corners(view_size).mean(0)) * scale
-    return _place(rng, quad, image_size, view_size)
+    return _place(rng, _outline(view_size) * scale, image_size, view_size)
 
 
 def _largest(image_size: Size, view_size: Size) -> float:
@@ -107,14 +107,18 @@ def _largest(image_size: Size, view_size: Size) -> float:
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
 
 
+def _outline(view_size: Size) -> np.ndarray:
+    """(4, 2) corners of a view around the origin."""
+    return corners(view_size) - corners(view_size).mean(0)
+
+
 def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
-    outline = corners(view_size) - corners(view_size).mean(0)
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    quad = _map(outline + shift * np.array(view_size), rotation)
+    quad = _map(_outline(view_size) + shift * np.array(view_size), rotation)
     if limits.tilt_deg > 0.0:
         quad = _map(quad, _foreshortening(math.radians(limits.tilt_deg) * strength, rng))
     if not _convex(quad):

@@ -184,7 +184,7 @@ def archive_server(image_folder, tmp_path, monkeypatch):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
     server = FaultyServer(path.read_bytes())
     made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [made])
     monkeypatch.setattr(download, "sleep", lambda _: None)
     yield server
     server.close()
@@ -219,7 +219,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
             out.writestr(zipfile.ZipInfo(f"val2017/{index:012d}.png"), data, kind)
     server = FaultyServer((tmp_path / "made.zip").read_bytes())
     made = coco.Archive("val2017.zip", "0" * 32, 40, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [made])
     server.faults = ["503", 100, None, 5000]
     folder = run(source="coco2017-val", mirror=server.url, limit=2)
     images = open_manifest(folder)

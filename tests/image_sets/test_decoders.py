@@ -11,7 +11,7 @@ from PIL import Image
 from pipeline.errors import RequestError
 from pipeline.image_sets import dali_decoder, torchvision_decoder
 from pipeline.image_sets.manifest import Entry
-from pipeline.image_sets.sources import ImageSet, folder_entries
+from pipeline.image_sets.sources import ImageSet, file_entry
 from superglue_sift.images import BadImage, decode_gray
 
 
@@ -71,7 +71,7 @@ def images(tmp_path, color_photo):
     (folder / "11-cut.jpg").write_bytes((folder / "00.jpg").read_bytes()[:3000])
     (folder / "99-page.jpg").write_bytes(b"<html>gone</html>")
     names = sorted(path.name for path in folder.iterdir())
-    entries = folder_entries(folder, names, "train", "photographs")
+    entries = [file_entry(folder, name, "train", "photographs") for name in names]
     return ImageSet(entries, {"photographs": str(folder)})
 
 
