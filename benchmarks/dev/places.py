@@ -29,7 +29,6 @@ RIGHT_PX = 4.0  # error up to which a match is right
 class Made(NamedTuple):
     """Two gray images (H, W) uint8, and the homographies (L, 3, 3) of the planes that both show."""
 
-    kind: str
     image0: np.ndarray
     image1: np.ndarray
     planes: np.ndarray
@@ -42,9 +41,9 @@ class Made(NamedTuple):
         return right
 
 
-def made(kind: str, image0: np.ndarray, image1: np.ndarray, planes: Any = ()) -> Made:
+def made(image0: np.ndarray, image1: np.ndarray, planes: Any = ()) -> Made:
     """A pair; planes: a sequence of (3, 3)."""
-    return Made(kind, image0, image1, np.reshape(planes, (-1, 3, 3)).astype(float))
+    return Made(image0, image1, np.reshape(planes, (-1, 3, 3)).astype(float))
 
 
 def view(
@@ -58,7 +57,7 @@ def view(
 def plane(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
     """Two views of a photograph."""
     (one, H0), (two, H1) = (view(rng, photo, WIDE) for _ in range(2))
-    return made("plane", one, two, [compose(H1, inverse(H0))])
+    return made(one, two, [compose(H1, inverse(H0))])
 
 
 def depth(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
@@ -85,7 +84,7 @@ def depth(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Mad
         shown = cv2.warpPerspective(mask, planes[-1], VIEW) > 127
         second[shown] = cv2.warpPerspective(seen, planes[-1], VIEW)[shown]
     second, H = view(rng, second, WIDE)
-    return made("depth", distort(first, rng, LIGHT), second, [compose(H, each) for each in planes])
+    return made(distort(first, rng, LIGHT), second, [compose(H, each) for each in planes])
 
 
 def _motion(rng: np.random.Generator) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -141,18 +140,18 @@ def part(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made
         seen, H = view(rng, image, MILD)
         sides.append(seen)
         maps.append(compose(H, np.array([[1.0, 0, x], [0, 1, y], [0, 0, 1]])))
-    return made("part", *sides, [compose(maps[1], inverse(maps[0]))])
+    return made(*sides, [compose(maps[1], inverse(maps[0]))])
 
 
 def two_walls(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
     """Two walls with the same windows."""
     back = [render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW), other]
-    return made("two walls", *(view(rng, wall(rng, photo, each), MILD)[0] for each in back))
+    return made(*(view(rng, wall(rng, photo, each), MILD)[0] for each in back))
 
 
 def different(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
     """Two photographs."""
-    return made("different", photo, other)
+    return made(photo, other)
 
 
 def parts(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
@@ -163,7 +162,7 @@ def parts(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Ma
     rest = photo[middle:] if across == 0 else photo[:, middle:]
     sizes = [(each.shape[1] - 1, each.shape[0] - 1) for each in (half, rest)]
     sides = [view(rng, each, MILD, size)[0] for each, size in zip((half, rest), sizes)]
-    return made("parts", *sides)
+    return made(*sides)
 
 
 def stamped(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
@@ -183,13 +182,13 @@ def stamped(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> M
         at = int(x), int(y) + height
         cv2.putText(image, words, at, cv2.FONT_HERSHEY_SIMPLEX, size, 255, 2, cv2.LINE_AA)
         sides.append(distort(image, rng, LIGHT))
-    return made("stamped", *sides)
+    return made(*sides)
 
 
 def mirrored(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
     """A view of a photograph, and one of its mirror image."""
     sides = view(rng, photo, MILD)[0], view(rng, np.ascontiguousarray(photo[:, ::-1]), MILD)[0]
-    return made("mirrored", *sides)
+    return made(*sides)
 
 
 KINDS: Dict[str, Tuple[Callable[..., Made], int]] = {  # how it is made, how often of a photograph
