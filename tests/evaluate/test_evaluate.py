@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_evaluations import make_workspace, read_csv, read_metrics, run
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
+from read_files import read_files
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
@@ -127,12 +128,10 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     shutil.copytree(work, work / "elsewhere")
     more = ("--robustness", "2", "--no-refine")
     assert run(work, *more) == run(work / "elsewhere", *more) == 0
-    first, second = (
-        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        for out in (work / "out", work / "elsewhere" / "out")
-    )
+    first = read_files(work / "out")
+    second = read_files(work / "elsewhere" / "out")
     assert len(first) > 12 and set(first) == set(second)
-    assert [str(name) for name in first if first[name] != second[name]] == []
+    assert [name for name in first if first[name] != second[name]] == []
     lines = read_csv(work / "out" / "robustness.csv")
     found = [(line["level"], line["pairs"]) for line in lines if line["condition"] == "blur (px)"]
     assert found == [("0", "2"), ("3", "2")]

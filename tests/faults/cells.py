@@ -46,6 +46,11 @@ class Workbench:
         file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
         return ["--keypoints", str(self.keypoints), "--params", str(file), *words_of(section)]
 
+    def training(self, name, keys=()):
+        """The command line of one below this folder, whose reports are in NAME-r."""
+        folder = self.folder / name
+        return [*self.arguments(keys), "--out", str(folder), "--reports", f"{folder}-r"]
+
     def clean(self, ranks, keys=()):
         """Digest of the same training without a fault."""
         from faults.group import until_done

@@ -23,11 +23,10 @@ def training(bench):
     shutil.rmtree(bench.folder / "one", ignore_errors=True)
 
     def begin(ranks, fault="", main=train.main):
-        folders = ["--out", f"{bench.folder}/one", "--reports", f"{bench.folder}/one-r"]
         log = bench.folder / "one.log"
         log.write_text("")
-        words = [*bench.arguments(), *folders]
-        return wait(start(ranks, main, words, log, SG_FAULT=fault)).codes, log.read_text()
+        processes = start(ranks, main, bench.training("one"), log, SG_FAULT=fault)
+        return wait(processes).codes, log.read_text()
 
     return begin
 

@@ -48,9 +48,7 @@ def write(folder, images, per_shard=2, views=2):
 COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9),
     st.integers(1, 4),

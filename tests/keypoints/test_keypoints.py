@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from made_params import file_of
+from read_files import read_files
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.features import store
@@ -72,14 +73,6 @@ def stage(tmp_path, make_params, root, monkeypatch):
     return run
 
 
-def files(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def bad_list(tmp_path):
     with (tmp_path / "reports" / "bad_images.csv").open(newline="") as stream:
         rows = list(csv.reader(stream))
@@ -118,18 +111,18 @@ def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_para
 
 
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
-    one = files(stage(pictures, "one", workers=1))
-    assert files(stage(pictures, "two", workers=2)) == one
+    one = read_files(stage(pictures, "one", workers=1))
+    assert read_files(stage(pictures, "two", workers=2)) == one
     other = tmp_path / "again" / "pictures"
     other.mkdir(parents=True)
     for path in sorted(pictures.iterdir(), reverse=True):
         shutil.copyfile(path, other / path.name)
-    assert files(stage(other, "other")) == one
+    assert read_files(stage(other, "other")) == one
 
 
 def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypatch):
     out = stage(pictures)
-    before = files(out)
+    before = read_files(out)
     calls = []
 
     def watch(name):
@@ -140,27 +133,27 @@ def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypa
 
     watch("write_shard")
     watch("file_sha256")
-    assert files(stage(pictures)) == before and not calls
+    assert read_files(stage(pictures)) == before and not calls
     damaged = out / "train" / "shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert files(stage(pictures)) == before and calls == [damaged, damaged]
+    assert read_files(stage(pictures)) == before and calls == [damaged, damaged]
 
 
 def test_other_parameters_discard_what_was_made(stage, pictures):
-    reference = files(stage(pictures, "new", difficulty_first=0.5))
+    reference = read_files(stage(pictures, "new", difficulty_first=0.5))
     out = stage(pictures, "old")
     (out / "train" / "stranger.safetensors").write_bytes(b"x")
     (out / "train" / ".shard-00000.safetensors.tmp").write_bytes(b"x")
     stage(pictures, "old", difficulty_first=0.5)
-    assert files(out) == reference
+    assert read_files(out) == reference
 
 
 def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     out = stage(pictures)
-    before = files(out)
+    before = read_files(out)
     name = Store(out / "train").images[0]
     cv2.imwrite(str(pictures / name), photo[100:300, :300])  # no copy of another one
-    after = files(stage(pictures))
+    after = read_files(stage(pictures))
     changed = {path for path in before if before[path] != after[path]}
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
 
@@ -211,7 +204,7 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
 
 def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
-    whole = files(stage(pictures, out="whole"))
+    whole = read_files(stage(pictures, out="whole"))
     read = sources.ImageSet.read
     absent = Store(tmp_path / "whole" / "train").images[0]
 
@@ -226,7 +219,7 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
     assert set(bad_list(tmp_path)) == {absent}
     written = tmp_path / "kp" / "train" / store.shard_name(1)
     before = written.stat().st_mtime_ns
-    assert files(stage(pictures)) == whole and not bad_list(tmp_path)
+    assert read_files(stage(pictures)) == whole and not bad_list(tmp_path)
     assert written.stat().st_mtime_ns == before  # that of other images is not made again
 
 
@@ -267,14 +260,14 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monke
 
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
-    reference = files(stage(pictures, "reference"))
+    reference = read_files(stage(pictures, "reference"))
     command = [sys.executable, "-c", IN_SHARDS_OF_3, *words(tmp_path, "ranks", "--workers", "1")]
     ranks = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks.append(subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.DEVNULL))
     assert [rank.wait(300) for rank in ranks] == [0, 0]
-    assert files(tmp_path / "ranks") == reference
+    assert read_files(tmp_path / "ranks") == reference
 
 
 def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypatch):

@@ -47,11 +47,9 @@ def test_the_wheel_is_small_and_holds_the_library_alone(tmp_path, root):
     assert f"superglue_sift/{weights.SHIPPED}" in names
 
 
-@pytest.fixture(scope="module")
-def matcher(tmp_path_factory):
-    return Matcher.load(
-        write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu"
-    )
+@pytest.fixture
+def matcher(untrained):
+    return untrained
 
 
 @pytest.fixture
@@ -237,9 +235,8 @@ def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_matches_of_the_cpu(tmp_path, photo, turned):
-    path = write_model(tmp_path / "m.safetensors", layers=2)
-    one, other = (Matcher.load(path, device).match(photo, turned) for device in ("cpu", "cuda"))
+def test_a_gpu_gives_the_matches_of_the_cpu(model, photo, turned):
+    one, other = (Matcher.load(model, device).match(photo, turned) for device in ("cpu", "cuda"))
     shared = set(map(tuple, one.matches)) & set(map(tuple, other.matches))
     assert len(shared) > 0.97 * max(len(one.matches), len(other.matches))
 

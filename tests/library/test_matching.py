@@ -78,7 +78,7 @@ class TestTruth:
         assert self.truth(points((10, 10)), points((22, 20)), double).matches0.tolist() == [0]
         assert self.truth(points((10, 10)), points((24, 20)), double).matches0.tolist() == [IGNORED]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 1000), count=st.integers(1, 40))
     def test_is_consistent_and_symmetric(self, seed, count):
         rng = np.random.default_rng(seed)

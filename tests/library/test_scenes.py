@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
 
 from benchmarks.dev import colmap
-from superglue_sift import Matcher, classical, geometry, matcher, scenes, sift, system
+from superglue_sift import classical, geometry, matcher, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
@@ -165,11 +165,6 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
 def strecha(shared_data):
     folder = shared_data / "poses" / "strecha"
     return folder, colmap.read_cameras(folder / "cameras_gt.txt")
-
-
-@pytest.fixture(scope="module")
-def place():
-    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
 
 
 def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(

@@ -79,7 +79,7 @@ def test_small_pictures_are_described_in_the_doubled_image_too():
         assert np.array_equal(record["descriptor"].astype(np.float32), described)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(arrays(np.uint8, st.tuples(st.integers(1, 80), st.integers(1, 80))), st.integers(1, 40))
 def test_any_picture_gives_valid_records(gray, limit):
     records = extract(gray, limit)

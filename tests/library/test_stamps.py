@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_stamps import STAMPS
 
-from superglue_sift import Matcher, geometry
+from superglue_sift import geometry
 from superglue_sift.match_result import MatchResult
 
 SIZE = (640, 480)
@@ -115,11 +115,6 @@ def test_a_mirror_image_has_no_homography(monkeypatch):
 
 
 # Real photographs
-
-
-@pytest.fixture(scope="module")
-def place():
-    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
 
 
 def photographs(shared_data, count):

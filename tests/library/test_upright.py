@@ -7,7 +7,7 @@ import json
 import cv2
 import numpy as np
 import pytest
-from made_scenes import TURN, write_model
+from made_scenes import TURN
 
 from pipeline import errors
 from superglue_sift import Matcher, images
@@ -77,11 +77,6 @@ def test_positions_move_as_pixels_do(orientation):
     moved = transform(np.stack([x, y], axis=1).astype(float), images.to_upright(orientation, SIZE))
     np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
     np.testing.assert_array_equal(images.turn_upright(shown, images.inverse(orientation)), stored)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_params import keys_of
 from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams
+from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -192,25 +193,6 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree):
     assert alike.views.photometric.blur == 0.8 and other == alike.model_copy(
         update={"views": views}
     )
-
-
-def keys_of(section, name):
-    """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its
-    field, ...}.
-    """
-    keys = {}
-    for key, field in section.model_fields.items():
-        if not (
-            (section is TrainParams and key in TrainOptions.model_fields)
-            or f"{name}.{key}" == "keypoints.views"
-        ):
-            keys[f"{name}.{key}"] = field
-            keys.update(
-                keys_of(field.annotation, f"{name}.{key}")
-                if hasattr(field.annotation, "model_fields")
-                else {}
-            )
-    return keys
 
 
 def test_every_key_that_the_docs_name_exists():

@@ -69,12 +69,17 @@ def test_files_hold_the_digits_that_mean_something(value, written):
     assert outputs.shorten(value) == written
 
 
+def write(folder, rows):
+    """The files of an evaluation with these rows."""
+    model = {"file": "m", "sha256": "0123456789", "step": 1}
+    content = document.Content("here", rows, [], [], {}, [], [], {"model": model})
+    outputs.write(folder, content)
+
+
 def test_a_value_is_rounded_once(tmp_path):
     """Four decimals, 0.8905, would be printed as 89.0 or 89.1 by chance."""
-    model = {"file": "m", "sha256": "0123456789", "step": 1}
-    rows = [*ROWS, Row("nn", Measure("pairs"), 4), Row("nn", Measure("precision"), 0.890546)]
-    content = document.Content("here", rows, [], [], {}, [], [], {"model": model})
-    outputs.write(tmp_path, content)
+    more = [Row("nn", Measure("pairs"), 4), Row("nn", Measure("precision"), 0.890546)]
+    write(tmp_path, [*ROWS, *more])
     assert json.loads((tmp_path / "metrics.json").read_text())["nn.precision"] == 0.8905
     assert "89.1" in (tmp_path / document.TEXT).read_text()
 
@@ -83,9 +88,7 @@ def test_a_value_is_rounded_once(tmp_path):
 def evaluated(tmp_path):
     """The folder of an evaluation."""
     assert table_of(ROWS) == TABLE
-    model = {"file": "m", "sha256": "0123456789", "step": 1}
-    content = document.Content("here", ROWS, [], [], {}, [], [], {"model": model})
-    outputs.write(tmp_path, content)
+    write(tmp_path, ROWS)
     return tmp_path
 
 

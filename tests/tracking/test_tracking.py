@@ -88,6 +88,11 @@ def write_weights(path, name="trained"):
     return write_model(path, {"name": name}, dim=16, heads=2)
 
 
+def resend(folder, *more):
+    """The exit code of the command on the reports in a folder."""
+    return command.main(["resend", "--reports", str(folder), *more])
+
+
 def log_steps(run, start, stop):
     for step in range(start, stop):
         run.log({"train/loss": 1.0 / (step + 1)}, step)
@@ -223,16 +228,16 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     said = capfd.readouterr().err
     assert "does not have 1002 entries, page.html" in said and "log.jsonl does" in said
     assert "python -m pipeline.tracking resend" in said
-    assert command.main(["resend", "--reports", str(tmp_path), "--wait", "1"]) == 1
+    assert resend(tmp_path, "--wait", "1") == 1
     gate.start()
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert steps(store, "train/loss") == list(range(1000))
     stored = stored_run(store)
     assert stored.info.status == "FINISHED"
     assert [file.path for file in client_of(store).list_artifacts(stored.info.run_id)] == ["test"]
     assert "1 of 1 runs" in capfd.readouterr().out
     before = gate.requests
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert gate.requests == before  # nothing is left
 
 
@@ -365,17 +370,17 @@ def test_no_run_stays_running(store, tmp_path, end, status):
         words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE
     )
     assert stored_run(store).info.status == status
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert stored_run(store).info.status == ("KILLED" if status == "RUNNING" else status)
 
 
 def test_resend_leaves_alone_what_a_process_is_writing(store, tmp_path, capsys):
     run = open_run(tmp_path / "reports")
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert "a process is writing it" in capsys.readouterr().out
     assert run.close() and stored_run(store).info.status == "FINISHED"
     with pytest.raises(RequestError, match="none: no such folder"):
-        command.main(["resend", "--reports", str(tmp_path / "none")])
+        resend(tmp_path / "none")
 
 
 def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, capfd):

@@ -154,7 +154,7 @@ class TestRoom:
         assert fit(64 << 20) == 0  # Docker's: a thread
         assert workers.fit(0, self.STEP, 4 << 30, 1024) == 0
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         st.integers(1, 8),
         st.integers(1, 600),

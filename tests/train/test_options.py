@@ -37,14 +37,7 @@ def run(bench, name="run", **keys):
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / name
     shutil.rmtree(out, ignore_errors=True)
-    arguments = [
-        *bench.arguments(tuple(keys.items())),
-        "--out",
-        str(out),
-        "--reports",
-        str(bench.folder / f"{name}-r"),
-    ]
-    assert train.main(arguments) == 0
+    assert train.main(bench.training(name, tuple(keys.items()))) == 0
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 

@@ -12,6 +12,7 @@ import pytest
 from made_params import file_of, words_of
 from made_trainings import SMALL
 from made_views import made_keypoints
+from read_files import read_files
 from ruamel.yaml import YAML
 
 pytestmark = pytest.mark.slow
@@ -83,31 +84,28 @@ class Clone:
         return (self.folder / "checkpoints" / "best.safetensors").read_bytes()
 
 
-def files_of(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
     clone = Clone(tmp_path, make_params)
     clone.kill()
     assert "resuming at step 4 of 6" in clone.run(*DVC, "repro", "-f")
-    finished = files_of(tmp_path / "checkpoints")
+    finished = read_files(tmp_path / "checkpoints")
     lock = (tmp_path / "dvc.lock").read_bytes()
     assert "nothing to do" in clone.run(*DVC, "repro", "-f")
-    assert files_of(tmp_path / "checkpoints") == finished
+    assert read_files(tmp_path / "checkpoints") == finished
     assert (tmp_path / "dvc.lock").read_bytes() == lock
     clone.commit()
     first = clone.best()
     clone.set_params(lr=0.002)
     killed = clone.kill()
-    before = files_of(killed)
+    before = read_files(killed)
     assert clone.best() != first
     clone.run(*DVC, "checkout", "--force")
     assert clone.best() == first  # that of dvc.lock
     clone.run(*DVC, "exp", "run", "-S", "train.lr=0.003")
     clone.set_params(lr=0.002)
-    assert files_of(killed) == before
+    assert read_files(killed) == before
     assert "resuming at step 4 of 6" in clone.run(*DVC, "repro")
     assert clone.best() != first
     names = {name for name in finished if "/step-" in name}
-    assert names and all(files_of(tmp_path)[name] == finished[name] for name in names)
+    now = read_files(tmp_path / "checkpoints")
+    assert names and all(now[name] == finished[name] for name in names)
