@@ -2,10 +2,10 @@
 written at once.
 """
 
-import json
 import sys
 
 import pytest
+from reading import read_json
 
 from benchmarks.dev import first_gpu
 from benchmarks.dev.first_gpu import Part
@@ -38,7 +38,7 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     ]
     monkeypatch.setattr(first_gpu, "list_parts", lambda *_: chosen)
     assert first_gpu.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
-    rows = json.loads((tmp_path / "done.json").read_text())
+    rows = read_json(tmp_path / "done.json")
     assert rows["fails"].startswith("FAILED with exit code 3") and rows["fails"].endswith("why")
     assert rows["hangs"].startswith("ok, time is over") and rows["stopped"].startswith(
         "ok, stopped"

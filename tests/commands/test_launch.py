@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 from faults.cells import Workbench
 from faults.group import digest
+from waiting import wait_until
 
 from pipeline import launch
 from pipeline.errors import RequestError
@@ -130,7 +131,7 @@ def end(process):
 
 def wait_for_a_step(bench):
     """Wait until the curve of the training has a point."""
-    wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)
+    wait_until((bench.folder / "run-r/curves/train.csv").is_file, PATIENCE)
 
 
 def survived(bench, fault):
@@ -162,7 +163,7 @@ def test_a_stop_before_the_ranks_begin_is_no_success(bench, seconds):
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
     assert code in (143, -signal.SIGTERM) and "Traceback" not in out, out
-    assert not (bench.folder / "run" / "best.safetensors").exists()
+    assert not (bench.folder / "run/best.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -270,13 +271,6 @@ def ranks_of(folder):
     return found.stdout.split()
 
 
-def wait_until(true, seconds):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def nodes():
     """Two network namespaces joined by a cable: [(prefix of a command, address, interface)]."""
@@ -333,7 +327,7 @@ class TestNodes:
         code, out = end(one)
         end(other)
         assert code == 0, out
-        lines = (bench.folder / "run-r" / "log.jsonl").read_text().splitlines()
+        lines = (bench.folder / "run-r/log.jsonl").read_text().splitlines()
         tags = [json.loads(line).get("tags", {}) for line in lines]
         sizes = [each["mlflow.superglue.world_size"] for each in tags if each]  # of each start
         # groups: a start is tried again while the lost node counts as there

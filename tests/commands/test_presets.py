@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from made_params import keys_of
-from ruamel.yaml import YAML
+from reading import read_yaml
 
 from pipeline import errors, presets
 from pipeline.image_sets.sources import list_images
@@ -30,15 +30,13 @@ def use(target, *arguments):
 
 def test_committed_params_are_the_sample_preset_rendered():
     rendered = presets.render("sample")
-    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == rendered
-    assert (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8") == rendered
+    assert (ROOT / "params.yaml").read_text() == rendered
+    assert (ROOT / "presets/sample.yaml").read_text() == rendered
 
 
 def written_keys(name):
     """The keys of a preset, without the views of `evaluate`, which are those of `views` again."""
-    tree = YAML(typ="safe", pure=True).load(
-        (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    )
+    tree = read_yaml(ROOT / "presets" / f"{name}.yaml")
     return [key for key in flatten(tree) if not key.startswith("evaluate.views.")]
 
 
@@ -58,8 +56,8 @@ def test_every_preset_is_copied(name, tmp_path, image_folder):
     assert use(target, name, *folder) == 0
     sections = params.load_all(target)
     assert list(sections) == list(SECTIONS)
-    preset = (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    changed = set(target.read_text(encoding="utf-8").splitlines()) ^ set(preset.splitlines())
+    preset = (ROOT / "presets" / f"{name}.yaml").read_text()
+    changed = set(target.read_text().splitlines()) ^ set(preset.splitlines())
     assert all(re.match(r"  (path|content): ", line) for line in changed), changed
     assert preset.startswith(f"# Preset {name}: ")
 
@@ -85,13 +83,13 @@ def test_a_changed_folder_changes_the_content(tmp_path, image_folder):
     assert use(target, "--images", str(image_folder)) == 0
     before = params.load("fetch", target)
     assert not presets.refresh(target)
-    shutil.copy(image_folder / "coffee.png", image_folder / "nested" / "again.png")
+    shutil.copy(image_folder / "coffee.png", image_folder / "nested/again.png")
     (image_folder / "notes.txt").write_text("no image")
     assert presets.refresh(target)
     after = params.load("fetch", target)
     assert after.content != before.content
     assert after == before.model_copy(update={"content": after.content})
-    assert target.read_text(encoding="utf-8").startswith("# Preset folder: ")
+    assert target.read_text().startswith("# Preset folder: ")
     shutil.copy(ROOT / "params.yaml", target)
     assert not presets.refresh(target)  # no folder
 
@@ -99,20 +97,18 @@ def test_a_changed_folder_changes_the_content(tmp_path, image_folder):
 def test_a_file_that_holds_the_preset_keeps_its_edits(tmp_path, image_folder):
     target = tmp_path / "params.yaml"
     assert use(target, "--images", str(image_folder)) == 0
-    target.write_text(
-        re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text(encoding="utf-8"))
-    )
+    target.write_text(re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text()))
     other = tmp_path / "other"
     shutil.copytree(image_folder, other)
     assert use(target, "--images", str(other)) == 0
     assert (
         params.load("fetch", target).path == str(other) and params.load("train", target).steps == 7
     )
-    assert "  steps: 7  # few\n" in target.read_text(encoding="utf-8")
+    assert "  steps: 7  # few\n" in target.read_text()
     assert use(target, "sample") == 0
     assert (
         params.load("train", target).steps
-        == params.load("train", ROOT / "presets" / "sample.yaml").steps
+        == params.load("train", ROOT / "presets/sample.yaml").steps
     )
 
 
@@ -128,11 +124,11 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
     assert use(target, "--images", str(image_folder)) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "was trained on all photographs held out of" in said
-    text = target.read_text(encoding="utf-8")
+    text = target.read_text()
     monkeypatch.setenv("TRAIN_OPTIONS", "--keep-seen")
     assert use(target, "--images", str(image_folder)) == 0
     monkeypatch.delenv("TRAIN_OPTIONS")
-    target.write_text(re.sub("  init_from: .*", '  init_from: ""', text), encoding="utf-8")
+    target.write_text(re.sub("  init_from: .*", '  init_from: ""', text))
     assert errors.run(presets.main, ["--params", str(target), "refresh"]) == 0
 
 
@@ -163,7 +159,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "one", "small"):
         (tmp_path / name).mkdir()
-    shutil.copy(image_folder / "coffee.png", tmp_path / "one" / "coffee.png")
+    shutil.copy(image_folder / "coffee.png", tmp_path / "one/coffee.png")
     for number in range(4):
         pixels = np.full((192, 256), number, np.uint8)
         assert cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), pixels)

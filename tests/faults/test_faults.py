@@ -31,7 +31,7 @@ def training(bench):
     return begin
 
 
-def carry_out(bench, ranks, fault="", keys=(), **environment):
+def carry_out(bench, ranks, fault, keys=(), **environment):
     """Exit codes of each start of a training that ends with the bytes of an undisturbed one."""
     cell = bench.folder / "cell"
     done = until_done(cell, bench.arguments(keys), ranks, fault, **environment)
@@ -80,7 +80,7 @@ def test_processes_that_make_batches(bench, ranks, kind, phase, code):
     fault = f"{kind}:rank={ranks - 1},step=3,phase={phase}"
     codes = carry_out(bench, ranks, fault, SG_LOADER_PROCESSES="2")
     assert codes == [[code] * ranks, [0] * ranks]
-    log = (bench.folder / "cell" / "log").read_text()
+    log = (bench.folder / "cell/log").read_text()
     assert "Traceback" not in log
     assert ("a process that loads batches died (killed, or out of memory)" in log) == (code == 1)
 
@@ -98,7 +98,7 @@ def train_with_one_skipped(argv):
 
 
 @SLOW
-def test_too_many_bad_steps_end_the_run(bench, training):
+def test_too_many_bad_steps_end_the_run(training):
     codes, log = training(2, "nan:rank=0,step=2;nan:rank=1,step=3", train_with_one_skipped)
     assert codes == [1, 1]
     assert "2 steps had a gradient that was not finite, more than 1;" in log

@@ -69,7 +69,7 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     assert "resuming at step 6 of 8" in text(nodes[0])
     assert "resuming at step 2 of 8" in text(nodes[1])
     assert digest(nodes[0] / "checkpoints") == digest(nodes[1] / "checkpoints")
-    curve = (nodes[1] / "reports" / "curves" / "train.csv").read_bytes()
+    curve = (nodes[1] / "reports/curves/train.csv").read_bytes()
     assert curve.count(b"\n") == 5  # a point every other step
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import pytest
 from faulty_server import FaultyServer
+from reading import read_json
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import __main__ as fetch
@@ -67,15 +68,15 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
-    assert json.loads((tmp_path / "reports" / "metrics.json").read_text())["train_images"] == 11
+    assert read_json(tmp_path / "reports/metrics.json")["train_images"] == 11
 
 
 def test_the_same_request_writes_the_same_bytes_and_drops_what_is_stale(run):
     folder = run()
-    (folder / "sample" / "stale.png").write_bytes(b"x")
+    (folder / "sample/stale.png").write_bytes(b"x")
     before = {path.name: path.read_bytes() for path in folder.glob("*.*")}
     assert {path.name: path.read_bytes() for path in run().glob("*.*")} == before
-    assert not (folder / "sample" / "stale.png").exists()
+    assert not (folder / "sample/stale.png").exists()
 
 
 def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run_on, image_folder):
@@ -199,9 +200,7 @@ def archive_server(image_folder, tmp_path, monkeypatch):
     server.close()
 
 
-def test_an_archive_is_downloaded_once_checked_and_read_in_place(
-    run, archive_server, image_folder, tmp_path
-):
+def test_an_archive_is_downloaded_once_checked_and_read_in_place(run, archive_server, image_folder):
     folder = run(source="coco2017-val", mirror=archive_server.url)
     images = open_manifest(folder)
     entries = all_entries(images)
@@ -211,7 +210,7 @@ def test_an_archive_is_downloaded_once_checked_and_read_in_place(
     )
     chelsea = next(entry for entry in entries if entry.name.endswith("0.jpg"))
     assert images.read(chelsea) == (image_folder / "chelsea.jpg").read_bytes()
-    note = json.loads((folder / "source.json").read_text())["containers"]["train"]
+    note = read_json(folder / "source.json")["containers"]["train"]
     assert note["md5"] == hashlib.md5(archive_server.data).hexdigest()
     run(source="coco2017-val", mirror=archive_server.url)
     assert len(archive_server.requests) == 1
@@ -236,7 +235,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     for entry in all_entries(images):
         assert images.read(entry) == pictures[int(entry.name[-10:-4])]
     assert server.sent < 0.2 * len(server.data)
-    assert (tmp_path / "archives" / "val2017.part-of.zip").is_file()
+    assert (tmp_path / "archives/val2017.part-of.zip").is_file()
     before = (folder / "manifest.csv").read_bytes()
     sent = server.sent
     assert (
@@ -246,13 +245,13 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     server.close()
 
 
-def test_a_wrong_byte_in_a_part_is_found(run, archive_server, tmp_path):
+def test_a_wrong_byte_in_a_part_is_found(run, archive_server):
     archive_server.data = archive_server.data.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe")
     with pytest.raises(WorkError, match="wrong CRC-32"):
         run(source="coco2017-val", mirror=archive_server.url, limit=1, val_fraction=0.0)
 
 
-def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_folder, tmp_path):
+def test_archives_that_are_here_are_not_downloaded(run, archive_server, tmp_path):
     given = tmp_path / "given"
     given.mkdir()
     (given / "val2017.zip").write_bytes(archive_server.data)
@@ -273,10 +272,10 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
 
 @pytest.mark.parametrize("path", ["coco", "coco/train2017", "train2017.zip", "layout"])
 def test_training_images_are_never_the_held_out_ones(run, image_folder, tmp_path, path):
-    shutil.copytree(image_folder, tmp_path / "coco" / "train2017")
+    shutil.copytree(image_folder, tmp_path / "coco/train2017")
     shutil.make_archive(str(tmp_path / "train2017"), "zip", image_folder)
     for name in ("train2017", "val2017"):  # in images/, as other projects want them
-        shutil.copytree(image_folder, tmp_path / "layout" / "images" / name)
+        shutil.copytree(image_folder, tmp_path / "layout/images" / name)
     with pytest.raises(RequestError, match="must hold train2017 and val2017"):
         run(source="coco2017", path=str(tmp_path / path))
 

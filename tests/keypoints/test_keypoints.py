@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from made_params import file_of
-from read_files import read_files
+from reading import read_files, read_json
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.features import store
@@ -50,7 +50,7 @@ def pictures(tmp_path, photo):
 
 
 @pytest.fixture
-def stage(tmp_path, make_params, root, monkeypatch):
+def stage(tmp_path, make_params, monkeypatch):
     """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the
     folder of the stores.
     """
@@ -74,7 +74,7 @@ def stage(tmp_path, make_params, root, monkeypatch):
 
 
 def bad_list(tmp_path):
-    with (tmp_path / "reports" / "bad_images.csv").open(newline="") as stream:
+    with (tmp_path / "reports/bad_images.csv").open(newline="") as stream:
         rows = list(csv.reader(stream))
     assert rows[0] == ["file", "reason"]
     return dict(rows[1:])
@@ -83,7 +83,7 @@ def bad_list(tmp_path):
 def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_params):
     out = stage(pictures)
     opened = {split: Store(out / split, verify="all") for split in ("train", "val")}
-    metrics = json.loads((tmp_path / "reports" / "metrics.json").read_text())
+    metrics = read_json(tmp_path / "reports/metrics.json")
     for split, each in opened.items():
         assert each.counts.shape == (len(each), 3) and each.counts.max() <= 50
         assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
@@ -113,7 +113,7 @@ def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_para
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
     one = read_files(stage(pictures, "one", workers=1))
     assert read_files(stage(pictures, "two", workers=2)) == one
-    other = tmp_path / "again" / "pictures"
+    other = tmp_path / "again/pictures"
     other.mkdir(parents=True)
     for path in sorted(pictures.iterdir(), reverse=True):
         shutil.copyfile(path, other / path.name)
@@ -134,7 +134,7 @@ def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypa
     watch("write_shard")
     watch("file_sha256")
     assert read_files(stage(pictures)) == before and not calls
-    damaged = out / "train" / "shard-00001.safetensors"
+    damaged = out / "train/shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert read_files(stage(pictures)) == before and calls == [damaged, damaged]
 
@@ -142,8 +142,8 @@ def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypa
 def test_other_parameters_discard_what_was_made(stage, pictures):
     reference = read_files(stage(pictures, "new", difficulty_first=0.5))
     out = stage(pictures, "old")
-    (out / "train" / "stranger.safetensors").write_bytes(b"x")
-    (out / "train" / ".shard-00000.safetensors.tmp").write_bytes(b"x")
+    (out / "train/stranger.safetensors").write_bytes(b"x")
+    (out / "train/.shard-00000.safetensors.tmp").write_bytes(b"x")
     stage(pictures, "old", difficulty_first=0.5)
     assert read_files(out) == reference
 
@@ -184,7 +184,7 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
         used += Store(out / split, verify="all").images
     held = {
         row["name"]
-        for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open())
+        for row in csv.DictReader((tmp_path / "images/manifest.csv").open())
         if row["split"] == "test"
     }
     assert set(listed) == set(expected) - held and set(used) == good - held
@@ -199,14 +199,14 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
     ):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
-    assert not (tmp_path / "kp" / "train" / "store.json").exists()
+    assert not (tmp_path / "kp/train/store.json").exists()
 
 
 def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     whole = read_files(stage(pictures, out="whole"))
     read = sources.ImageSet.read
-    absent = Store(tmp_path / "whole" / "train").images[0]
+    absent = Store(tmp_path / "whole/train").images[0]
 
     def refuse(images, entry):
         if entry.name == absent:
@@ -217,7 +217,7 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
         without.setattr(sources.ImageSet, "read", refuse)
         stage(pictures)
     assert set(bad_list(tmp_path)) == {absent}
-    written = tmp_path / "kp" / "train" / store.shard_name(1)
+    written = tmp_path / "kp/train" / store.shard_name(1)
     before = written.stat().st_mtime_ns
     assert read_files(stage(pictures)) == whole and not bad_list(tmp_path)
     assert written.stat().st_mtime_ns == before  # that of other images is not made again
@@ -237,7 +237,7 @@ def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monke
 
 
 def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
-    sample = str(root / "presets" / "sample.yaml")
+    sample = str(root / "presets/sample.yaml")
     with pytest.raises(RequestError, match="no manifest here"):
         keypoints.main(["--params", sample, "--images", str(tmp_path)])
     with pytest.raises(RequestError, match="--workers -1"):
@@ -255,7 +255,7 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monke
     monkeypatch.setattr(shards.store, "write_shard", full)
     with pytest.raises(WorkError, match="No space left on device; finished shards are kept"):
         stage(pictures)
-    assert (tmp_path / "kp" / "train" / "shard-00000.safetensors").exists()
+    assert (tmp_path / "kp/train/shard-00000.safetensors").exists()
 
 
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
@@ -272,7 +272,7 @@ def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
 
 def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypatch):
     """Rank 0 deletes what does not belong here when all ranks are done, not when it starts."""
-    partial = tmp_path / "kp" / "train" / ".shard-00001.safetensors.tmp"
+    partial = tmp_path / "kp/train/.shard-00001.safetensors.tmp"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"a part")
     seen = []
@@ -286,8 +286,8 @@ def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypat
 
 def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_path, monkeypatch):
     """Nor is a shard of other parameters taken for its own."""
-    (tmp_path / "kp" / "train").mkdir(parents=True)
-    (tmp_path / "kp" / "train" / "shard-00001.json").write_text('{"fingerprint": "another"}')
+    (tmp_path / "kp/train").mkdir(parents=True)
+    (tmp_path / "kp/train/shard-00001.json").write_text('{"fingerprint": "another"}')
     monkeypatch.setattr(keypoints, "SILENCE", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
     with pytest.raises(

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -98,8 +99,8 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
     own = picture.pixels[drawing.BAR : -drawing.BAR, :451]  # between the lines
     assert (own == bgr).all(axis=2).mean() > 0.3
-    picture.save(tmp_path / "new" / "m.png")
-    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "m.png")), picture.pixels)
+    picture.save(tmp_path / "new/m.png")
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
 
 
 def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, photo):
@@ -142,7 +143,7 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     """
     least = 0.97 if side > 1024 else 0.88
     matcher = Matcher.load(device="cpu")
-    folder = shared_data / "poses" / "strecha"
+    folder = shared_data / "poses/strecha"
     paths = [folder / f"Herz-Jesus-P25_{number:04d}.jpg" for number in (3, 4)]
     first, second = (reduce(read_gray(path), 1024) for path in paths)
     size = (side, round(side * second.shape[0] / second.shape[1]))
@@ -252,61 +253,52 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         )
 
 
-def features(count, width, value=9.0, scales=5, at=0.0, scale=1.0, size=(64, 64)):
+def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
     one = np.ones(count)
     places = np.full((count, 2), at)
     descriptors = np.full((count, width), value)
-    return Features.of(places, np.full(scales, scale), one, one, descriptors, size)
+    return Features.of(places, np.full(count, scale), one, one, descriptors, size)
 
 
 @pytest.mark.parametrize(
     "ask, message",
     [
-        (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
-        (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
+        (lambda matcher: matcher.extract("no.png"), "no.png: cannot be read"),
+        (lambda matcher: matcher.extract(np.zeros((9, 9))), "must be uint8"),
+        (lambda matcher: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
+        (lambda matcher: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
+        (lambda matcher: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
+        (lambda matcher: features(5, 128, at=np.nan), "scores must be finite"),
+        (lambda matcher: features(5, 128, np.nan), "descriptors must be whole numbers"),
+        (lambda matcher: features(5, 128, scale=-1.0), "scales must be 0 or more"),
+        (lambda matcher: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
         (
-            lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)),
-            r"\(9, 9, 3\): must be \(H, W\)",
-        ),
-        (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
-        (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (lambda matcher, folder: features(5, 128, at=np.nan), "scores must be finite"),
-        (lambda matcher, folder: features(5, 128, np.nan), "descriptors must be whole numbers"),
-        (lambda matcher, folder: features(5, 128, scale=-1.0), "scales must be 0 or more"),
-        (lambda matcher, folder: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
-        (
-            lambda matcher, folder: matcher.match(
+            lambda matcher: matcher.match(
                 features(5, 128)._replace(frame="stored"), features(5, 128)._replace(turned=6)
             ),
             r"stored and of upright pixels: use Matcher.load\(frame='stored'\)",
         ),
-        (lambda matcher, folder: Matcher.load(device="meta"), "^device meta: not available here"),
+        (lambda matcher: Matcher.load(device="meta"), "^device meta: not available here"),
+        (lambda matcher: Matcher.load("other.safetensors"), "not a SuperGlue model"),
         (
-            lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
-            "not a SuperGlue model",
-        ),
-        (
-            lambda matcher, folder: Matcher.load(device="toaster"),
+            lambda matcher: Matcher.load(device="toaster"),
             "^device toaster: not available here; name auto, cpu",
         ),
+        (lambda matcher: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
+        (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
+        (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
         (
-            lambda matcher, folder: Matcher.load(threshold=1.5),
-            "threshold 1.5: must be between 0 and 1",
-        ),
-        (lambda matcher, folder: Matcher.load(frame="lying"), "frame 'lying'"),
-        (lambda matcher, folder: Matcher.load(accept=0.3), "accept: only with scene=True"),
-        (
-            lambda matcher, folder: matcher.extract([[0, 1]]),
+            lambda matcher: matcher.extract([[0, 1]]),
             "type list: must be a file, a PIL image, an array or a tensor",
         ),
     ],
 )
-def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
-    save_model_file(
-        tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}}
-    )
+def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, message):
+    monkeypatch.chdir(tmp_path)
+    about = {"model": {"dim": 128}}
+    save_model_file(Path("other.safetensors"), {"a": matcher.model.dustbin}, about)
     with pytest.raises(RequestError, match=message) as error:
-        ask(matcher, tmp_path)
+        ask(matcher)
     assert "\n" not in str(error.value)
 
 

@@ -3,11 +3,11 @@
 import cv2
 import numpy as np
 import pytest
+from made_pairs import records_at
 
 from superglue_sift import Matcher, geometry, refine
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
-from superglue_sift.sift import KEYPOINT
 from superglue_sift.tracks import refine_tracks
 
 SIZE = (320, 240)
@@ -28,21 +28,14 @@ def texture(H):
     return np.clip(128 + 45 * values, 0, 255).round().astype(np.uint8).reshape(SIZE[::-1])
 
 
-def scatter(H, count=150, size=SIZE, px=0.5):
+def scatter(H, count=150, px=0.5):
     """Records of points whose patches both images hold, and of their places by H, off by `px`."""
     rng = np.random.default_rng(1)
     points = rng.uniform(20, np.array(SIZE) - 21, (6 * count, 2))
     truth = geometry.transform(points, H)
-    inside = ((truth > 20) & (truth < np.array(size) - 21)).all(1)
+    inside = ((truth > 20) & (truth < np.array(SIZE) - 21)).all(1)
     truth = truth[inside][:count]
     return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
-
-
-def records_at(points):
-    records = np.zeros(len(points), KEYPOINT)
-    records["x"], records["y"] = points.T
-    records["scale"] = 4.0
-    return records
 
 
 def errors_of(found, H):
@@ -129,7 +122,7 @@ def measure_deviations(folder, blur, count):
 )
 def test_deviations_of_photographs(shared_data, blur, count):
     """SIFT finds large keypoints alone in a blurred view."""
-    ratios = measure_deviations(shared_data / "coco" / "val", blur, count)
+    ratios = measure_deviations(shared_data / "coco/val", blur, count)
     print(f"\nblur {blur} px: {len(ratios)} matches, error / deviation {np.median(ratios):.2f}")
     assert 1 / 1.7 < np.median(ratios) < 1.7
 

@@ -16,17 +16,12 @@ SIZE = (640, 480)
 TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 
 
-def result_of(points0, points1, more=600, sizes=(SIZE, SIZE)):
-    """All these points matched in order, among `more` other keypoints anywhere in both images."""
-    rng = np.random.default_rng(7)
-    sides = [
-        np.concatenate([points, rng.uniform(0, np.array(size) - 1, (more, 2))]).astype(np.float32)
-        for points, size in zip((points0, points1), sizes)
-    ]
-    numbers = np.arange(len(points0))
-    return MatchResult(
-        *sides, np.stack([numbers] * 2, 1), np.ones(len(numbers), np.float32), *sizes
-    )
+def result_of(points0, points1):
+    """All these points matched in order, among 600 other keypoints anywhere in both images."""
+    others = np.random.default_rng(7).uniform(0, np.array(SIZE) - 1, (2, 600, 2))
+    sides = [np.concatenate(each).astype(np.float32) for each in zip((points0, points1), others)]
+    matches = np.stack([np.arange(len(points0))] * 2, 1)
+    return MatchResult(*sides, matches, np.ones(len(matches), np.float32), SIZE, SIZE)
 
 
 def points_in(left, top, right, bottom, count, seed=0):
@@ -118,7 +113,7 @@ def test_a_mirror_image_has_no_homography(monkeypatch):
 
 
 def photographs(shared_data, count):
-    paths = sorted((shared_data / "coco" / "val").glob("*.jpg"))[:count]
+    paths = sorted((shared_data / "coco/val").glob("*.jpg"))[:count]
     return [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_params import keys_of
+from reading import read_yaml
 from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
@@ -21,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="function")
 def tree():
-    return YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    return read_yaml(ROOT / "params.yaml")
 
 
 def message(tree, change):
@@ -111,10 +112,10 @@ def test_an_unknown_section_is_named(tree):
     )
 
 
-def test_every_section_is_checked_whichever_is_asked_for(tree, tmp_path):
+def test_every_section_is_checked_whichever_is_asked_for(tmp_path):
     path = tmp_path / "params.yaml"
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"), encoding="utf-8")
+    text = (ROOT / "params.yaml").read_text()
+    path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"))
     with pytest.raises(RequestError, match=r"evaluate\.widht: unknown key; did you mean width\?"):
         params.load("fetch", path)
 
@@ -131,7 +132,7 @@ def test_every_section_is_checked_whichever_is_asked_for(tree, tmp_path):
 )
 def test_a_broken_file_is_one_line(tmp_path, text, said):
     path = tmp_path / "params.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     with pytest.raises(RequestError) as caught:
         params.load("train", path)
     assert said in str(caught.value)
@@ -205,7 +206,7 @@ def test_every_key_that_the_docs_name_exists():
         *ROOT.glob("pretrained/*.md"),
         *ROOT.glob("deploy/*/*"),
     ]:
-        text = page.read_text(encoding="utf-8")
+        text = page.read_text()
         full = re.findall(
             rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text
         )

@@ -16,16 +16,13 @@ LOCKS = ["modern", "modern-dev", "modern-extras", "cu111", "cu111-dev"]
 
 def locked(name):
     """Package -> version of a lock."""
-    text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
+    text = (REQUIREMENTS / f"{name}.lock").read_text()
     return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
 
 def wanted(name, stack):
     """The requirements of an .in file that hold on a stack."""
-    lines = (
-        line.split("#")[0].strip()
-        for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
-    )
+    lines = (line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text().splitlines())
     found = [Requirement(line) for line in lines if line]
     python = {"python_version": PYTHON[stack]}
     return [each for each in found if each.marker is None or each.marker.evaluate(python)]

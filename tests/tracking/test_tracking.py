@@ -12,6 +12,7 @@ from faults.cells import Workbench
 from faults.group import digest
 from made_scenes import write_model
 from mlflow_gate import Gate, Silent
+from waiting import wait_until
 
 from pipeline import tracking
 from pipeline.errors import RequestError
@@ -98,13 +99,6 @@ def log_steps(run, start, stop):
         run.log({"train/loss": 1.0 / (step + 1)}, step)
 
 
-def wait_for(condition, seconds=PATIENCE):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
-
-
 def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     picture = tmp_path / "matches.png"
     picture.write_bytes(b"png")
@@ -116,7 +110,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
         run.artifact(picture, "pictures")
         run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
         run.model(model, step=50)
-        wait_for(lambda: samples(tmp_path / "reports") >= 2)
+        wait_until(lambda: samples(tmp_path / "reports") >= 2)
     client = client_of(store)
     stored = stored_run(store)
     assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
@@ -137,7 +131,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path):
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pyc"))]
 
 
-def pairs_csv(path, errors, keypoints=9):
+def pairs_csv(path, errors, keypoints):
     """A pairs.csv of pairs in eight photographs with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
@@ -221,7 +215,7 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     log_steps(run, 0, 1000)
     run.artifact(tmp_path / "page.html", "test")
     assert time.monotonic() - began < 10  # no point waits until the server has been tried
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     began = time.monotonic()
     assert run.close() is False
     assert time.monotonic() - began < 10  # by default
@@ -264,12 +258,12 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(
     gate.start()
     run = open_run(tmp_path)
     log_steps(run, 0, 100)
-    wait_for(lambda: gate.posts > 3)
+    wait_until(lambda: gate.posts > 3)
     gate.mode = fault
     before = gate.requests
     log_steps(run, 100, 200)
     assert gate.requests - before < 100  # no point waits for an answer of its own
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     assert "answers again" not in capfd.readouterr().err
     gate.mode = "up"
     log_steps(run, 200, 300)
@@ -317,21 +311,21 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
     gate.start()
     assert trained("hanging") == without  # it is done: only what waits is sent
     for folder in ("with-r", "hanging-r"):
-        key = EventLog(tmp_path / folder / "train" / "log.jsonl").header()["run"]
+        key = EventLog(tmp_path / folder / "train/log.jsonl").header()["run"]
         run = type("Known", (), {"key": key})
         assert steps(store, "train/loss", run) == [2, 4, 6, 8]
         assert steps(store, "val/f1", run) == [0, 2, 4, 6, 8]  # the initial weights first
-    assert EventLog(reports / "train" / "log.jsonl").sent(gate.uri)
+    assert EventLog(reports / "train/log.jsonl").sent(gate.uri)
 
 
 def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
     run = open_run(tmp_path, system_metrics=True)
     log_steps(run, 0, 57)
-    wait_for(lambda: samples(tmp_path) >= 1)
+    wait_until(lambda: samples(tmp_path) >= 1)
     run.close("KILLED")
     again = open_run(tmp_path, resume=run.key, system_metrics=True)
     log_steps(again, 50, 80)
-    wait_for(lambda: samples(tmp_path) >= 2)
+    wait_until(lambda: samples(tmp_path) >= 2)
     again.close()
     assert steps(store, "train/loss") == list(range(80))
     assert stored_run(store).info.status == "FINISHED"
@@ -439,11 +433,11 @@ def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, 
     uri = f"http://me:hunter22@127.0.0.1:{gate.port}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run = open_run(tmp_path, tags={"remote": uri})
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     run.close(wait=0.1)
     with tracking.attach(tmp_path / "log.jsonl", "identity") as again:
         again.tags({"source": uri})
-        wait_for(lambda: again._sender.error)
+        wait_until(lambda: again._sender.error)
     said = capfd.readouterr()
     assert "does not answer" in said.err and "hunter22" not in said.err + said.out
     assert "hunter22" not in (tmp_path / "log.jsonl").read_text()
@@ -466,7 +460,7 @@ def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, mon
 
 
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
-    copy = tmp_path / "clone" / ".dvc" / "tmp" / "exps" / "tmpabc"
+    copy = tmp_path / "clone/.dvc/tmp/exps/tmpabc"
     copy.mkdir(parents=True)
     (copy / "dvc.yaml").touch()
     monkeypatch.chdir(copy)

@@ -2,11 +2,10 @@
 is used.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from reading import read_json
 
 from pipeline.train.checkpoint import Checkpoints
 from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
@@ -28,7 +27,7 @@ def test_round_trip(tmp_path):
     assert set(tensors) == set(TENSORS) and all(
         torch.equal(tensors[k], TENSORS[k]) for k in TENSORS
     )
-    assert json.loads(path.with_suffix(".json").read_text()) == info
+    assert read_json(path.with_suffix(".json")) == info
     first = path.read_bytes()
     save_model_file(path, TENSORS, info)
     assert path.read_bytes() == first

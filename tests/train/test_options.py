@@ -2,7 +2,6 @@
 nothing.
 """
 
-import json
 import shutil
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 import torch
 from faults.cells import Workbench
 from made_views import made_store
+from reading import read_json
 
 from pipeline import tracking
 from pipeline.errors import RequestError
@@ -121,7 +121,7 @@ def test_data_parallel_is_torchs(bench, tmp_path):
 @pytest.mark.gpu
 def test_float16_scales_the_loss(bench):
     run(bench, precision="float16")
-    info = json.loads(next((bench.folder / "run").glob("*/step-00000008.json")).read_text())
+    info = read_json(next((bench.folder / "run").glob("*/step-00000008.json")))
     assert info["scaler"]["scale"] > 1
 
 

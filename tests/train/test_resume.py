@@ -1,11 +1,10 @@
 """Nothing a training has reached is lost: each has a folder, which is resumed or finished."""
 
-import json
 import shutil
 
 import pytest
 from made_trainings import home, interrupt, newest, read_weights
-from read_files import read_files
+from reading import read_files, read_json
 
 from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
@@ -17,7 +16,7 @@ from superglue_sift.weights import load_model_file
 def whole(tmp_path, request_of):
     """What the best model of a training is that nobody interrupts."""
     assert train.main(request_of("whole")) == 0
-    return read_weights(tmp_path / "whole" / "best.safetensors")
+    return read_weights(tmp_path / "whole/best.safetensors")
 
 
 @pytest.fixture
@@ -44,7 +43,7 @@ class TestFolders:
         interrupt(request_of("run", lr=0.001), monkeypatch, step=5)
         assert read_files(first) == files
         assert "resuming at step 4 of 6" in output_of("run")
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
         assert "resuming at step 5 of 6" in output_of("run", lr=0.001)
 
     def test_fresh_begins_anew_beside_it(
@@ -61,7 +60,7 @@ class TestFolders:
             f"{first.name}-2",
         ]
         assert "resuming at step 2 of 6" in output_of("run")  # the newest of both
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
 
     @pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
     def test_fresh_is_obeyed_once_when_torchrun_or_slurm_restarts_the_training(
@@ -84,7 +83,7 @@ class TestFolders:
                 train.main([*request_of("run"), "--fresh"])
         said = output_of("run")
         assert "resuming" not in said and "nothing to do" not in said
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
         assert len(list((tmp_path / "run").glob("*/step-00000006.safetensors"))) == 2
 
     def test_damaged_checkpoints_stay_as_they_are(
@@ -105,21 +104,19 @@ class TestPublished:
     """checkpoints/best.*, reports/train: those of the training that ran last."""
 
     def test_a_finished_training_is_published_again(self, tmp_path, request_of, output_of):
-        out = tmp_path / "run"
-        reports = tmp_path / "run-reports"
-        files = [
-            out / "best.safetensors",
-            out / "best.json",
-            out / "best.trained_on.txt",
-            reports / "metrics.json",
-        ]
-        files += [reports / "curves" / name for name in ("train.csv", "validation.csv")]
+        best = [f"run/best.{end}" for end in ("safetensors", "json", "trained_on.txt")]
+        reports = ("metrics.json", "curves/train.csv", "curves/validation.csv")
+        names = [*best, *(f"run-reports/{name}" for name in reports)]
+
+        def published():
+            return [(tmp_path / name).read_bytes() for name in names]
+
         assert train.main(request_of("run")) == 0
-        before = [file.read_bytes() for file in files]
+        before = published()
         assert train.main(request_of("run", lr=0.001)) == 0
-        assert before != [file.read_bytes() for file in files]
+        assert before != published()
         assert "nothing to do" in output_of("run")
-        assert before == [file.read_bytes() for file in files]
+        assert before == published()
 
     def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):
         """`dvc checkout` restores the best model and the curves of another training while one is
@@ -128,25 +125,24 @@ class TestPublished:
         interrupt(request_of("run"), monkeypatch, step=5)
         for other in ("best.safetensors", "best.json"):
             (tmp_path / "run" / other).unlink()
-        for curve in (tmp_path / "run-reports" / "curves").iterdir():
+        for curve in (tmp_path / "run-reports/curves").iterdir():
             curve.write_text("of another training")
         assert train.main(request_of("run")) == 0
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
-        for curve in (tmp_path / "run-reports" / "curves").iterdir():
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
+        for curve in (tmp_path / "run-reports/curves").iterdir():
             assert (
-                curve.read_bytes()
-                == (tmp_path / "whole-reports" / "curves" / curve.name).read_bytes()
+                curve.read_bytes() == (tmp_path / "whole-reports/curves" / curve.name).read_bytes()
             )
 
     def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, output_of):
         """As in a clone after `dvc pull`: outputs are there, checkpoints are not."""
         assert train.main(request_of("run")) == 0
         shutil.rmtree(home(tmp_path / "run"))
-        best = (tmp_path / "run" / "best.safetensors").read_bytes()
-        (tmp_path / "run-reports" / "metrics.json").write_text("{}")
+        best = (tmp_path / "run/best.safetensors").read_bytes()
+        (tmp_path / "run-reports/metrics.json").write_text("{}")
         assert "nothing to do" in output_of("run")
-        assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
-        assert json.loads((tmp_path / "run-reports" / "metrics.json").read_text())["step"] == 6
+        assert (tmp_path / "run/best.safetensors").read_bytes() == best
+        assert read_json(tmp_path / "run-reports/metrics.json")["step"] == 6
 
     @pytest.mark.parametrize("others", [False, True])
     def test_a_finished_training_without_checkpoints_is_published_or_said(
@@ -154,18 +150,18 @@ class TestPublished:
     ):
         """Its curves are in the checkpoints, or still where they were written."""
         assert train.main(request_of("run")) == 0
-        best = (tmp_path / "run" / "best.safetensors").read_bytes()
+        best = (tmp_path / "run/best.safetensors").read_bytes()
         for checkpoint in home(tmp_path / "run").glob("step-*"):
             checkpoint.unlink()
         if others:
             assert train.main(request_of("run", lr=0.001)) == 0
-        (tmp_path / "run" / "best.safetensors").unlink()
+        (tmp_path / "run/best.safetensors").unlink()
         if others:
             with pytest.raises(RequestError, match=r"checkpoints step-\*.* are deleted.*--fresh"):
                 train.main(request_of("run"))
         else:
             assert train.main(request_of("run")) == 0
-            assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
+            assert (tmp_path / "run/best.safetensors").read_bytes() == best
 
 
 def model_of(out):
@@ -224,7 +220,7 @@ class TestWhatMayChange:
         assert "resuming at step 4 of 6" in printed
         assert "train.save_every changed on resume: 2 -> 5" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = load_model_file(tmp_path / "run/best.safetensors")[1]
         # Also a best model of before, which was chosen on four
         assert best["validation"]["pairs"] == 6
         assert "nothing to do" in output_of("run", log_every=3)
@@ -236,19 +232,19 @@ class TestWhatMayChange:
         choose = trainer.choose_pairs
         monkeypatch.setattr(trainer, "choose_pairs", lambda *of: (choose(*of)[0][1:], []))
         assert train.main(request_of("run")) == 0
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = load_model_file(tmp_path / "run/best.safetensors")[1]
         assert best["validation"]["pairs"] == 3 and best["step"] <= 4  # still those of before
 
     def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, output_of):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
-        named = load_model_file(tmp_path / "run" / "best.safetensors")[1]["training"]
+        named = load_model_file(tmp_path / "run/best.safetensors")[1]["training"]
         printed = output_of("run", **constant, steps=9)
         assert "resuming at step 6 of 9" in printed
         assert "train.steps changed on resume: 6 -> 9" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = load_model_file(tmp_path / "run/best.safetensors")[1]
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
 
     def test_other_versions_and_code_are_said_and_recorded(
@@ -270,7 +266,7 @@ class TestWhatMayChange:
             for each in load_model_file(newest(tmp_path / "run"))[1]["versions"]
         ]
         assert steps == [(0, "abc"), (2, "def"), (4, "def")]
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = load_model_file(tmp_path / "run/best.safetensors")[1]
         assert best["versions"] == [{"step": 0, "torch": "1.0"}, {"step": 4, "torch": "2.0"}]
         under("2.0", "ghi")
         assert "it was trained under code def (now ghi)" in output_of("run")

@@ -12,15 +12,12 @@ import pytest
 from made_params import file_of, words_of
 from made_trainings import SMALL
 from made_views import made_keypoints
-from read_files import read_files
-from ruamel.yaml import YAML
+from reading import read_files, read_yaml
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"][
-    "train"
-]
+STAGE = read_yaml(ROOT / "dvc.yaml")["stages"]["train"]
 DVC = [sys.executable, "-m", "dvc"]
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
@@ -31,7 +28,7 @@ class Clone:
     def __init__(self, folder, make_params):
         self.folder = folder
         self.make_params = make_params
-        made_keypoints(folder / "data" / "keypoints")
+        made_keypoints(folder / "data/keypoints")
         # in one process: a kill is a kill
         stage = {**STAGE, "cmd": f"{sys.executable} -m pipeline.train", "deps": ["data/keypoints"]}
         (folder / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
@@ -81,7 +78,7 @@ class Clone:
         return {path for path in (self.folder / "checkpoints").glob("*") if path.is_dir()}
 
     def best(self):
-        return (self.folder / "checkpoints" / "best.safetensors").read_bytes()
+        return (self.folder / "checkpoints/best.safetensors").read_bytes()
 
 
 def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):

@@ -13,7 +13,7 @@ import cv2
 import numpy as np
 import pytest
 from made_scenes import TURN, write_model
-from read_files import read_files
+from reading import read_files, read_json
 
 from superglue_sift import Matcher, RequestError, __version__, system
 from superglue_sift.apps import cli, pairing, results, retrieval
@@ -25,7 +25,7 @@ from superglue_sift.system import write_atomic
 def work(tmp_path, photo, color_photo):
     """A model and a folder of two views each of two scenes, one of them nested."""
     write_model(tmp_path / "model.safetensors")
-    (tmp_path / "photos" / "cats").mkdir(parents=True)
+    (tmp_path / "photos/cats").mkdir(parents=True)
     cat = cv2.cvtColor(color_photo, cv2.COLOR_RGB2GRAY)
     for name, scene in (("cup", photo), ("cats/cat", cat)):
         for view, H in enumerate((np.eye(3), TURN)):
@@ -59,7 +59,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     names = ["cats-cat0", "cats-cat1", "cup0", "cup1"]
     pairs = {f"{a}_{b}_matches.npz" for a, b in itertools.combinations(names, 2)}
     assert npz_names(work / "found") == pairs
-    with np.load(work / "found" / "cup0_cup1_matches.npz", allow_pickle=False) as file:
+    with np.load(work / "found/cup0_cup1_matches.npz", allow_pickle=False) as file:
         found = dict(file)
     given = {"keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned"}
     assert set(found) == {*given, "made_from", *results.ALIGNED}
@@ -79,7 +79,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     ]
     assert [made[name] for name in ("image0", "image1", "weights")] == digests
     assert made["threshold"] == 0.3 and made["superglue_sift"] == __version__
-    record = json.loads((work / "found" / "cup0_cup1_matches.json").read_text())
+    record = read_json(work / "found/cup0_cup1_matches.json")
     assert record["made_from"] == made
 
 
@@ -117,13 +117,13 @@ def test_features_are_computed_once_and_damaged_ones_again(work, monkeypatch):
 
 def test_what_is_done_is_not_redone(work, capsys, monkeypatch):
     assert match(work, "found") == 0
-    (work / "found" / "cup0_cup1_matches.npz").unlink()
+    (work / "found/cup0_cup1_matches.npz").unlink()
     assert match(work, "found") == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == f"1 pairs matched of 6, the others before: {work / 'found'}"
     forbid_matching(monkeypatch)
     assert match(work, "found") == 0
-    for path in (work / "photos" / "cats").iterdir():
+    for path in (work / "photos/cats").iterdir():
         path.unlink()
     assert match(work, "found") == 0
     assert "also holds 5 pairs of other commands, which are kept" in capsys.readouterr().out
@@ -143,9 +143,9 @@ def test_a_pair_of_other_inputs_or_a_damaged_one_is_matched_again(
 ):
     assert match(work, "found", "--pictures") == 0
     words = ["--threshold", "0.9"] if change == "threshold" else []
-    path = work / "found" / "cup0_cup1_matches.npz"
+    path = work / "found/cup0_cup1_matches.npz"
     if change == "image1":
-        cv2.imwrite(str(work / "photos" / "cup1.png"), np.ascontiguousarray(np.rot90(photo, 2)))
+        cv2.imwrite(str(work / "photos/cup1.png"), np.ascontiguousarray(np.rot90(photo, 2)))
     elif change == "weights":
         write_model(work / "model.safetensors", sinkhorn_iterations=3)
     elif change == "torn":
@@ -182,7 +182,7 @@ def test_the_output_is_never_input(work, capsys):
     for folder in ("photos/found", "photos/found", "photos/second"):
         assert match(work, folder, "--pictures") == 0
         assert len(npz_names(work / folder)) == 6
-    cv2.imwrite(str(work / "photos" / "second" / "own.png"), np.zeros((50, 50), np.uint8))
+    cv2.imwrite(str(work / "photos/second/own.png"), np.zeros((50, 50), np.uint8))
     capsys.readouterr()
     assert match(work, "photos/second") == 0
     assert "second: 1 images there are ignored: it is the output" in capsys.readouterr().err
@@ -237,7 +237,7 @@ def test_a_video_is_matched_frame_by_frame(work, photo, capsys):
     pairs = ["frame000000_frame000002", "frame000002_frame000004"]
     assert npz_names(work / "found") == {f"{pair}_matches.npz" for pair in pairs}
     for pair in pairs:
-        H = np.array(json.loads((work / "found" / f"{pair}_matches.json").read_text())["H_0to1"])
+        H = np.array(read_json(work / "found" / f"{pair}_matches.json")["H_0to1"])
         assert corner_error(H, np.array([[1.0, 0, 20], [0, 1, 0], [0, 0, 1]]), (600, 400)) < 1
 
 
@@ -309,10 +309,10 @@ def test_wrong_requests_are_one_line(work, monkeypatch, capfd, words, message):
 
 
 def test_files_that_the_shell_lists_are_matched_as_their_folder_is(work):
-    shutil.copy(work / "photos" / "cats" / "cat0.png", work / "photos" / "cat0.png")
+    shutil.copy(work / "photos/cats/cat0.png", work / "photos/cat0.png")
     names = sorted((work / "photos").glob("*.png"))
     assert run(work, *names, "--out-dir", work / "found") == 0
-    shutil.rmtree(work / "photos" / "cats")
+    shutil.rmtree(work / "photos/cats")
     assert match(work, "whole") == 0
     assert read_files(work / "found") == read_files(work / "whole") and len(names) == 3
 

@@ -6,12 +6,12 @@ import io
 import json
 import socket
 import threading
-import time
 
 import cv2
 import numpy as np
 import pytest
 from made_scenes import TURN
+from waiting import wait_until
 
 from superglue_sift import RequestError, scenes
 from superglue_sift.apps import results, serve
@@ -42,7 +42,7 @@ def gray(data):
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
-def test_two_images_give_the_files_of_the_command(client, untrained, views, tmp_path, threshold):
+def test_two_images_give_the_files_of_the_command(client, untrained, views, threshold):
     answer = post(client, *views, **({"threshold": threshold} if threshold else {})).get_json()
     files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
     own = dataclasses.replace(untrained, threshold=threshold or untrained.threshold)
@@ -94,13 +94,13 @@ def port(untrained):
         probe.bind((serve.HOST, 0))
         number = probe.getsockname()[1]
     threading.Thread(target=serve.run, args=(untrained, number), daemon=True).start()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+
+    def answers():
         with socket.socket() as probe:
-            if probe.connect_ex((serve.HOST, number)) == 0:
-                return number
-        time.sleep(0.05)
-    raise AssertionError("the server does not start")
+            return probe.connect_ex((serve.HOST, number)) == 0
+
+    wait_until(answers, 10)
+    return number
 
 
 def test_it_listens_on_this_machine_alone_and_a_taken_port_is_one_line(untrained, port):
