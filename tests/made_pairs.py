@@ -10,6 +10,7 @@ from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue
 
 SIZE = (320, 240)
+RAGGED = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))  # numbers of keypoints
 
 
 def records(rng, count):

@@ -4,17 +4,12 @@ import shutil
 
 import pytest
 
-from faults import cells, inject
+from faults import inject
 from faults.group import start, until_done, wait
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    return cells.Workbench(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture

@@ -6,16 +6,10 @@ import shutil
 
 import pytest
 
-from faults import cells
 from faults.group import begin, digest, rendezvous, wait
 from pipeline.train import __main__ as train
 from pipeline.train.trainer import Training
 from superglue_sift.weights import load_model_file
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    return cells.Workbench(tmp_path_factory.mktemp("nodes"))
 
 
 @pytest.fixture

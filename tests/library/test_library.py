@@ -302,6 +302,14 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, messag
     assert "\n" not in str(error.value)
 
 
+def write_changed(path, **about):
+    """An untrained model whose description says something else."""
+    tensors, info = weights.load_model_file(write_model(path))
+    model = {**info["model"], **about.pop("model", {})}
+    save_model_file(path, tensors, {**info, "model": model, **about})
+    return path
+
+
 @pytest.mark.parametrize(
     "changed, message",
     [
@@ -318,9 +326,7 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, messag
 def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
     tmp_path, monkeypatch, changed, message
 ):
-    path = tmp_path / "m.safetensors"
-    tensors, info = weights.load_model_file(write_model(path))
-    save_model_file(path, tensors, {**info, "model": {**info["model"], **changed}})
+    path = write_changed(tmp_path / "m.safetensors", model=changed)
     monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
     with pytest.raises(RequestError, match=message) as error:
         Matcher.load(path, "cpu")
@@ -331,9 +337,7 @@ def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
 
 @pytest.mark.parametrize("value", ["much", None, [], 2.0, float("nan"), True])
 def test_a_hostile_threshold_is_refused(tmp_path, value):
-    path = tmp_path / "m.safetensors"
-    tensors, info = weights.load_model_file(write_model(path))
-    save_model_file(path, tensors, {**info, "match_threshold": value})
+    path = write_changed(tmp_path / "m.safetensors", match_threshold=value)
     with pytest.raises(RequestError, match="match_threshold"):
         Matcher.load(path, "cpu")
 

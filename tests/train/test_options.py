@@ -8,15 +8,14 @@ import numpy as np
 import pytest
 import torch
 from faults.cells import Workbench
+from made_trainings import leave_mlflow_out
 from made_views import made_store
 from reading import read_json
 
-from pipeline import tracking
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.processes import distributed
-from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
@@ -28,8 +27,7 @@ from superglue_sift.weights import load_model_file
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+def bench(tmp_path, untracked):
     return Workbench(tmp_path)
 
 
@@ -51,7 +49,7 @@ def weights(tensors):
 def usual(tmp_path_factory):
     """The weights of the training that no option has changed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+        leave_mlflow_out(patch)
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 

@@ -161,10 +161,15 @@ def training(tmp_path, make_params, mlflow_store):
     return make
 
 
+@pytest.fixture
+def begun_from(tmp_path):
+    """Initial weights."""
+    return write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+
+
 def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
-    training, tmp_path, capsys
+    training, begun_from, tmp_path, capsys
 ):
-    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
     trained_on.write(begun_from, ["7777", "101"])
     assert train.main(training(begun_from)) == 0
     said = capsys.readouterr().out
@@ -179,8 +184,7 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
     assert trained_on.read(tmp_path / "models/superglue.safetensors") == {*own, "7777", "101"}
 
 
-def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
-    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys):
     trained_on.write(begun_from, ["100", "102"])
     said = []
     for more in ([], ["--keep-seen"]):
