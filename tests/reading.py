@@ -1,6 +1,7 @@
 """What tests read: JSON, YAML, and all files of a folder, to be compared with another one's."""
 
 import json
+import re
 
 from ruamel.yaml import YAML
 
@@ -12,6 +13,12 @@ def read_json(path):
 def read_yaml(path):
     """The tree of a YAML file."""
     return YAML(typ="safe", pure=True).load(path)
+
+
+def read_pins(path):
+    """Package -> version of a lock."""
+    lines = re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", path.read_text().lower(), re.MULTILINE)
+    return dict(lines)
 
 
 def read_files(folder):

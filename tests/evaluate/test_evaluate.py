@@ -138,17 +138,19 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     assert "blur (px) 3" in page and "data:image/jpeg" in page
 
 
+def held_out(folder, section):
+    images = sources.open_manifest(folder)
+    return heldout.HeldOutPairs(images, images.entries("test"), section)
+
+
 def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
     tmp_path, make_params, color_photo
 ):
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
-    section = make_params(
-        "evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet}
-    )
-    images = sources.open_manifest(tmp_path / "images")
-    source = heldout.HeldOutPairs(images, images.entries("test"), section)
+    views = {"width": 160, "height": 120, "pairs_per_image": 2, "views": {"photometric": quiet}}
+    source = held_out(tmp_path / "images", make_params("evaluate", **views))
     scene = source.load(0)
     for pair in scene.pairs:
         image0 = scene.images[pair.first]
@@ -166,8 +168,7 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
 def test_two_copies_of_a_photograph_have_something_in_common(tmp_path, make_params, photo):
     files = {"a.png": photo, "copy.png": photo, "turned.png": np.ascontiguousarray(photo[::-1])}
     write_image_set(tmp_path / "images", files, "test")
-    images = sources.open_manifest(tmp_path / "images")
-    source = heldout.HeldOutPairs(images, images.entries("test"), make_params("evaluate"))
+    source = held_out(tmp_path / "images", make_params("evaluate"))
     names = {name for name, _ in heldout.NegativePairs(source).scenes}
     assert "a.png and turned.png" in names and "turned.png and copy.png" in names
     assert not names & {"a.png and copy.png", "copy.png and a.png"}

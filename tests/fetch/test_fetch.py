@@ -183,18 +183,25 @@ def test_an_incomplete_output_is_named(tmp_path, run):
 # -----------------------------------------------------------------------------------
 
 
+def serve_val2017(path, count, monkeypatch):
+    """A server of a zip of `count` images, named as val2017.zip in the table of archives."""
+    server = FaultyServer(path.read_bytes())
+    md5 = hashlib.md5(server.data).hexdigest()
+    made = coco.Archive("val2017.zip", md5, count, len(server.data))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
+    return server
+
+
 @pytest.fixture
 def archive_server(image_folder, tmp_path, monkeypatch):
-    """A server of an archive with COCO's layout, named as val2017.zip in the table of archives."""
+    """A server of four photographs as val2017.zip."""
     path = tmp_path / "made.zip"
     with zipfile.ZipFile(path, "w") as out:
         for index, name in enumerate(
             ["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]
         ):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
-    server = FaultyServer(path.read_bytes())
-    made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
+    server = serve_val2017(path, 4, monkeypatch)
     monkeypatch.setattr(download, "sleep", lambda _: None)
     yield server
     server.close()
@@ -225,9 +232,7 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
         for index, data in enumerate(pictures):
             kind = zipfile.ZIP_DEFLATED if index % 2 else zipfile.ZIP_STORED
             out.writestr(zipfile.ZipInfo(f"val2017/{index:012d}.png"), data, kind)
-    server = FaultyServer((tmp_path / "made.zip").read_bytes())
-    made = coco.Archive("val2017.zip", "0" * 32, 40, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", coco.Source(made, None))
+    server = serve_val2017(tmp_path / "made.zip", 40, monkeypatch)
     server.faults = ["503", 100, None, 5000]
     folder = run(source="coco2017-val", mirror=server.url, limit=2)
     images = open_manifest(folder)

@@ -15,6 +15,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from reading import read_pins
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,21 +24,15 @@ STACKS = ("cu111", "modern")
 PATIENCE = 120  # seconds: a guard, for a busy machine
 
 
-def pins(name):
-    """{package: version} of a lock."""
-    text = (ROOT / name).read_text().lower()
-    return dict(re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", text, re.MULTILINE))
-
-
 @pytest.mark.parametrize("stack", [*STACKS, "match"])
 def test_locks_of_an_image_do_not_contradict_each_other(stack):
-    base = {
-        **pins(f"requirements/{'modern' if stack == 'match' else stack}.lock"),
-        **pins(f"docker/locks/torch-{'modern' if stack == 'match' else stack}.lock"),
-    }
-    more = [f"torch-{stack}.lock", "match.lock" if stack == "match" else f"dali-{stack}.lock"]
-    for name in more if stack == "match" else [*more, f"torch-{stack}.txt"]:
-        for package, version in pins(f"docker/locks/{name}").items():
+    locks = DOCKER / "locks"
+    of_base = "modern" if stack == "match" else stack
+    base = read_pins(ROOT / f"requirements/{of_base}.lock")
+    base.update(read_pins(locks / f"torch-{of_base}.lock"))
+    others = ["match.lock"] if stack == "match" else [f"dali-{stack}.lock", f"torch-{stack}.txt"]
+    for name in (f"torch-{stack}.lock", *others):
+        for package, version in read_pins(locks / name).items():
             assert base.get(package, version) == version, (name, package)
 
 

@@ -2,22 +2,16 @@
 must be.
 """
 
-import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from reading import read_pins
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 PYTHON = {"modern": "3.11", "cu111": "3.9"}
 LOCKS = ["modern", "modern-dev", "modern-extras", "cu111", "cu111-dev"]
-
-
-def locked(name):
-    """Package -> version of a lock."""
-    text = (REQUIREMENTS / f"{name}.lock").read_text()
-    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
 
 
 def wanted(name, stack):
@@ -32,7 +26,7 @@ def wanted(name, stack):
 def test_a_lock_holds_what_its_list_asks_for(name):
     stack, _, source = name.partition("-")
     source = source or "same"
-    lock = locked(name)
+    lock = read_pins(REQUIREMENTS / f"{name}.lock")
     for requirement in wanted(f"{source}.in", stack):
         name = requirement.name.lower().replace(".", "-").replace("_", "-")
         if name == "torch":
@@ -42,7 +36,6 @@ def test_a_lock_holds_what_its_list_asks_for(name):
 
 
 def test_the_stacks_agree_where_a_difference_would_show():
-    modern = locked("modern")
-    cu111 = locked("cu111")
+    modern, cu111 = (read_pins(REQUIREMENTS / f"{stack}.lock") for stack in ("modern", "cu111"))
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name

@@ -164,6 +164,11 @@ class TestPublished:
             assert (tmp_path / "run/best.safetensors").read_bytes() == best
 
 
+def about_best(folder):
+    """What the best model of `run` says of itself."""
+    return load_model_file(folder / "run/best.safetensors")[1]
+
+
 def model_of(out):
     """Weights and optimiser of the newest checkpoint."""
     return {
@@ -220,7 +225,7 @@ class TestWhatMayChange:
         assert "resuming at step 4 of 6" in printed
         assert "train.save_every changed on resume: 2 -> 5" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
-        best = load_model_file(tmp_path / "run/best.safetensors")[1]
+        best = about_best(tmp_path)
         # Also a best model of before, which was chosen on four
         assert best["validation"]["pairs"] == 6
         assert "nothing to do" in output_of("run", log_every=3)
@@ -232,19 +237,19 @@ class TestWhatMayChange:
         choose = trainer.choose_pairs
         monkeypatch.setattr(trainer, "choose_pairs", lambda *of: (choose(*of)[0][1:], []))
         assert train.main(request_of("run")) == 0
-        best = load_model_file(tmp_path / "run/best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["validation"]["pairs"] == 3 and best["step"] <= 4  # still those of before
 
     def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, output_of):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
-        named = load_model_file(tmp_path / "run/best.safetensors")[1]["training"]
+        named = about_best(tmp_path)["training"]
         printed = output_of("run", **constant, steps=9)
         assert "resuming at step 6 of 9" in printed
         assert "train.steps changed on resume: 6 -> 9" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
-        best = load_model_file(tmp_path / "run/best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
 
     def test_other_versions_and_code_are_said_and_recorded(
@@ -266,7 +271,7 @@ class TestWhatMayChange:
             for each in load_model_file(newest(tmp_path / "run"))[1]["versions"]
         ]
         assert steps == [(0, "abc"), (2, "def"), (4, "def")]
-        best = load_model_file(tmp_path / "run/best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["versions"] == [{"step": 0, "torch": "1.0"}, {"step": 4, "torch": "2.0"}]
         under("2.0", "ghi")
         assert "it was trained under code def (now ghi)" in output_of("run")
