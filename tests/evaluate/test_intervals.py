@@ -60,8 +60,8 @@ def test_one_cluster_and_none_have_no_interval():
 NOTHING = ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8)
 
 
-def results_of(ours, baseline):
-    """Synthetic results, each pair of another photograph."""
+def compare(ours, baseline):
+    """Our errors with a baseline's, each pair of another photograph."""
     results = []
     for index, (first, second) in enumerate(zip(ours, baseline)):
         rows = {}
@@ -71,11 +71,7 @@ def results_of(ours, baseline):
             names = str(index), f"photograph {index}", matcher
             rows[matcher] = PairRow(*names, 10, 10, MatchCounts(10, 5, 8, 4), errors, {})
         results.append(PairResult((index, 0), rows, {OURS: NOTHING}))
-    return results
-
-
-def compare(ours, baseline):
-    return metrics.compare(results_of(ours, baseline), {OURS: 0.2})
+    return metrics.compare(results, {OURS: 0.2})
 
 
 def test_paired_differences_see_what_separate_intervals_cannot():

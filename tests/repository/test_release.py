@@ -15,10 +15,6 @@ import superglue_sift
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def yaml_of(name):
-    return read_yaml(ROOT / name)
-
-
 def requirements_of(section):
     """The requirements in one list of pyproject.toml, by name."""
     text = (ROOT / "pyproject.toml").read_text()
@@ -28,7 +24,7 @@ def requirements_of(section):
 
 
 def test_version_and_date_are_those_of_citation_and_changelog():
-    citation = yaml_of("CITATION.cff")
+    citation = read_yaml(ROOT / "CITATION.cff")
     heading = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     version, date = heading.groups()
     assert version == citation["version"] == superglue_sift.__version__
