@@ -9,7 +9,7 @@ import gc
 import math
 import multiprocessing
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator
+from typing import Callable, Dict, Iterator
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from benchmarks.timing import Call, Row, Setting, compare
 from pipeline import compat
 from pipeline.train.objective import MatchingObjective
 from superglue_sift import sinkhorn
+from superglue_sift.batch import PairBatch
 from superglue_sift.superglue import SuperGlue, mutual_matches
 from superglue_sift.truth import ground_truth
 from superglue_sift.weights import fuse_for_inference
@@ -30,18 +31,19 @@ KEYPOINTS = 512
 ITERATIONS = 100  # of Sinkhorn alone
 SINKHORN_PAIRS = 8
 MIB = 1 << 20
+Prepare = Callable[[Setting, str], Call]
 NOISE = 0.3  # of `perturb`: standard deviation on a weight, times the root of its number of inputs
 
 
-def forward_call(model: nn.Module, batch: Any) -> Call:
+def forward_call(model: nn.Module, batch: PairBatch) -> Call:
     """Log assignments without gradients."""
     model.eval()
     return torch.no_grad()(lambda: model(batch))
 
 
-def training_call(model: nn.Module, batch: Any, precision: str = "float32") -> Call:
-    """A training step with Adam: truth, loss, gradient, update. Works for our network and the plain
-    one.
+def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32") -> Call:
+    """A training step with Adam: truth, loss, gradient, update. Of our network, or of the plain
+    one, which is in float32.
     """
     model.train()
     ours = isinstance(model, SuperGlue)
@@ -95,19 +97,19 @@ def latency(setting: Setting) -> Iterator[Row]:
 
 def transport(setting: Setting) -> Iterator[Row]:
     """Sinkhorn alone, T = 100, forward and backward, compared with autograd in the log domain."""
-    ways = {way: sinkhorn_call(str(setting.device), way) for way in ("plain", "ours")}
+    ways = {way: sinkhorn_call(setting, way) for way in ("plain", "ours")}
     taken = setting.time(ways, SINKHORN_PAIRS)
     name = f"Sinkhorn, forward and backward, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}"
     yield compare(name, taken["ours"], taken["plain"], "autograd in the log domain")
 
 
-def sinkhorn_call(device: str, way: str) -> Call:
+def sinkhorn_call(setting: Setting, way: str) -> Call:
     """A call of Sinkhorn on random scores in the range of a network."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(SINKHORN_PAIRS, KEYPOINTS, KEYPOINTS, generator=generator)
-    scores = (random * 5).to(device).requires_grad_()
-    dustbin = torch.tensor(1.0, device=device, requires_grad=True)
-    full = torch.ones(scores.shape[:2], dtype=torch.bool, device=device)
+    scores = (random * 5).to(setting.device).requires_grad_()
+    dustbin = torch.tensor(1.0, device=setting.device, requires_grad=True)
+    full = torch.ones(scores.shape[:2], dtype=torch.bool, device=setting.device)
 
     def call() -> None:
         scores.grad = None
@@ -120,47 +122,42 @@ def sinkhorn_call(device: str, way: str) -> Call:
     return call
 
 
-def step_call(device: str, way: str, model: SuperGlue) -> Call:
-    """A call of a training step of four pairs, after a small one."""
-    twin = plain.plain_from(model).to(device) if way == "plain" else model.to(device)
-    precision = "float32" if way == "plain" else way
-    training_call(twin, make_batch(64, 1).to(device), precision)()
-    return training_call(twin, make_batch(KEYPOINTS, 4).to(device), precision)
+def step_call(setting: Setting, way: str) -> Call:
+    """A call of a training step of four pairs, after a small one. way: plain, or a precision."""
+    model = setting.model()
+    tried = plain.plain_from(model).to(setting.device) if way == "plain" else model
+    training_call(tried, make_batch(64, 1).to(setting.device), way)()
+    return training_call(tried, make_batch(KEYPOINTS, 4).to(setting.device), way)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
     """Peak memory of a training step and of Sinkhorn, ours and plain, each alone in a process."""
-    device = str(setting.device)
-    model = setting.model().cpu()
     works = [
-        (f"training step, N = {KEYPOINTS}, batch 4", step_call, (model,), PRECISIONS),
-        (f"Sinkhorn, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}", sinkhorn_call, (), ("ours",)),
+        (f"training step, N = {KEYPOINTS}, batch 4", step_call, PRECISIONS),
+        (f"Sinkhorn, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}", sinkhorn_call, ("ours",)),
     ]
-    for name, work, arguments, ways in works:
-        base = peak_mib(work, device, "plain", *arguments)
+    for name, prepare, ways in works:
+        base = peak_mib(setting, prepare, "plain")
         for way in ways:
-            own = peak_mib(work, device, way, *arguments)
+            own = peak_mib(setting, prepare, way)
             note = f"{base / own:.1f}x less than plain, {base:.0f} MiB"
             yield Row(f"memory: {name}, {way}", own, "MiB", note=note)
 
 
-def peak_mib(work: Callable[..., Call], device: str, *arguments: Any) -> float:
-    """MiB by which one call raises the memory in use at its peak, in a process of its own.
-
-    Args:
-        work: a module-level function; `work(device, *arguments)` prepares and returns the call to
-            be measured.
+def peak_mib(setting: Setting, prepare: Prepare, way: str) -> float:
+    """MiB by which the call that `prepare(setting, way)` returns raises the memory in use at its
+    peak, in a process of its own.
     """
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
-        return pool.submit(_measure_peak, work, device, arguments).result()
+        return pool.submit(_measure_peak, setting, prepare, way).result()
 
 
-def _measure_peak(work: Callable[..., Call], device: str, arguments: Any) -> float:
+def _measure_peak(setting: Setting, prepare: Prepare, way: str) -> float:
     torch.set_num_threads(1)
-    call = work(device, *arguments)
+    call = prepare(setting, way)
     gc.collect()
-    if torch.device(device).type == "cuda":
+    if setting.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         call()

@@ -49,13 +49,13 @@ def _make_view(keypoints: int, rng: np.random.Generator) -> np.ndarray:
     return records
 
 
-def make_pairs(keypoints: int, pairs: int, seed: int = 0) -> Tuple[List[Pair], np.ndarray]:
+def make_pairs(keypoints: int, pairs: int) -> Tuple[List[Pair], np.ndarray]:
     """`pairs` independent pairs, and H_0to1 (pairs, 3, 3)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     made = [make_pair(keypoints, rng) for _ in range(pairs)]
     return [pair for pair, _ in made], np.stack([H for _, H in made])
 
 
-def make_batch(keypoints: int, pairs: int, seed: int = 0) -> PairBatch:
+def make_batch(keypoints: int, pairs: int) -> PairBatch:
     """A batch in which every view has exactly `keypoints`."""
-    return from_pairs(*make_pairs(keypoints, pairs, seed))
+    return from_pairs(*make_pairs(keypoints, pairs))

@@ -94,7 +94,7 @@ def make_params():
     from pipeline.parameters import params
     from pipeline.parameters.schema import TrainOptions
 
-    sections = params.load_all(ROOT / "presets" / "sample.yaml")
+    sections = params.load_all(ROOT / "presets/sample.yaml")
 
     def changed(tree, changes):
         merged = dict(tree)

@@ -6,6 +6,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+PIECE = 1 << 16  # bytes
+
 
 class FaultyServer:
     """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is
@@ -19,7 +21,7 @@ class FaultyServer:
         self.data = data
         self.ranges = ranges
         self.faults = []
-        self.pace = 0.0  # seconds between two pieces of 64 KiB
+        self.pace = 0.0  # seconds between two pieces
         self.sent = self.cuts = 0
         self.requests = []
         self.etag = f'"{hashlib.md5(data).hexdigest()}"'
@@ -72,7 +74,7 @@ class FaultyServer:
         end = min(int(wanted.group(2)) + 1 if wanted.group(2) else len(self.data), len(self.data))
         return (206, start, end) if start < len(self.data) else (416, 0, 0)
 
-    def _serve(self, request, cut=None):
+    def _serve(self, request, cut):
         code, start, end = self._span(request)
         more = {}
         if code == 206:
@@ -86,16 +88,17 @@ class FaultyServer:
             with self._lock:
                 self.cuts += 1
 
-    def _send(self, request, body, step=1 << 16, pause=0.0):
-        for at in range(0, len(body), step):
+    def _send(self, request, body):
+        for at in range(0, len(body), PIECE):
+            piece = body[at : at + PIECE]
             try:
-                request.wfile.write(body[at : at + step])
+                request.wfile.write(piece)
             except OSError:
                 request.close_connection = True
                 return
             with self._lock:
-                self.sent += len(body[at : at + step])
-            time.sleep(pause or self.pace)
+                self.sent += len(piece)
+            time.sleep(self.pace)
 
     # --- faults
 

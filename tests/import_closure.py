@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from ruamel.yaml import YAML
+from reading import read_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "superglue_sift")
@@ -69,12 +69,11 @@ def _nodes(node, into_functions):
         yield from _nodes(child, into_functions)
 
 
-def closure(modules, without=()):
+def closure(modules):
     """Module name -> path, for these modules and all that they import of the project, also in
     functions.
 
-    The modules and packages of `without` and the `__init__.py` of the two packages are not
-    followed.
+    CHANGES_NO_OUTPUT and the `__init__.py` of the two packages are not followed.
     """
     found = {}
     waiting = list(modules)
@@ -84,7 +83,7 @@ def closure(modules, without=()):
         if (
             name in found
             or path is None
-            or any(name == other or name.startswith(other + ".") for other in without)
+            or any(f"{name}.".startswith(f"{other}.") for other in CHANGES_NO_OUTPUT)
         ):
             continue
         found[name] = path
@@ -109,7 +108,7 @@ def code_of(command):
     """Files whose change can change the output of a command: what it imports, with more in it than
     a docstring.
     """
-    files = closure(modules_in(command), CHANGES_NO_OUTPUT)
+    files = closure(modules_in(command))
     return sorted(
         path for name, path in files.items() if name not in PACKAGES and _has_code(ROOT / path)
     )
@@ -149,7 +148,7 @@ def differences(tree):
 
 
 def main():
-    tree = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
+    tree = read_yaml(ROOT / "dvc.yaml")
     lines = differences(tree)
     print("\n".join(lines) or "dvc.yaml: the dependencies hold all that the stages import")
     return 1 if lines else 0

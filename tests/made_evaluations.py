@@ -2,10 +2,10 @@
 
 import contextlib
 import csv
-import json
 from unittest import mock
 
 from made_scenes import write_image_set, write_model
+from reading import read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
@@ -49,7 +49,7 @@ def run(folder, *extra, out="out", charts=False):
 
 def read_metrics(folder, out="out"):
     """metrics.json of an evaluation."""
-    return json.loads((folder / out / "metrics.json").read_text())
+    return read_json(folder / out / "metrics.json")
 
 
 def read_csv(path):

@@ -10,6 +10,7 @@ from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlue
 
 SIZE = (320, 240)
+RAGGED = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))  # numbers of keypoints
 
 
 def records(rng, count):
@@ -24,8 +25,22 @@ def records(rng, count):
     return made
 
 
+def records_at(points):
+    """Records of one scale at these places (n, 2), without descriptors."""
+    made = np.zeros(len(points), KEYPOINT)
+    made["x"], made["y"] = np.transpose(points)
+    made["scale"] = 4.0
+    return made
+
+
 def pair(rng, count0, count1):
     return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE)
+
+
+def pairs_of(*counts, seed=0):
+    """Pairs of these numbers of keypoints (M, N)."""
+    rng = np.random.default_rng(seed)
+    return [pair(rng, *each) for each in counts]
 
 
 def related(pairs, H=None):
@@ -33,9 +48,9 @@ def related(pairs, H=None):
     return from_pairs(pairs, np.stack([np.eye(3) if H is None else H] * len(pairs)))
 
 
-def scrambled(config, seed=0):
+def scrambled(config):
     """A network whose every layer does something (an untrained one starts as the identity)."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     model = SuperGlue(config)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,7 +1,21 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
 from pipeline.parameters.params import flag
-from pipeline.parameters.schema import TrainOptions
+from pipeline.parameters.schema import TrainOptions, TrainParams
+
+
+def keys_of(section, name):
+    """Each key of a section that a file may hold: {"views.homography.tilt_deg": its field, ...}."""
+    keys = {}
+    for key, field in section.model_fields.items():
+        full = f"{name}.{key}"
+        is_option = section is TrainParams and key in TrainOptions.model_fields
+        if is_option or full == "keypoints.views":
+            continue
+        keys[full] = field
+        if hasattr(field.annotation, "model_fields"):
+            keys.update(keys_of(field.annotation, full))
+    return keys
 
 
 def file_of(sections):

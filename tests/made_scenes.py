@@ -9,12 +9,21 @@ import numpy as np
 import torch
 
 from pipeline.image_sets import manifest, sources
+from superglue_sift.geometry import transform
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.weights import save_model_file
 
 IDENTITY = np.eye(3)
 SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])
+MILD = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 TURN = np.array([[0.92, -0.26, 70], [0.26, 0.92, -40], [1e-4, -5e-5, 1]])
+
+
+def places_shown(H, size):
+    """(2, height, width): x and y, in the photograph, of each pixel of a view."""
+    x, y = np.meshgrid(*map(np.arange, size))
+    places = transform(np.stack([x, y], -1).reshape(-1, 2).astype(float), np.linalg.inv(H))
+    return places.T.reshape(2, *size[::-1])
 
 
 def write_model(path, about=None, **changes):

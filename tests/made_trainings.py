@@ -6,6 +6,8 @@ from pathlib import Path
 from made_params import file_of, words_of
 from made_views import made_keypoints
 
+from pipeline import tracking
+from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 from superglue_sift.weights import load_model_file
@@ -39,6 +41,11 @@ def request_maker(folder, make_params):
         return [*map(str, words), *words_of(values)]
 
     return make
+
+
+def leave_mlflow_out(patch):
+    """No MLflow, which has tests of its own: a new store takes longer than a small training."""
+    patch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
 
 
 def home(out):

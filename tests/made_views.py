@@ -9,6 +9,7 @@ from superglue_sift.geometry import transform
 from superglue_sift.sift import ORIENTED
 
 SIZE = (320, 240)
+VIEWS = 3  # of an image of a store
 
 
 def made_records(rng, xy, descriptors):
@@ -47,20 +48,20 @@ def made_image(rng, name, views, points):
     )
 
 
-def made_store(folder, images=5, views=3, points=40, seed=0):
+def made_store(folder, images=5, points=40, seed=0):
     """A store of `images` synthetic images with varying numbers of points; one image has none."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     made = [
-        made_image(rng, f"{i:03d}", views, (points + 7 * i) if i != 1 else 0) for i in range(images)
+        made_image(rng, f"{i:03d}", VIEWS, (points + 7 * i) if i != 1 else 0) for i in range(images)
     ]
     rows = [store.write_shard(folder / store.shard_name(0), made)]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views)))
+    (folder / store.INDEX).write_text(json.dumps(store.index(rows, VIEWS)))
     return folder
 
 
-def made_keypoints(folder, seed=0):
+def made_keypoints(folder):
     """What the stage keypoints leaves behind: a train and a val store."""
-    made_store(folder / "train", seed=seed)
-    made_store(folder / "val", images=3, seed=seed + 1)
+    made_store(folder / "train")
+    made_store(folder / "val", images=3, seed=1)
     return folder

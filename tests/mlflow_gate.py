@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 
-def _listen(port, patience=10):
+def _listen(port):
     """Listen on a port, which a connection to the server before may hold for a moment."""
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + 10
     while True:
         try:
             return socket.create_server(("127.0.0.1", port))

@@ -18,10 +18,7 @@ FILES = sorted(
     for package in ("benchmarks", "pipeline", "superglue_sift")
     for path in (ROOT / package).rglob("*.py")
 )
-TREES = {
-    name: ast.parse((ROOT / name).read_text(encoding="utf-8"), feature_version=(3, 9))
-    for name in FILES
-}
+TREES = {name: ast.parse((ROOT / name).read_text(), feature_version=(3, 9)) for name in FILES}
 
 STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
 # What every package may import: errors, writing files, types of parameters, differences between the
@@ -68,16 +65,10 @@ def package_of(module):
 
 
 def crossings(name):
-    """Modules of other packages that the file imports."""
-    module = module_of(name)
-    found = []
-    for other in imports(ROOT / name, module):
-        is_file = any(
-            (ROOT / (other.replace(".", "/") + end)).exists() for end in (".py", "/__init__.py")
-        )
-        if is_file and other.startswith("pipeline.") and package_of(other) != package_of(module):
-            found.append(other)
-    return found
+    """Modules of other packages of `pipeline` that the file imports."""
+    own = package_of(module_of(name))
+    others = map(module_of, imported(name))
+    return [each for each in others if each.startswith("pipeline.") and package_of(each) != own]
 
 
 def allowed(package, other):
@@ -149,22 +140,19 @@ def test_imports_run_in_no_circle():
 
 
 def test_every_package_is_known():
-    folders = {
-        path.name for path in (ROOT / "pipeline").iterdir() if (path / "__init__.py").exists()
-    }
-    assert folders - set(MAY_IMPORT) == set(), "say in MAY_IMPORT what the new package may import"
-    missing = {
-        path.name for path in (ROOT / "pipeline").iterdir() if any(path.glob("*.py"))
-    } - folders
-    assert missing == set(), "a package without an __init__.py"
+    folders = {path.parent for path in (ROOT / "pipeline").glob("*/*.py")}
+    unknown = {path.name for path in folders} - set(MAY_IMPORT)
+    assert unknown == set(), "say in MAY_IMPORT what the new package may import"
+    missing = [path.name for path in folders if not (path / "__init__.py").exists()]
+    assert missing == [], "a package without an __init__.py"
 
 
 @pytest.mark.parametrize("package", ["superglue_sift", "pipeline"])
 def test_the_maps_name_what_exists(package):
     """The docstring of each package names its modules and folders; CONTRIBUTING the folders."""
-    contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    contributing = (ROOT / "CONTRIBUTING.md").read_text()
     for init in sorted((ROOT / package).rglob("__init__.py")):
-        docstring = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
         modules = {path.stem for path in init.parent.glob("*.py") if not path.stem.startswith("__")}
         folders = {path.parent.name for path in init.parent.glob("*/__init__.py")}
         left_out = (modules | folders) - set(re.findall(r"\w+", docstring))
@@ -187,7 +175,7 @@ def depth(node):
 def test_files_and_functions_stay_small_and_have_a_subject():
     wrong = [name for name in FILES if re.search(r"\b(utils?|helpers|common|misc)\.py$", name)]
     for name in FILES:
-        lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+        lines = len((ROOT / name).read_text().splitlines())
         wrong += [f"{name} has {lines} lines"] if lines > 400 else []
         functions = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.FunctionDef)]
         for node in functions:
@@ -255,7 +243,7 @@ def tracked():
 
 def test_no_tracked_file_is_large():
     """The shipped weights alone may be: 8 MB at most, so that a clone stays quick."""
-    weights = ROOT / "pretrained" / "superglue-sift.safetensors"
+    weights = ROOT / "pretrained/superglue-sift.safetensors"
     assert weights.stat().st_size < 8e6
     large = {
         path.relative_to(ROOT).as_posix(): path.stat().st_size

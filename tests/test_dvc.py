@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import import_closure
-from ruamel.yaml import YAML
+from reading import read_yaml
 
 from pipeline.parameters.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-TREE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))
+TREE = read_yaml(ROOT / "dvc.yaml")
 # The MLflow run that metrics are added to, another in every clone and after each training;
 # downloads, which a clone that pulls need not have.
 NAMED_ONLY = ("reports/train/log.jsonl", "data/archives")

@@ -1,3 +1,3 @@
-"""Scenes and the weights of their acceptance, sizes of files, the rank of keypoints, the first
-picture, the notebook, a new GPU; `python -m benchmarks.dev.<name> --help`.
+"""Scenes and the weights of their acceptance, sizes of files, the first picture, the notebook, a
+new GPU; `python -m benchmarks.dev.<name> --help`.
 """

@@ -11,15 +11,16 @@ same in total. A pair of one place with another geometry is a wrong one.
 
 from __future__ import annotations
 
-import argparse
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from scipy.optimize import minimize
+from scipy.special import expit
 
 from benchmarks.dev import places
+from benchmarks.dev.command import make_parser
 from pipeline import errors
 from pipeline.image_sets.sources import open_manifest
 from pipeline.views.homography import generator
@@ -54,7 +55,7 @@ class Weights(NamedTuple):
 
     def probabilities(self, features: np.ndarray) -> np.ndarray:
         """(n,) of features (n, 4)."""
-        return 1 / (1 + np.exp(-features @ self.values - self.bias))
+        return expit(features @ self.values + self.bias)
 
 
 def read_photographs(folder: Path) -> Tuple[Dict[str, np.ndarray], int]:
@@ -76,7 +77,7 @@ def most_similar(ours: matcher.Matcher, photos: Dict[str, np.ndarray]) -> List[s
     return [names[index] for index in np.where(cosines < SAME, cosines, -1).argmax(1)]
 
 
-def examine(ours: matcher.Matcher, photo: str, pair: places.Made) -> Optional[Example]:
+def examine(ours: matcher.Matcher, photo: str, kind: str, pair: places.Made) -> Optional[Example]:
     """A made pair as a scene that skips none sees it; None if one is right and no geometry fits."""
     sides = [ours.extract(image) for image in (pair.image0, pair.image1)]
     screened = scenes.screen(sides, ours.resize)
@@ -87,12 +88,12 @@ def examine(ours: matcher.Matcher, photo: str, pair: places.Made) -> Optional[Ex
     right = pair.right(found.points0[judged.inliers], found.points1[judged.inliers])
     if len(pair.planes) and not judged.features.any():
         return None
-    return Example(photo, pair.kind, judged.features, bool(len(right) and right.mean() > 0.5))
+    return Example(photo, kind, judged.features, bool(len(right) and right.mean() > 0.5))
 
 
-def make_examples(folder: Path, model: Optional[Path], device: str) -> List[Example]:
-    """All examples, computed one per core at a time."""
-    ours = matcher.Matcher.load(model, device, scene=True)
+def make_examples(folder: Path) -> List[Example]:
+    """All examples, of the shipped weights, computed one per core at a time."""
+    ours = matcher.Matcher.load(device="cpu", scene=True)
     photos, count = read_photographs(folder)
     names = list(photos)
     similar = most_similar(ours, photos)
@@ -110,7 +111,7 @@ def make_examples(folder: Path, model: Optional[Path], device: str) -> List[Exam
         other = names[(place + 1 + rng.integers(len(names) - 1)) % len(names)]
         other = similar[place] if kind == "similar" else other
         pair = places.KINDS[kind][0](rng, photos[names[place]], photos[other])
-        return examine(ours, names[place], pair._replace(kind=kind))
+        return examine(ours, names[place], kind, pair)
 
     with ThreadPoolExecutor(ours.workers) as pool:
         shown = Progress(pool.map(example, asked), total=len(asked), desc="pairs", unit="pairs")
@@ -172,14 +173,9 @@ def report(examples: Sequence[Example]) -> List[str]:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Make the pairs, learn, and print."""
-    title, _, more = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser("python -m benchmarks.dev.acceptance", description=title)
-    parser.epilog = more
+    parser = make_parser("acceptance", __doc__)
     parser.add_argument("images", type=Path, metavar="IMAGES", help="folder with manifest.csv")
-    parser.add_argument("--model", type=Path, help="model file; default: the shipped weights")
-    parser.add_argument("--device", default="cpu", help="of the network")
-    options = parser.parse_args(argv)
-    print("\n".join(report(make_examples(options.images, options.model, options.device))))
+    print("\n".join(report(make_examples(parser.parse_args(argv).images))))
     return 0
 
 

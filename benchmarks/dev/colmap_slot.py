@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.dev import colmap
 from benchmarks.dev.colmap import Side, library
+from benchmarks.dev.command import make_parser
 from pipeline import errors
 from pipeline.bootstrap import auc_by_pair
 from pipeline.errors import RequestError
@@ -181,10 +182,7 @@ def compare(title: str, source: Source, options: argparse.Namespace) -> None:
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line."""
-    title, _, more = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.dev.colmap_slot", description=title, epilog=more
-    )
+    parser = make_parser("colmap_slot", __doc__)
     add = parser.add_argument
     add("file", type=Path, help="of `python -m superglue_sift.onnx --for colmap`")
     add("--pairs", type=Path, metavar="DIR", help="sequences with homographies, as HPatches")

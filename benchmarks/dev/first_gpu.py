@@ -10,7 +10,6 @@ add up to 19 minutes. Run again with what is left: parts that succeeded are not 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -22,7 +21,8 @@ from typing import Dict, List, NamedTuple, Optional, Sequence
 import numpy as np
 from ruamel.yaml import YAML
 
-from pipeline import presets
+from benchmarks.dev.command import make_parser
+from benchmarks.images import SAMPLE
 from pipeline.files import write_atomic
 from pipeline.parameters import params
 
@@ -47,8 +47,7 @@ class Part(NamedTuple):
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the parts that have not succeeded yet, within the budget."""
-    title = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dev.first_gpu", description=title)
+    parser = make_parser("first_gpu", __doc__)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--out", type=Path, default=Path("reports/first-gpu"))
@@ -78,8 +77,7 @@ def write_params(out: Path, small: bool) -> None:
     """Write the parameters of a short training, `curve.yaml`: preset `sample` with a larger
     network.
     """
-    text = presets.render("sample")
-    base = {name: dict(values) for name, values in YAML(typ="safe", pure=True).load(text).items()}
+    base = YAML(typ="safe", pure=True).load(SAMPLE)
     keypoints = 64 if small else 512
     steps = 8 if small else 200
     base["keypoints"].update(max_keypoints=keypoints, views_per_image=4 if small else 12)

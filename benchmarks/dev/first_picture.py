@@ -10,13 +10,13 @@ averages.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 
+from benchmarks.dev.command import make_parser
 from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
@@ -55,9 +55,7 @@ def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Draw it."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.first_picture", description=__doc__.splitlines()[0]
-    )
+    parser = make_parser("first_picture", __doc__)
     parser.add_argument("out", type=Path, help="the picture to write (.jpg)")
     args = parser.parse_args(argv)
     matcher = Matcher.load(device="cpu")

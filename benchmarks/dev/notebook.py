@@ -8,11 +8,12 @@ matplotlib, scikit-image and pycolmap.
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
 from typing import Any, Optional, Sequence
+
+from benchmarks.dev.command import make_parser
 
 SECONDS = 600  # of a cell, at most
 
@@ -43,9 +44,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run it and write it."""
     import nbformat
 
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.notebook", description=str(__doc__).splitlines()[0]
-    )
+    parser = make_parser("notebook", __doc__)
     parser.add_argument("notebook", type=Path, help="run, and written with its outputs")
     path = parser.parse_args(argv).notebook
     with tempfile.TemporaryDirectory() as folder:

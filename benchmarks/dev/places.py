@@ -17,6 +17,8 @@ from pipeline.views.homography import sample_view
 from pipeline.views.render import distort, render
 from superglue_sift.geometry import Size, compose, inverse, normalize, transform
 
+Random = np.random.Generator
+Gray = np.ndarray  # a photograph (H, W) uint8
 VIEW = (640, 480)  # px, width and height
 # Wider than in training: little overlap, strong tilt and zoom
 WIDE = Homography(scale_min=0.25, perspective=0.3, rotation_deg=60, tilt_deg=70, max_upscale=4)
@@ -27,11 +29,10 @@ RIGHT_PX = 4.0  # error up to which a match is right
 
 
 class Made(NamedTuple):
-    """Two gray images (H, W) uint8, and the homographies (L, 3, 3) of the planes that both show."""
+    """Two images, and the homographies (L, 3, 3) of the planes that both show."""
 
-    kind: str
-    image0: np.ndarray
-    image1: np.ndarray
+    image0: Gray
+    image1: Gray
     planes: np.ndarray
 
     def right(self, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
@@ -42,31 +43,36 @@ class Made(NamedTuple):
         return right
 
 
-def made(kind: str, image0: np.ndarray, image1: np.ndarray, planes: Any = ()) -> Made:
+def made(image0: Gray, image1: Gray, planes: Any = ()) -> Made:
     """A pair; planes: a sequence of (3, 3)."""
-    return Made(kind, image0, image1, np.reshape(planes, (-1, 3, 3)).astype(float))
+    return Made(image0, image1, np.reshape(planes, (-1, 3, 3)).astype(float))
 
 
 def view(
-    rng: np.random.Generator, photo: np.ndarray, limits: Homography, size: Size = VIEW
+    rng: Random, photo: Gray, limits: Homography, size: Size = VIEW
 ) -> Tuple[np.ndarray, np.ndarray]:
     """A random view of a photograph, and its homography (3, 3)."""
     H = sample_view(rng, photo.shape[::-1], size, limits)
     return distort(render(photo, H, size), rng, LIGHT), H
 
 
-def plane(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
+def mild_part(rng: Random, photo: Gray) -> Gray:
+    """What a mild view shows, as it is."""
+    return render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW)
+
+
+def plane(rng: Random, photo: Gray, _other: Gray) -> Made:
     """Two views of a photograph."""
     (one, H0), (two, H1) = (view(rng, photo, WIDE) for _ in range(2))
-    return made("plane", one, two, [compose(H1, inverse(H0))])
+    return made(one, two, [compose(H1, inverse(H0))])
 
 
-def depth(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def depth(rng: Random, photo: Gray, other: Gray) -> Made:
     """A photograph cut into planes at different depths, seen by a camera that moved.
 
     Behind the planes in front is another photograph, which the first camera does not see.
     """
-    first = render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW)
+    first = mild_part(rng, photo)
     K, turn, moved = _motion(rng)
     fronts = [_outline(rng) for _ in range(rng.integers(2, 13))]
     # in units of the depth of the last plane
@@ -85,10 +91,10 @@ def depth(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Mad
         shown = cv2.warpPerspective(mask, planes[-1], VIEW) > 127
         second[shown] = cv2.warpPerspective(seen, planes[-1], VIEW)[shown]
     second, H = view(rng, second, WIDE)
-    return made("depth", distort(first, rng, LIGHT), second, [compose(H, each) for each in planes])
+    return made(distort(first, rng, LIGHT), second, [compose(H, each) for each in planes])
 
 
-def _motion(rng: np.random.Generator) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _motion(rng: Random) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """K (3, 3) of a camera, and its motion: R (3, 3), t (3,) for a place at depth 1."""
     width, height = VIEW
     focal = width * rng.uniform(0.8, 1.6)
@@ -100,14 +106,14 @@ def _motion(rng: np.random.Generator) -> Tuple[np.ndarray, np.ndarray, np.ndarra
     return K, turn, moved + rng.uniform(0.3, 1) * (ahead - turn @ ahead)
 
 
-def _outline(rng: np.random.Generator) -> np.ndarray:
+def _outline(rng: Random) -> np.ndarray:
     """A convex outline within a view, (n, 2) int32."""
     middle = rng.uniform(0.1, 0.9, 2) * VIEW
     points = middle + rng.uniform(0.08, 0.35) * rng.uniform(-1, 1, (8, 2)) * VIEW
     return cv2.convexHull(points.astype(np.int32))[:, 0]
 
 
-def wall(rng: np.random.Generator, photo: np.ndarray, back: np.ndarray) -> np.ndarray:
+def wall(rng: Random, photo: Gray, back: Gray) -> np.ndarray:
     """A wall of equal windows, in rows: the middle of one photograph, many times on another."""
     out = cv2.resize(back, VIEW, interpolation=cv2.INTER_AREA)
     at = (np.array(photo.shape) - WINDOW) // 2
@@ -120,12 +126,12 @@ def wall(rng: np.random.Generator, photo: np.ndarray, back: np.ndarray) -> np.nd
     return out
 
 
-def one_wall(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def one_wall(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two views of a wall of equal windows, with planes in front of it."""
     return depth(rng, wall(rng, photo, other), other)
 
 
-def part(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def part(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two walls with the same windows, and on both the same part of a photograph."""
     width, height = rng.integers(np.array(VIEW) // 7, np.array(VIEW) // 2)
     size = photo.shape[1] - width, photo.shape[0] - height
@@ -133,7 +139,7 @@ def part(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made
     shared = photo[::-1][y : y + height, x : x + width]
     sides = []
     maps = []
-    back = [render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW), other]
+    back = [mild_part(rng, photo), other]
     for each in back:
         image = wall(rng, photo, each)
         x, y = rng.integers(0, np.array(VIEW) - shared.shape[::-1])
@@ -141,21 +147,21 @@ def part(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made
         seen, H = view(rng, image, MILD)
         sides.append(seen)
         maps.append(compose(H, np.array([[1.0, 0, x], [0, 1, y], [0, 0, 1]])))
-    return made("part", *sides, [compose(maps[1], inverse(maps[0]))])
+    return made(*sides, [compose(maps[1], inverse(maps[0]))])
 
 
-def two_walls(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def two_walls(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two walls with the same windows."""
-    back = [render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW), other]
-    return made("two walls", *(view(rng, wall(rng, photo, each), MILD)[0] for each in back))
+    back = [mild_part(rng, photo), other]
+    return made(*(view(rng, wall(rng, photo, each), MILD)[0] for each in back))
 
 
-def different(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def different(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two photographs."""
-    return made("different", photo, other)
+    return made(photo, other)
 
 
-def parts(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
+def parts(rng: Random, photo: Gray, _other: Gray) -> Made:
     """The two halves of a photograph, each seen from elsewhere: similar, but nothing in common."""
     across = int(rng.integers(2))
     middle = photo.shape[across] // 2
@@ -163,10 +169,10 @@ def parts(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Ma
     rest = photo[middle:] if across == 0 else photo[:, middle:]
     sizes = [(each.shape[1] - 1, each.shape[0] - 1) for each in (half, rest)]
     sides = [view(rng, each, MILD, size)[0] for each, size in zip((half, rest), sizes)]
-    return made("parts", *sides)
+    return made(*sides)
 
 
-def stamped(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> Made:
+def stamped(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two photographs with the same date bar, logo or watermark."""
     words = "".join(rng.choice(list("ABDEGHKMNPRSTW 0123456789:-"), rng.integers(8, 26)))
     size = rng.uniform(0.5, 1.2)
@@ -183,13 +189,13 @@ def stamped(rng: np.random.Generator, photo: np.ndarray, other: np.ndarray) -> M
         at = int(x), int(y) + height
         cv2.putText(image, words, at, cv2.FONT_HERSHEY_SIMPLEX, size, 255, 2, cv2.LINE_AA)
         sides.append(distort(image, rng, LIGHT))
-    return made("stamped", *sides)
+    return made(*sides)
 
 
-def mirrored(rng: np.random.Generator, photo: np.ndarray, _other: np.ndarray) -> Made:
+def mirrored(rng: Random, photo: Gray, _other: Gray) -> Made:
     """A view of a photograph, and one of its mirror image."""
     sides = view(rng, photo, MILD)[0], view(rng, np.ascontiguousarray(photo[:, ::-1]), MILD)[0]
-    return made("mirrored", *sides)
+    return made(*sides)
 
 
 KINDS: Dict[str, Tuple[Callable[..., Made], int]] = {  # how it is made, how often of a photograph

@@ -8,13 +8,13 @@ matched with the first.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 
+from benchmarks.dev.command import make_parser, print_head, print_row
 from superglue_sift import Matcher
 from superglue_sift.features import reduce
 from superglue_sift.images import UPRIGHT, read_gray
@@ -41,9 +41,7 @@ def count(matcher: Matcher, pairs: List[Tuple[np.ndarray, np.ndarray]]) -> Tuple
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.dev.resolutions", description=str(__doc__).splitlines()[0]
-    )
+    parser = make_parser("resolutions", __doc__)
     parser.add_argument("images", type=Path, nargs="+", help="two of one place, and two, ...")
     args = parser.parse_args(argv)
     if len(args.images) % 2:
@@ -53,10 +51,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     pairs = list(zip(photos[::2], photos[1::2]))
     matches, aligned = count(matcher, pairs)
     print(f"{len(pairs)} pairs, at {REFERENCE} px {matches} matches, {aligned} aligned")
-    print("| file, px | matches, % | aligned, % |\n|---|---|---|")
+    print_head(["file, px", "matches, %", "aligned, %"])
     for side in SIDES:
         found = count(matcher, [(one, resize(other, side)) for one, other in pairs])
-        print(f"| {side:,} | {100 * found[0] / matches:.0f} | {100 * found[1] / aligned:.0f} |")
+        shares = [100 * found[0] / matches, 100 * found[1] / aligned]
+        print_row([f"{side:,}", *(f"{share:.0f}" for share in shares)])
     return 0
 
 

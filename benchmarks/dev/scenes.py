@@ -34,6 +34,7 @@ from scipy.spatial.distance import pdist
 
 from benchmarks.dev import colmap
 from benchmarks.dev.colmap import Camera, library
+from benchmarks.dev.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import image_size
@@ -42,6 +43,7 @@ from superglue_sift.features import reduce
 from superglue_sift.images import read_gray
 from superglue_sift.interop.colmap import CENTRE, write_pair
 
+WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
 # COLMAP's features; in `held` as many as the network matches
@@ -62,13 +64,7 @@ class Scene(NamedTuple):
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """The command line. Raises RequestError."""
-    title, _, more = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.dev.scenes",
-        description=title,
-        epilog=more,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("scenes", __doc__)
     add = parser.add_argument
     add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
@@ -77,7 +73,6 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--ways", nargs="+", default=USUAL, choices=list(WAYS), help="what is compared")
     add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
-    add("--work", type=Path, default=Path("scenes"), help="folder of databases and models")
     options = parser.parse_args(argv)
     if "slot" in options.ways and not options.slot:
         raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
@@ -85,7 +80,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 
 def write_scenes(options: argparse.Namespace) -> Iterator[Scene]:
-    """The scenes asked for, their photographs written below --work. Raises RequestError."""
+    """The scenes asked for, their photographs written below WORK. Raises RequestError."""
     cameras = colmap.read_cameras(options.cameras)
     scenes: Dict[str, List[str]] = {}
     for file in sorted(cameras):
@@ -98,7 +93,7 @@ def write_scenes(options: argparse.Namespace) -> Iterator[Scene]:
         raise RequestError(f"{options.images}: no photographs of {options.only or options.cameras}")
     for name, files in scenes.items():
         title = name if options.every == 1 else f"{name} 1/{options.every}"
-        folder = options.work / title.replace("/", "-") / "photos"
+        folder = WORK / title.replace("/", "-") / "photos"
         folder.mkdir(parents=True, exist_ok=True)
         chosen = files[:: options.every]
         written = {f: write_reduced(options.images / f, folder / f, cameras[f]) for f in chosen}
@@ -242,9 +237,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the table."""
     options = parse(argv)
     library().logging.minloglevel = 2  # errors alone
-    print(f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|", flush=True)
+    print_head(COLUMNS)
     for scene, way in itertools.product(write_scenes(options), options.ways):
-        print(f"| {' | '.join(measure(scene, way, options.slot, options.seeds))} |", flush=True)
+        print_row(measure(scene, way, options.slot, options.seeds))
     return 0
 
 

@@ -1,11 +1,10 @@
 """The speed table: equal work on both sides, rows that cannot run say why."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
 from made_pairs import scrambled
+from reading import read_json
 
 from benchmarks import __main__ as benchmark
 from benchmarks import images, plain, timing, training
@@ -104,7 +103,7 @@ class TestTable:
         printed = capsys.readouterr().out
         assert "2.00x [1.50, 2.50]  of plain" in printed and "SKIP: no such device" in printed
         assert "SKIP: RuntimeError: out of memory\n" in printed
-        held = json.loads((tmp_path / "rows.json").read_text())
+        held = read_json(tmp_path / "rows.json")
         assert [each["name"] for each in held["rows"]] == ["first", "bad", "one", "two"]
         assert "D = 128" in held["machine"]
 

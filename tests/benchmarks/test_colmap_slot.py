@@ -36,7 +36,7 @@ class InTorch:
 @pytest.mark.skipif(not torch_compat.can_export(), reason="needs torch.sym_min")
 def test_the_table_is_printed_by_one_command(photo, tmp_path, monkeypatch, capsys):
     pytest.importorskip("pycolmap")
-    write_sequence(tmp_path / "sequences" / "coffee", photo, {2: TURN, 3: SHIFT})
+    write_sequence(tmp_path / "sequences/coffee", photo, {2: TURN, 3: SHIFT})
     monkeypatch.setattr(colmap, "load_slot", InTorch)
     words = [tmp_path / "x.onnx", "--pairs", tmp_path / "sequences", "--keypoints", "300"]
     assert errors.exit_code(colmap_slot.main, [str(word) for word in words]) == 0

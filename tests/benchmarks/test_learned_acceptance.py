@@ -3,25 +3,17 @@
 import cv2
 import numpy as np
 import pytest
-from skimage import data
 
 from benchmarks.dev import acceptance, places
+from benchmarks.photographs import photographs
 from pipeline.views.homography import generator
 from superglue_sift import geometry
-
-
-def photographs():
-    """Two gray photographs."""
-    return [
-        cv2.resize(cv2.cvtColor(image, cv2.COLOR_RGB2GRAY), (640, 480))
-        for image in (data.astronaut(), data.coffee())
-    ]
 
 
 @pytest.mark.parametrize("kind", places.KINDS)
 def test_made_pairs_are_the_same_every_time_and_their_truth_is_right(kind):
     make = places.KINDS[kind][0]
-    pair, again = (make(generator(0, f"{kind} a.jpg", 1), *photographs()) for _ in range(2))
+    pair, again = (make(generator(0, f"{kind} a.jpg", 1), *photographs(2)) for _ in range(2))
     for one, other in ((pair.image0, again.image0), (pair.image1, again.image1)):
         assert one.dtype == np.uint8 and one.ndim == 2
         np.testing.assert_array_equal(one, other)
@@ -35,7 +27,7 @@ def test_made_pairs_are_the_same_every_time_and_their_truth_is_right(kind):
 
 
 def test_a_plane_looks_alike_where_the_truth_says():
-    pair = places.plane(generator(0, "plane a.jpg", 0), *photographs())
+    pair = places.plane(generator(0, "plane a.jpg", 0), *photographs(2))
     warped = cv2.warpPerspective(pair.image0, pair.planes[0], places.VIEW)
     inside = cv2.warpPerspective(np.full_like(pair.image0, 255), pair.planes[0], places.VIEW) > 254
     assert inside.sum() > 1000

@@ -6,6 +6,7 @@ import pytest
 import torch
 from made_params import file_of
 from made_scenes import write_model
+from reading import read_json
 
 from pipeline import errors, export
 from pipeline.parameters import params
@@ -23,7 +24,7 @@ def write_best(folder, **about):
 def work(tmp_path, root):
     write_best(tmp_path)
     (tmp_path / "metrics.json").write_text('{"superglue.pairs": 3, "superglue.precision": 0.5}')
-    (tmp_path / "params.yaml").write_text((root / "presets" / "sample.yaml").read_text())
+    (tmp_path / "params.yaml").write_text((root / "presets/sample.yaml").read_text())
     return tmp_path
 
 
@@ -35,11 +36,11 @@ def run(folder, *extra):
 
 def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert run(work) == 0
-    tensors, info = load_model_file(work / "models" / "superglue.safetensors")
+    tensors, info = load_model_file(work / "models/superglue.safetensors")
     original, _ = load_model_file(work / "best.safetensors")
     assert set(tensors) == set(original)
     assert all(torch.equal(tensors[name], original[name]) for name in original)
-    described = json.loads((work / "models" / "superglue.json").read_text())
+    described = read_json(work / "models/superglue.json")
     assert described == info
     assert info["model"]["layers"] == 1 and info["step"] == 7
     assert info["metrics"]["superglue.precision"] == 0.5
@@ -54,7 +55,7 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
 
 def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
     def stated():
-        return json.loads((work / "models" / "superglue.json").read_text())["match_threshold"]
+        return read_json(work / "models/superglue.json")["match_threshold"]
 
     assert run(work) == 0 and stated() == 0.2
     assert run(work, "--match-threshold", "0.35") == 0 and stated() == 0.35
@@ -82,16 +83,15 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
 
 def test_the_file_names_no_place_of_the_machine_that_trained(work):
     places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me"}
-    sections = json.loads(
-        json.dumps(params.load_all(work / "params.yaml"), default=lambda one: one.model_dump())
-    )
+    loaded = params.load_all(work / "params.yaml")
+    sections = {name: section.model_dump() for name, section in loaded.items()}
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"
     (work / "params.yaml").write_text(json.dumps(file_of(sections)))  # JSON is YAML
     write_best(work, train=sections["train"], initial_weights="4567")
     assert run(work) == 0
     assert all(b"/home" not in path.read_bytes() for path in (work / "models").iterdir())
-    stated = json.loads((work / "models" / "superglue.json").read_text())
+    stated = read_json(work / "models/superglue.json")
     assert stated["params"]["fetch.content"] == "0123"
     assert stated["provenance"]["initial_weights.digest"] == "4567"
     assert "lr" in stated["trained_with"] and "init_from" not in stated["trained_with"]
@@ -127,7 +127,7 @@ def test_files_that_are_not_ours(work, capsys):
 
 def test_half_as_many_bytes_give_the_same_weights_to_three_digits(work):
     assert run(work) == 0
-    whole = work / "models" / "superglue.safetensors"
+    whole = work / "models/superglue.safetensors"
     size = whole.stat().st_size
     tensors, _ = load_model_file(whole)
     assert run(work, "--half") == 0

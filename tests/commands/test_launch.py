@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from faults.cells import Workbench
 from faults.group import digest
+from waiting import wait_until
 
 from pipeline import launch
 from pipeline.errors import RequestError
@@ -121,47 +122,36 @@ def bench(tmp_path, mlflow_store):
     return Workbench(tmp_path)
 
 
-def whole(bench, name, keys=()):
-    return [
-        *bench.arguments(keys),
-        "--out",
-        str(bench.folder / name),
-        "--reports",
-        str(bench.folder / f"{name}-r"),
-    ]
-
-
-def survived(bench, fault):
-    """Output of the launcher for a run that ended well after each fault struck once; and the number
-    of faults.
-    """
-    marks = bench.folder / "marks"
-    marks.mkdir()
-    process = launcher(whole(bench, "run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks))
+def end(process):
+    """The exit code of a launcher that ends by itself, and what it said."""
     out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, out
-    return out, len(list(marks.iterdir()))
+    return process.returncode, out
+
+
+def wait_for_a_step(bench):
+    """Wait until the curve of the training has a point."""
+    wait_until((bench.folder / "run-r/curves/train.csv").is_file, PATIENCE)
 
 
 def test_sigterm_leaves_a_checkpoint_and_143(bench):
     keys = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
-    process = launcher(whole(bench, "run", keys))
-    wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)
+    process = launcher(bench.training("run", keys))
+    wait_for_a_step(bench)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 143 and "Traceback" not in out, out
+    code, out = end(process)
+    assert code == 143 and "Traceback" not in out, out
     assert len(list((bench.folder / "run").glob("*/step-*.safetensors"))) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0])
 def test_a_stop_before_the_ranks_begin_is_no_success(bench, seconds):
-    process = launcher(whole(bench, "run", (("steps", 100000),)))
+    process = launcher(bench.training("run", (("steps", 100000),)))
     time.sleep(seconds)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode in (143, -signal.SIGTERM) and "Traceback" not in out, out
-    assert not (bench.folder / "run" / "best.safetensors").exists()
+    code, out = end(process)
+    assert code in (143, -signal.SIGTERM) and "Traceback" not in out, out
+    assert not (bench.folder / "run/best.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -171,16 +161,18 @@ class TestFaults:
     def test_a_killed_rank_is_started_again(self, bench):
         expected = bench.clean(2)
         fault = "kill:rank=1,step=3,phase=backward;kill:rank=0,step=5,phase=ckpt_replace"
-        out, _ = survived(bench, fault)
+        marks = bench.folder / "marks"
+        marks.mkdir()
+        code, out = end(launcher(bench.training("run"), SG_FAULT=fault, SG_FAULT_ONCE=str(marks)))
+        assert code == 0, out
         assert "rank 1, last seen at step 3, died" in out and "resuming at step 2 of 8" in out
         # Torchrun's own, which names no step
         assert "Traceback" not in out and "exitcode" not in out
         assert digest(bench.folder / "run") == expected
 
     def test_an_error_of_a_rank_shows_where_it_happened(self, bench):
-        process = launcher(whole(bench, "run"), SG_FAULT="bomb")
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1, out
+        code, out = end(launcher(bench.training("run"), SG_FAULT="bomb"))
+        assert code == 1, out
         assert "ValueError: SG_FAULT: 'bomb'" in out and "in at\n" in out.replace("(", "\n")
         assert (
             "ChildFailedError" not in out
@@ -189,10 +181,10 @@ class TestFaults:
         )
 
     def test_a_killed_torchrun_ends_the_run_and_the_next_goes_on(self, bench):
-        process = launcher(whole(bench, "run"), SG_FAULT="torchrun:rank=1,step=3,phase=forward")
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1 and "died or hung" in out, out
-        out, _ = launcher(whole(bench, "run")).communicate(timeout=PATIENCE)
+        fault = "torchrun:rank=1,step=3,phase=forward"
+        code, out = end(launcher(bench.training("run"), SG_FAULT=fault))
+        assert code == 1 and "died or hung" in out, out
+        _, out = end(launcher(bench.training("run")))
         assert "resuming at step 2 of 8" in out
         assert digest(bench.folder / "run") == bench.clean(2)
 
@@ -212,16 +204,15 @@ class TestFaults:
         }.items():
             monkeypatch.setenv(name, value)
         command = [sys.executable, "-m", "pipeline.launch", "pipeline.train"]
-        line = f"exec {shlex.join([*command, *whole(bench, 'run', keys)])}"  # as in dvc.yaml
+        line = f"exec {shlex.join([*command, *bench.training('run', keys)])}"  # as in dvc.yaml
         out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
         stage = {"cmd": line, "outs": [out]}
         # JSON is YAML
         (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))
         command = [sys.executable, "-m", "dvc"]
         subprocess.run([*command, "init", "-q", "--no-scm"], cwd=workspace, check=True)
-        curve = bench.folder / "run-r" / "curves" / "train.csv"
         dvc = subprocess.Popen([*command, "repro"], cwd=workspace)
-        wait_until(curve.is_file, PATIENCE)
+        wait_for_a_step(bench)
         dvc.kill()
         dvc.wait()
         wait_until(lambda: not ranks_of(bench.folder), PATIENCE)  # they save, and hand on their log
@@ -231,25 +222,23 @@ class TestFaults:
         assert digest(bench.folder / "run") == expected
 
     def test_a_rank_that_hangs_is_named(self, bench):
-        process = launcher(
-            whole(bench, "run"), SG_FAULT="stop:rank=1,step=3", SG_TIMEOUT="10", SG_MAX_RESTARTS="0"
-        )
-        wait_until((bench.folder / "run-r" / "curves" / "train.csv").is_file, PATIENCE)  # of step 2
-        out, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 1, out
+        faults = {"SG_FAULT": "stop:rank=1,step=3", "SG_TIMEOUT": "10", "SG_MAX_RESTARTS": "0"}
+        process = launcher(bench.training("run"), **faults)
+        wait_for_a_step(bench)  # step 2
+        code, out = end(process)
+        assert code == 1, out
         assert "rank 1, last seen at step 3, died or hung" in out
 
     def test_no_rank_outlives_a_killed_launcher(self, bench):
-        process = launcher(whole(bench, "run", (("steps", 100000),)))
-        curve = bench.folder / "run-r" / "curves" / "train.csv"
-        wait_until(curve.is_file, PATIENCE)
+        process = launcher(bench.training("run", (("steps", 100000),)))
+        wait_for_a_step(bench)
         process.kill()
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
 
     def test_slurm_names_the_ranks(self, bench):
         """As `srun --ntasks=2 python -m pipeline.train` starts them: no launcher, no torchrun."""
-        arguments = [sys.executable, "-m", "pipeline.train", *whole(bench, "run")]
+        arguments = [sys.executable, "-m", "pipeline.train", *bench.training("run")]
         job = {
             "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
             "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(launch.free_port()),
@@ -273,53 +262,29 @@ def ranks_of(folder):
     return found.stdout.split()
 
 
-def wait_until(true, seconds):
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not so within {seconds} s"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def nodes():
     """Two network namespaces joined by a cable: [(prefix of a command, address, interface)]."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip("needs root and iproute2 to make network namespaces")
     names = [f"sg{os.getpid()}{side}" for side in "ab"]
-    made = [("ip", "netns", "add", name) for name in names]
-    made.append(
-        (
-            "ip",
-            "link",
-            "add",
-            "sgv0",
-            "netns",
-            names[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "sgv1",
-            "netns",
-            names[1],
-        )
-    )
+    made = [f"ip netns add {name}" for name in names]
+    ends = [f"sgv{i} netns {name}" for i, name in enumerate(names)]
+    made.append(f"ip link add {ends[0]} type veth peer name {ends[1]}")
     for i, name in enumerate(names):
-        inside = ("ip", "-n", name)
         made += [
-            (*inside, "addr", "add", f"10.77.0.{i + 1}/24", "dev", f"sgv{i}"),
-            (*inside, "link", "set", f"sgv{i}", "up"),
-            (*inside, "link", "set", "lo", "up"),
+            f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev sgv{i}",
+            f"ip -n {name} link set sgv{i} up",
+            f"ip -n {name} link set lo up",
         ]
     try:
         for command in made:
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-            )
+            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+            done = subprocess.run(command.split(), text=True, check=False, **streams)
             if done.returncode:
                 pytest.skip(f"no network namespaces here: {done.stdout.strip()}")
         yield [
-            (("ip", "netns", "exec", name), f"10.77.0.{i + 1}", f"sgv{i}")
+            (f"ip netns exec {name}".split(), f"10.77.0.{i + 1}", f"sgv{i}")
             for i, name in enumerate(names)
         ]
     finally:
@@ -341,7 +306,7 @@ class TestNodes:
         """Two processes on one node and one on the other share a batch of 8, evenly or not."""
         # Long enough to join in
         keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
-        arguments = whole(bench, "run", keys)
+        arguments = bench.training("run", keys)
         checkpoints = bench.folder / "run"
         one = start_node(nodes, 0, arguments, "1:2", processes=2)
         other = start_node(nodes, 1, arguments, "1:2")
@@ -350,10 +315,10 @@ class TestNodes:
         lost_at = newest_step(checkpoints)
         wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
         other = start_node(nodes, 1, arguments, "1:2")
-        out = one.communicate(timeout=PATIENCE)[0]
-        other.communicate(timeout=PATIENCE)
-        assert one.returncode == 0, out
-        lines = (bench.folder / "run-r" / "log.jsonl").read_text().splitlines()
+        code, out = end(one)
+        end(other)
+        assert code == 0, out
+        lines = (bench.folder / "run-r/log.jsonl").read_text().splitlines()
         tags = [json.loads(line).get("tags", {}) for line in lines]
         sizes = [each["mlflow.superglue.world_size"] for each in tags if each]  # of each start
         # groups: a start is tried again while the lost node counts as there

@@ -10,81 +10,73 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from pydantic import BaseModel
-from ruamel.yaml import YAML
+from made_params import keys_of
+from reading import read_yaml
 
 from pipeline import errors, presets
 from pipeline.image_sets.sources import list_images
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, TrainOptions, flatten
+from pipeline.parameters.schema import SECTIONS, flatten
 from pipeline.provenance import trained_on
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))
 
 
-def use(target, *arguments):
-    """Run the command on a new params.yaml; returns its exit code."""
-    return errors.run(presets.main, ["--params", str(target), "use", *arguments])
+@pytest.fixture
+def target(tmp_path):
+    """A params.yaml, not yet written."""
+    return tmp_path / "params.yaml"
 
 
-def keys(model, prefix=""):
-    """Every key of a section, nested ones included, as `homography.scale_min`."""
-    found = []
-    for name, field in model.model_fields.items():
-        found.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            found += keys(field.annotation, f"{prefix}{name}.")
-    return found
+@pytest.fixture
+def use(target):
+    """`use(...)`: the exit code of the command that writes it."""
+    command = ["--params", target, "use"]
+    return lambda *words: errors.run(presets.main, [str(word) for word in (*command, *words)])
 
 
 def test_committed_params_are_the_sample_preset_rendered():
     rendered = presets.render("sample")
-    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == rendered
-    assert (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8") == rendered
+    assert (ROOT / "params.yaml").read_text() == rendered
+    assert (ROOT / "presets/sample.yaml").read_text() == rendered
 
 
-def keys_of(name):
+def written_keys(name):
     """The keys of a preset, without the views of `evaluate`, which are those of `views` again."""
-    tree = YAML(typ="safe", pure=True).load(
-        (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    )
+    tree = read_yaml(ROOT / "presets" / f"{name}.yaml")
     return [key for key in flatten(tree) if not key.startswith("evaluate.views.")]
 
 
 @pytest.mark.parametrize("name", OFFERED)
 def test_every_preset_has_the_same_few_keys(name):
-    known = {f"{section}.{key}" for section, model in SECTIONS.items() for key in keys(model)}
-    known -= {f"train.{key}" for key in TrainOptions.model_fields} | {
-        "views.homography",
-        "views.photometric",
-    }
-    known = {key for key in known if not re.match(r"(keypoints|evaluate)\.views(\.|$)", key)}
+    known = {key for section, model in SECTIONS.items() for key in keys_of(model, section)}
+    known -= {"views.homography", "views.photometric"}
+    known = {key for key in known if not key.startswith("evaluate.views")}
     assert len(known) <= 60
-    assert keys_of(name) == keys_of("sample") and set(keys_of(name)) == known
+    assert written_keys(name) == written_keys("sample") and set(written_keys(name)) == known
 
 
 @pytest.mark.parametrize("name", OFFERED)
-def test_every_preset_is_copied(name, tmp_path, image_folder):
-    target = tmp_path / "params.yaml"
-    folder = ["--images", str(image_folder)] if name in ("folder", "pretrained") else []
-    assert use(target, name, *folder) == 0
+def test_every_preset_is_copied(name, target, use, image_folder):
+    folder = ["--images", image_folder] if name in ("folder", "pretrained") else []
+    assert use(name, *folder) == 0
     sections = params.load_all(target)
     assert list(sections) == list(SECTIONS)
-    preset = (ROOT / "presets" / f"{name}.yaml").read_text(encoding="utf-8")
-    changed = set(target.read_text(encoding="utf-8").splitlines()) ^ set(preset.splitlines())
+    preset = (ROOT / "presets" / f"{name}.yaml").read_text()
+    changed = set(target.read_text().splitlines()) ^ set(preset.splitlines())
     assert all(re.match(r"  (path|content): ", line) for line in changed), changed
     assert preset.startswith(f"# Preset {name}: ")
 
 
-def test_own_images_are_written_as_absolute_paths(tmp_path, image_folder, monkeypatch):
+def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_folder, monkeypatch):
     monkeypatch.chdir(tmp_path)
     held_out = tmp_path / "held out: #1"
     shutil.copytree(image_folder, held_out)
     for file in list_images(held_out):
         file.write_bytes(file.read_bytes() + b"other")
-    assert use(tmp_path / "params.yaml", "--images", "images", "--val-images", "held out: #1") == 0
-    fetch = params.load("fetch", tmp_path / "params.yaml")
+    assert use("--images", "images", "--val-images", "held out: #1") == 0
+    fetch = params.load("fetch", target)
     assert (fetch.source, fetch.path, fetch.val_path) == (
         "folder",
         str(image_folder),
@@ -93,59 +85,54 @@ def test_own_images_are_written_as_absolute_paths(tmp_path, image_folder, monkey
     assert re.fullmatch("[0-9a-f]{16}", fetch.content)
 
 
-def test_a_changed_folder_changes_the_content(tmp_path, image_folder):
-    target = tmp_path / "params.yaml"
-    assert use(target, "--images", str(image_folder)) == 0
+def test_a_changed_folder_changes_the_content(target, use, image_folder):
+    assert use("--images", image_folder) == 0
     before = params.load("fetch", target)
     assert not presets.refresh(target)
-    shutil.copy(image_folder / "coffee.png", image_folder / "nested" / "again.png")
+    shutil.copy(image_folder / "coffee.png", image_folder / "nested/again.png")
     (image_folder / "notes.txt").write_text("no image")
     assert presets.refresh(target)
     after = params.load("fetch", target)
     assert after.content != before.content
     assert after == before.model_copy(update={"content": after.content})
-    assert target.read_text(encoding="utf-8").startswith("# Preset folder: ")
+    assert target.read_text().startswith("# Preset folder: ")
     shutil.copy(ROOT / "params.yaml", target)
     assert not presets.refresh(target)  # no folder
 
 
-def test_a_file_that_holds_the_preset_keeps_its_edits(tmp_path, image_folder):
-    target = tmp_path / "params.yaml"
-    assert use(target, "--images", str(image_folder)) == 0
-    target.write_text(
-        re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text(encoding="utf-8"))
-    )
+def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, image_folder):
+    assert use("--images", image_folder) == 0
+    target.write_text(re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text()))
     other = tmp_path / "other"
     shutil.copytree(image_folder, other)
-    assert use(target, "--images", str(other)) == 0
+    assert use("--images", other) == 0
     assert (
         params.load("fetch", target).path == str(other) and params.load("train", target).steps == 7
     )
-    assert "  steps: 7  # few\n" in target.read_text(encoding="utf-8")
-    assert use(target, "sample") == 0
+    assert "  steps: 7  # few\n" in target.read_text()
+    assert use("sample") == 0
     assert (
         params.load("train", target).steps
-        == params.load("train", ROOT / "presets" / "sample.yaml").steps
+        == params.load("train", ROOT / "presets/sample.yaml").steps
     )
 
 
 def test_photographs_that_the_initial_weights_know_are_refused_at_once(
-    tmp_path, image_folder, monkeypatch, capsys
+    target, use, image_folder, monkeypatch, capsys
 ):
     known = [
         f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}"
         for file in list_images(image_folder)
     ]
     monkeypatch.setattr(trained_on, "read", lambda model: frozenset(known))
-    target = tmp_path / "params.yaml"
-    assert use(target, "--images", str(image_folder)) == 2
+    assert use("--images", image_folder) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and "was trained on all photographs held out of" in said
-    text = target.read_text(encoding="utf-8")
+    text = target.read_text()
     monkeypatch.setenv("TRAIN_OPTIONS", "--keep-seen")
-    assert use(target, "--images", str(image_folder)) == 0
+    assert use("--images", image_folder) == 0
     monkeypatch.delenv("TRAIN_OPTIONS")
-    target.write_text(re.sub("  init_from: .*", '  init_from: ""', text), encoding="utf-8")
+    target.write_text(re.sub("  init_from: .*", '  init_from: ""', text))
     assert errors.run(presets.main, ["--params", str(target), "refresh"]) == 0
 
 
@@ -171,19 +158,18 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
     ],
 )
 def test_a_wrong_request_is_one_line_and_changes_nothing(
-    arguments, said, tmp_path, image_folder, monkeypatch, capsys
+    arguments, said, target, use, tmp_path, image_folder, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
     for name in ("empty", "one", "small"):
         (tmp_path / name).mkdir()
-    shutil.copy(image_folder / "coffee.png", tmp_path / "one" / "coffee.png")
+    shutil.copy(image_folder / "coffee.png", tmp_path / "one/coffee.png")
     for number in range(4):
         pixels = np.full((192, 256), number, np.uint8)
         assert cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), pixels)
     before = sorted(tmp_path.rglob("*"))
-    target = tmp_path / "params.yaml"
     shutil.copy(ROOT / "params.yaml", target)
-    assert use(target, *arguments) == 2
+    assert use(*arguments) == 2
     *progress, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and said in error
     assert all(line.startswith("reading images") for line in progress)

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import math
 import shutil
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_evaluations import make_workspace, read_csv, read_metrics, run
 from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
+from reading import read_files, read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
@@ -58,7 +58,7 @@ def test_held_out_images_from_end_to_end(done):
     assert "SuperGlue (ours)" in done.printed["out"]
     assert {"best-1", "gain-most"} < {path.stem for path in (out / "pictures").iterdir()}
     assert {path.stem for path in (out / "curves").iterdir()} == {*ERRORS, *CONFIDENCE}
-    assert json.loads((out / "protocol.json").read_text())["model"]["step"] == 7
+    assert read_json(out / "protocol.json")["model"]["step"] == 7
     assert read_csv(out / "bad_images.csv") == []
 
 
@@ -78,7 +78,7 @@ def test_names_of_metrics_are_the_same_in_every_file(done):
 def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
     metrics = read_metrics(done.folder)
     for matcher in MATCHERS:
-        lines = read_csv(done.folder / "out" / "pairs.csv")
+        lines = read_csv(done.folder / "out/pairs.csv")
         lines = [line for line in lines if line["matcher"] == matcher]
         for name in ERRORS:
             found = [float(line[name]) for line in lines]
@@ -100,10 +100,10 @@ def test_every_matcher_has_metrics_of_aligned_matches(work, done, capsys):
     for matcher in ("mutual_nn", "ratio_test", "true_matches"):
         assert both[f"{matcher}.auc_ransac_aligned_1"] != both[f"{matcher}.auc_ransac_1"] > 0.05
     assert "AUC@5 RANSAC aligned" in done.printed["bound"]
-    assert "aligned" not in capsys.readouterr().out + (work / "out" / "index.html").read_text()
+    assert "aligned" not in capsys.readouterr().out + (work / "out/index.html").read_text()
     # the bound is no baseline
     assert both["true_matches.precision"] == both["true_matches.recall"] == 1.0
-    lines = read_csv(done.folder / "bound" / "differences.csv")
+    lines = read_csv(done.folder / "bound/differences.csv")
     assert "true_matches" not in {line["baseline"] for line in lines}
 
 
@@ -114,9 +114,9 @@ def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
     assert "superglue.auc_magsac_3" in metrics and not any("ransac" in name for name in metrics)
     printed = capsys.readouterr().out
     assert "AUC MAGSAC" in printed and "AUC@5 MAGSAC" in printed
-    assert "superglue.auc_magsac_5" in read_csv(work / "out" / "robustness.csv")[0]
+    assert "superglue.auc_magsac_5" in read_csv(work / "out/robustness.csv")[0]
     # nothing of the evaluation before is left to be taken for this one's
-    left = {path.stem for path in (work / "out" / "curves").iterdir()}
+    left = {path.stem for path in (work / "out/curves").iterdir()}
     assert left == {"error_magsac", "error_magsac_aligned", *CONFIDENCE}
 
 
@@ -127,17 +127,20 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     shutil.copytree(work, work / "elsewhere")
     more = ("--robustness", "2", "--no-refine")
     assert run(work, *more) == run(work / "elsewhere", *more) == 0
-    first, second = (
-        {path.relative_to(out): path.read_bytes() for path in out.rglob("*") if path.is_file()}
-        for out in (work / "out", work / "elsewhere" / "out")
-    )
+    first = read_files(work / "out")
+    second = read_files(work / "elsewhere/out")
     assert len(first) > 12 and set(first) == set(second)
-    assert [str(name) for name in first if first[name] != second[name]] == []
-    lines = read_csv(work / "out" / "robustness.csv")
+    assert [name for name in first if first[name] != second[name]] == []
+    lines = read_csv(work / "out/robustness.csv")
     found = [(line["level"], line["pairs"]) for line in lines if line["condition"] == "blur (px)"]
     assert found == [("0", "2"), ("3", "2")]
-    page = (work / "out" / "index.html").read_text()
+    page = (work / "out/index.html").read_text()
     assert "blur (px) 3" in page and "data:image/jpeg" in page
+
+
+def held_out(folder, section):
+    images = sources.open_manifest(folder)
+    return heldout.HeldOutPairs(images, images.entries("test"), section)
 
 
 def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
@@ -146,11 +149,8 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
     quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
-    section = make_params(
-        "evaluate", width=160, height=120, pairs_per_image=2, views={"photometric": quiet}
-    )
-    images = sources.open_manifest(tmp_path / "images")
-    source = heldout.HeldOutPairs(images, images.entries("test"), section)
+    views = {"width": 160, "height": 120, "pairs_per_image": 2, "views": {"photometric": quiet}}
+    source = held_out(tmp_path / "images", make_params("evaluate", **views))
     scene = source.load(0)
     for pair in scene.pairs:
         image0 = scene.images[pair.first]
@@ -168,8 +168,7 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
 def test_two_copies_of_a_photograph_have_something_in_common(tmp_path, make_params, photo):
     files = {"a.png": photo, "copy.png": photo, "turned.png": np.ascontiguousarray(photo[::-1])}
     write_image_set(tmp_path / "images", files, "test")
-    images = sources.open_manifest(tmp_path / "images")
-    source = heldout.HeldOutPairs(images, images.entries("test"), make_params("evaluate"))
+    source = held_out(tmp_path / "images", make_params("evaluate"))
     names = {name for name, _ in heldout.NegativePairs(source).scenes}
     assert "a.png and turned.png" in names and "turned.png and copy.png" in names
     assert not names & {"a.png and copy.png", "copy.png and a.png"}
@@ -209,7 +208,7 @@ def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, caps
     assert (found["superglue.threshold"], found["same.threshold"]) == (0.35, 0.2)
     assert found["superglue.matches"] < found["same.matches"]
     assert found["superglue.recall_at_ratio_precision"] == found["same.recall_at_ratio_precision"]
-    lines = read_csv(work / "out" / "differences.csv")
+    lines = read_csv(work / "out/differences.csv")
     lines = [line for line in lines if line["figure"] == "precision"]
     assert [line["baseline"] for line in lines][1:] == ["same", "further"]
     gain = found["superglue.precision"] - found["further.precision"]
@@ -224,7 +223,7 @@ def test_a_function_is_a_matcher_too(work, capsys, monkeypatch):
     (work / "wrong.py").write_text(program.format(999))
     monkeypatch.syspath_prepend(work)
     assert run(work, "--no-refine", "--also", "mine=mine:first") == 0
-    rows = [row for row in read_csv(work / "out" / "pairs.csv") if row["matcher"] == "mine"]
+    rows = [row for row in read_csv(work / "out/pairs.csv") if row["matcher"] == "mine"]
     assert rows and all(row["matches"] == row["keypoints0"] for row in rows)
     assert run(work, "--also", "mine=mine:nothing") == run(work, "--also", "x=wrong:first") == 2
     said = capsys.readouterr().err
@@ -243,7 +242,7 @@ def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
     images = {"good.png": photo, "tiny.png": photo[:40, :40]}
     write_image_set(work / "mixed", images, "test", broken=["broken.jpg"])
     assert run(work, "--no-refine", "--images", work / "mixed") == 0
-    lines = read_csv(work / "out" / "bad_images.csv")
+    lines = read_csv(work / "out/bad_images.csv")
     assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
     assert "2 images could not be read and were left out" in capsys.readouterr().out
     write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
@@ -256,18 +255,18 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
     for name, H in (("shifted", SHIFT), ("turned", TURN)):
         image = np.ascontiguousarray(photo[:240, :320])
         write_sequence(work / "pairs" / name, image, {2: H, 3: np.eye(3)})
-    write_sequence(work / "pairs" / "flat", np.full((240, 320), 90, np.uint8), {2: SHIFT})
+    write_sequence(work / "pairs/flat", np.full((240, 320), 90, np.uint8), {2: SHIFT})
     (work / "params.yaml").unlink()
     monkeypatch.chdir(work)
     asked = ["--model", "model.safetensors", "--pairs", "pairs", "--resize", "0"]
     asked += ["--max-keypoints", "300", "--threshold", "0.1"]
     assert errors.run(evaluate.main, [*asked, "--out", "out"]) == 0
-    rows = read_csv(work / "out" / "scenes.csv")
+    rows = read_csv(work / "out/scenes.csv")
     found = {(row["scene"], row["matcher"]): row for row in rows}
     assert {row["scene"] for row in rows} == {"flat", "shifted", "turned"}
     flat = found["flat", "superglue"]
     assert (flat["precision"], flat["recall"], flat["auc_ransac_10"]) == ("0.0", "", "0.0")
-    assert math.isinf(float(read_csv(work / "out" / "pairs.csv")[0]["error_ransac"]))
+    assert math.isinf(float(read_csv(work / "out/pairs.csv")[0]["error_ransac"]))
     for matcher in ("ratio_test", "superglue"):
         assert float(found["shifted", matcher]["precision"]) > 0.8
         assert float(found["shifted", matcher]["auc_ransac_3"]) > 0.5
@@ -313,15 +312,15 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert step == 7 and {name for name in metrics if "/" not in name} == shown
     full = read_metrics(work)
     assert metrics["auc_5"] == pytest.approx(full["superglue.auc_ransac_5"], abs=6e-5)
-    short = json.loads((work / "out" / "summary.json").read_text())
+    short = read_json(work / "out/summary.json")
     values = {name.rpartition("/")[2]: value for name, value in metrics.items()}
     assert values == pytest.approx(short, abs=6e-5, rel=1e-3) and len(short) <= 10
     title, note = sent.describe.call_args[0]
     assert title == f"AUC@5 {100 * values['auc_5']:.1f}"
     assert "get-artifact?path=test/pictures/gain-most.png&run_uuid={run_id}" in note
-    assert (work / "out" / "pictures" / "gain-most.png").is_file()
+    assert (work / "out/pictures/gain-most.png").is_file()
     sent.artifact.assert_any_call(work / "out", "test")
-    sent.compare_with_champion.assert_called_once_with(work / "out" / "pairs.csv")
+    sent.compare_with_champion.assert_called_once_with(work / "out/pairs.csv")
 
 
 @given(st.lists(st.integers(1, 12), max_size=20), st.integers(1, 10))
@@ -336,7 +335,7 @@ def test_a_wrong_pair_ends_the_evaluation_in_one_line(work, photo, capsys):
     for name in "abcdefghij":
         image = np.ascontiguousarray(photo[:120, :160])
         write_sequence(work / "pairs" / name, image, {2: SHIFT})
-    (work / "pairs" / "b" / "2.png").write_bytes(b"nothing")
+    (work / "pairs/b/2.png").write_bytes(b"nothing")
     assert run(work, "--pairs", work / "pairs") == 2
     assert capsys.readouterr().err.splitlines()[-1].count("2.png: not an image") == 1
 
@@ -350,5 +349,5 @@ def test_zooms_that_do_not_fit_wide_views_are_left_out(work, monkeypatch):
     params = (work / "params.yaml").read_text()
     (work / "params.yaml").write_text(params.replace("width: 160", "width: 360"))
     assert run(work, "--robustness", "2", "--no-refine") == 0
-    lines = read_csv(work / "out" / "robustness.csv")
+    lines = read_csv(work / "out/robustness.csv")
     assert {line["level"] for line in lines if line["condition"].startswith("zoom")} == {"1"}

@@ -88,7 +88,7 @@ def test_folders_without_sequences(tmp_path, small):
     with pytest.raises(RequestError, match="no sequence found"):
         HPatchesPairs(tmp_path)
     (tmp_path / "lonely").mkdir()
-    cv2.imwrite(str(tmp_path / "lonely" / "1.png"), small)
+    cv2.imwrite(str(tmp_path / "lonely/1.png"), small)
     with pytest.raises(RequestError, match="only image 1"):
         HPatchesPairs(tmp_path)
 

@@ -9,7 +9,7 @@ from pipeline import bootstrap
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import MATCHERS, OURS, RATIO_TEST
 from pipeline.evaluate.scoring import MatchCounts, PairResult, PairRow, ScoredMatches
-from pipeline.report.rows import Measure, table_of
+from pipeline.report.rows import Measure
 
 ROUNDED = 1e-6  # six decimals
 AUC = Measure("auc", "ransac", limit=10)
@@ -60,33 +60,24 @@ def test_one_cluster_and_none_have_no_interval():
 NOTHING = ScoredMatches(np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8)
 
 
-def results_of(ours, baseline, scored=None, matchers=MATCHERS):
-    """Synthetic results, each pair of another photograph."""
+def compare(ours, baseline):
+    """Our errors with a baseline's, each pair of another photograph."""
     results = []
     for index, (first, second) in enumerate(zip(ours, baseline)):
         rows = {}
-        for matcher in matchers:
+        for matcher in MATCHERS:
             error = first if matcher == OURS else second + (matcher == "nn")
             errors = {Measure("error", name): error for name in ("ransac", "dlt")}
             names = str(index), f"photograph {index}", matcher
             rows[matcher] = PairRow(*names, 10, 10, MatchCounts(10, 5, 8, 4), errors, {})
-        own = dict.fromkeys((OURS, "shipped"), NOTHING)
-        results.append(
-            PairResult((index, 0), rows, {**own, **({OURS: scored[index]} if scored else {})})
-        )
-    return results
-
-
-def compare(*results, **thresholds):
-    """The comparison, and the values by matcher and measure."""
-    compared = metrics.compare(results_of(*results), {OURS: 0.2, **thresholds})
-    return compared, table_of(compared.rows)
+        results.append(PairResult((index, 0), rows, {OURS: NOTHING}))
+    return metrics.compare(results, {OURS: 0.2})
 
 
 def test_paired_differences_see_what_separate_intervals_cannot():
     rng = np.random.default_rng(3)
     hard = rng.uniform(0, 9, 40)  # pairs differ much, matchers by a constant 0.3 px
-    compared, _ = compare(hard, hard + 0.3)
+    compared = compare(hard, hard + 0.3)
     lines = {row.measure: row for row in compared.differences}
     found = lines[AUC]
     assert found.baseline in ("mutual_nn", "ratio_test") and found.verdict == "better"
@@ -104,6 +95,6 @@ def test_a_few_photographs_decide_nothing(photographs, verdict):
     times.
     """
     errors = np.linspace(1, 2, photographs)
-    compared, _ = compare(errors, errors + 1)
+    compared = compare(errors, errors + 1)
     (found,) = (row.verdict for row in compared.differences if row.measure == AUC)
     assert (found, compared.clusters) == (verdict, photographs)

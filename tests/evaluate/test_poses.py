@@ -1,12 +1,12 @@
 """Pose metrics on synthetic scenes with exact cameras."""
 
-import json
 import math
 
 import cv2
 import numpy as np
 import pytest
 from made_scenes import write_model
+from reading import read_json
 
 from pipeline import errors
 from pipeline.errors import RequestError
@@ -128,8 +128,8 @@ def test_pose_error_is_the_larger_angle():
     assert math.isinf(poses.pose_error(None, base))
 
 
-def line(name0, name1, K0=K, K1=K, pose_=T):
-    values = [*np.ravel(K0), *np.ravel(K1), *np.ravel(pose_)]
+def line(name0, name1, K0=K, pose_=T):
+    values = [*np.ravel(K0), *np.ravel(K), *np.ravel(pose_)]
     return f"{name0} {name1} 0 0 " + " ".join(repr(float(value)) for value in values)
 
 
@@ -179,21 +179,14 @@ def plane(tmp_path, photo, root):
         "\n".join([line("a.png", "b.png", pose_=small), back, back])
     )
     write_model(tmp_path / "model.safetensors", layers=1)
-    words = [
-        "--model",
-        tmp_path / "model.safetensors",
-        "--poses",
-        tmp_path / "pairs.txt",
-        "--images",
-        tmp_path,
-    ]
-    words += ["--params", root / "presets" / "sample.yaml", "--device", "cpu", "--out"]
-    return [str(word) for word in words]
+    words = ["--model", tmp_path / "model.safetensors", "--poses", tmp_path / "pairs.txt"]
+    words += ["--images", tmp_path, "--params", root / "presets/sample.yaml"]
+    return [str(word) for word in (*words, "--device", "cpu", "--out")]
 
 
 def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 0
-    values = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    values = read_json(tmp_path / "out/metrics.json")
     assert values["superglue.pairs"] == 3 and values["ratio_test.precision"] > 0.8
     assert values["superglue_scene.matches"] <= values["superglue.matches"]
     for name, other in (("precision", "matching_score"), ("matching_score", "precision")):
@@ -203,8 +196,8 @@ def test_a_textured_plane_from_end_to_end(plane, tmp_path, capsys):
     assert values["superglue.estimated_pose_aligned"] == 3 and "superglue.recall" not in values
     printed = capsys.readouterr().out
     assert "AUC@5 POSE aligned" in printed and "R@P" not in printed
-    page = (tmp_path / "out" / "index.html").read_text()
-    pictures = list((tmp_path / "out" / "pictures").iterdir())
+    page = (tmp_path / "out/index.html").read_text()
+    pictures = list((tmp_path / "out/pictures").iterdir())
     assert page.count("data:image/jpeg") == len(pictures) == 5
     (tmp_path / "b.png").unlink()
     assert errors.run(evaluate.main, [*plane, str(tmp_path / "out")]) == 2

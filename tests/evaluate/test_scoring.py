@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_pairs import records_at
 from made_scenes import SHIFT, TURN
 
 from pipeline import bootstrap
@@ -20,7 +21,6 @@ from pipeline.report.rows import Measure
 from superglue_sift.batch import Pair
 from superglue_sift.geometry import corner_error, transform
 from superglue_sift.matcher import PairMatches
-from superglue_sift.sift import KEYPOINT
 
 SIZE = (320, 240)
 RANSAC = Measure("error", "ransac")
@@ -28,12 +28,8 @@ DLT = Measure("error", "dlt")
 
 
 def pair_of(points0, points1, H):
-    records = []
-    for points in (points0, points1):
-        rows = np.zeros(len(points), KEYPOINT)
-        rows["x"], rows["y"] = np.asarray(points, np.float32).reshape(-1, 2).T
-        records.append(rows)
-    return KnownPair("p", "s", (0, 0), Pair(*records, SIZE, SIZE), H)
+    pair = Pair(records_at(points0), records_at(points1), SIZE, SIZE)
+    return KnownPair("p", "s", (0, 0), pair, H)
 
 
 @pytest.fixture
@@ -97,10 +93,10 @@ def test_pairs_without_keypoints_have_a_row(settings):
             assert math.isinf(row.errors[RANSAC]) and row.counts.truth == 0
 
 
-def row(error, matches=10, correct=5, truth=8, found=4, matcher=OURS, scene="s"):
+def row(error, matches=10, correct=5, truth=8, found=4):
     counts = scoring.MatchCounts(matches, correct, truth, found)
     errors = {RANSAC: error, DLT: error}
-    return scoring.PairRow("p", scene, matcher, 20, 20, counts, errors, {"scale": 1.0})
+    return scoring.PairRow("p", "s", OURS, 20, 20, counts, errors, {"scale": 1.0})
 
 
 def summarize(rows):

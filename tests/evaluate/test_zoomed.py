@@ -30,7 +30,7 @@ def test_a_part_that_is_larger_than_the_view_is_none():
         zoomed.zoom_in(rng(), SIZE, 1.0, 90.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 99),
     factor=st.floats(2.0, 8.0),

@@ -39,12 +39,17 @@ class Workbench:
 
     def arguments(self, keys=()):
         """Command line of pipeline.train, without --out and --reports."""
-        section = params.load_all(ROOT / "presets" / "sample.yaml")["train"].model_dump()
+        section = params.load_all(ROOT / "presets/sample.yaml")["train"].model_dump()
         section.update(TRAIN)
         section.update(dict(keys))
         file = self.folder / f"params-{abs(hash(repr(keys)))}.yaml"
         file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
         return ["--keypoints", str(self.keypoints), "--params", str(file), *words_of(section)]
+
+    def training(self, name, keys=()):
+        """The command line of one below this folder, whose reports are in NAME-r."""
+        folder = self.folder / name
+        return [*self.arguments(keys), "--out", str(folder), "--reports", f"{folder}-r"]
 
     def clean(self, ranks, keys=()):
         """Digest of the same training without a fault."""

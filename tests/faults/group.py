@@ -79,9 +79,9 @@ def rendezvous():
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "60"}
 
 
-def wait(processes, limit=HANG_SECONDS):
-    """Wait for all; those that are still there after `limit` seconds are killed."""
-    deadline = time.monotonic() + limit
+def wait(processes):
+    """Wait for all; those that are still there after HANG_SECONDS are killed."""
+    deadline = time.monotonic() + HANG_SECONDS
     for each in processes:
         each.join(max(deadline - time.monotonic(), 0))
     hung = any(each.is_alive() for each in processes)

@@ -4,17 +4,12 @@ import shutil
 
 import pytest
 
-from faults import cells, inject
+from faults import inject
 from faults.group import start, until_done, wait
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 
 SLOW = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    return cells.Workbench(tmp_path_factory.mktemp("faults"))
 
 
 @pytest.fixture
@@ -23,16 +18,15 @@ def training(bench):
     shutil.rmtree(bench.folder / "one", ignore_errors=True)
 
     def begin(ranks, fault="", main=train.main):
-        folders = ["--out", f"{bench.folder}/one", "--reports", f"{bench.folder}/one-r"]
         log = bench.folder / "one.log"
         log.write_text("")
-        words = [*bench.arguments(), *folders]
-        return wait(start(ranks, main, words, log, SG_FAULT=fault)).codes, log.read_text()
+        processes = start(ranks, main, bench.training("one"), log, SG_FAULT=fault)
+        return wait(processes).codes, log.read_text()
 
     return begin
 
 
-def carry_out(bench, ranks, fault="", keys=(), **environment):
+def carry_out(bench, ranks, fault, keys=(), **environment):
     """Exit codes of each start of a training that ends with the bytes of an undisturbed one."""
     cell = bench.folder / "cell"
     done = until_done(cell, bench.arguments(keys), ranks, fault, **environment)
@@ -81,7 +75,7 @@ def test_processes_that_make_batches(bench, ranks, kind, phase, code):
     fault = f"{kind}:rank={ranks - 1},step=3,phase={phase}"
     codes = carry_out(bench, ranks, fault, SG_LOADER_PROCESSES="2")
     assert codes == [[code] * ranks, [0] * ranks]
-    log = (bench.folder / "cell" / "log").read_text()
+    log = (bench.folder / "cell/log").read_text()
     assert "Traceback" not in log
     assert ("a process that loads batches died (killed, or out of memory)" in log) == (code == 1)
 
@@ -99,7 +93,7 @@ def train_with_one_skipped(argv):
 
 
 @SLOW
-def test_too_many_bad_steps_end_the_run(bench, training):
+def test_too_many_bad_steps_end_the_run(training):
     codes, log = training(2, "nan:rank=0,step=2;nan:rank=1,step=3", train_with_one_skipped)
     assert codes == [1, 1]
     assert "2 steps had a gradient that was not finite, more than 1;" in log

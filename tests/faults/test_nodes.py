@@ -6,16 +6,10 @@ import shutil
 
 import pytest
 
-from faults import cells
 from faults.group import begin, digest, rendezvous, wait
 from pipeline.train import __main__ as train
 from pipeline.train.trainer import Training
 from superglue_sift.weights import load_model_file
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory):
-    return cells.Workbench(tmp_path_factory.mktemp("nodes"))
 
 
 @pytest.fixture
@@ -69,7 +63,7 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     assert "resuming at step 6 of 8" in text(nodes[0])
     assert "resuming at step 2 of 8" in text(nodes[1])
     assert digest(nodes[0] / "checkpoints") == digest(nodes[1] / "checkpoints")
-    curve = (nodes[1] / "reports" / "curves" / "train.csv").read_bytes()
+    curve = (nodes[1] / "reports/curves/train.csv").read_bytes()
     assert curve.count(b"\n") == 5  # a point every other step
 
 

@@ -140,7 +140,7 @@ class Base:
         for name in stage.needs:
             old = shutil.ignore_patterns("step-*")
             shutil.copytree(self.folder / "base" / name, folder / name, ignore=old)
-        shutil.copy2(self.folder / "base" / "params.json", folder)
+        shutil.copy2(self.folder / "base/params.json", folder)
         return folder
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reading import read_json
 
 from pipeline.errors import RequestError
 from pipeline.features import store
@@ -20,9 +21,9 @@ def records(count, rng):
     return np.frombuffer(rng.bytes(count * ORIENTED.itemsize), ORIENTED)
 
 
-def make_images(counts, seed=0):
+def make_images(counts):
     """One ImageViews per row of counts."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [
         ImageViews(
             f"image {i}.jpg",
@@ -48,9 +49,7 @@ def write(folder, images, per_shard=2, views=2):
 COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=3, max_size=3), min_size=1, max_size=9),
     st.integers(1, 4),
@@ -117,7 +116,7 @@ def test_missing_foreign_and_newer_stores_are_named(tmp_path):
     with pytest.raises(RequestError, match="run `dvc repro keypoints` first"):
         Store(tmp_path)
     folder = write(tmp_path, make_images(COUNTS))
-    index = json.loads((folder / "store.json").read_text())
+    index = read_json(folder / "store.json")
     for change, message in (
         ({"version": 99}, "version 99, this program reads .* version 2"),
         ({"format": "other"}, "other version 2"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from faulty_server import FaultyServer
+from waiting import wait_until
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import download as downloads
@@ -160,10 +161,8 @@ def test_killed_at_random_it_goes_on(server, tmp_path, root):
     server.pace = 0.05
     for fraction in (0.15, 0.35, 0.55, 0.75):
         process = subprocess.Popen(command, cwd=root)
-        until = time.monotonic() + 120
-        while not part.exists() or part.stat().st_size < fraction * len(DATA):
-            assert time.monotonic() < until and process.poll() is None
-            time.sleep(0.01)
+        least = fraction * len(DATA)
+        wait_until(lambda least=least: part.exists() and part.stat().st_size >= least)
         process.send_signal(signal.SIGKILL)
         process.wait()
     kept = part.stat().st_size

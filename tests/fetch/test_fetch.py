@@ -11,6 +11,7 @@ from pathlib import Path
 import cv2
 import pytest
 from faulty_server import FaultyServer
+from reading import read_json
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import __main__ as fetch
@@ -18,6 +19,8 @@ from pipeline.fetch import coco, download, splits
 from pipeline.fetch.containers import open_container
 from pipeline.image_sets import sources
 from pipeline.image_sets.sources import open_manifest
+
+SPLITS = ("train", "val", "test")
 
 
 @pytest.fixture
@@ -35,8 +38,28 @@ def run(tmp_path, make_params, monkeypatch):
     return run_stage
 
 
+@pytest.fixture
+def run_on(run):
+    """`run_on(path, ...)`: the same with one's own photographs."""
+
+    def run_stage(path, out="out", **changes):
+        given = {name: str(value) for name, value in changes.items() if isinstance(value, Path)}
+        return run(out, source="folder", path=str(path), **{**changes, **given})
+
+    return run_stage
+
+
 def names(folder, split):
     return [entry.name for entry in open_manifest(folder).entries(split)]
+
+
+def by_split(folder):
+    """The names of each split."""
+    return {split: names(folder, split) for split in SPLITS}
+
+
+def all_entries(images):
+    return [entry for split in SPLITS for entry in images.entries(split)]
 
 
 def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
@@ -45,20 +68,20 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
-    assert json.loads((tmp_path / "reports" / "metrics.json").read_text())["train_images"] == 11
+    assert read_json(tmp_path / "reports/metrics.json")["train_images"] == 11
 
 
 def test_the_same_request_writes_the_same_bytes_and_drops_what_is_stale(run):
     folder = run()
-    (folder / "sample" / "stale.png").write_bytes(b"x")
+    (folder / "sample/stale.png").write_bytes(b"x")
     before = {path.name: path.read_bytes() for path in folder.glob("*.*")}
     assert {path.name: path.read_bytes() for path in run().glob("*.*")} == before
-    assert not (folder / "sample" / "stale.png").exists()
+    assert not (folder / "sample/stale.png").exists()
 
 
-def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run, image_folder, tmp_path):
-    folder = run(source="folder", path=str(image_folder), val_fraction=0.5, test_fraction=0.5)
-    found = {split: names(folder, split) for split in ("train", "val", "test")}
+def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run_on, image_folder):
+    folder = run_on(image_folder, val_fraction=0.5, test_fraction=0.5)
+    found = by_split(folder)
     assert sorted([name for each in found.values() for name in each]) == [
         "chelsea.jpg",
         "coffee.png",
@@ -71,20 +94,16 @@ def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run, image_folder, tm
     assert open_manifest(folder).read(entry) == (image_folder / entry.name).read_bytes()
 
 
-def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run, image_folder, tmp_path):
-    shutil.copytree(image_folder, tmp_path / "held")
-    with pytest.raises(
-        RequestError, match=f"images: holds only copies of images in {tmp_path}/held"
-    ):
-        run(source="folder", path=str(image_folder), val_path=str(tmp_path / "held"))
-    for file in sources.list_images(tmp_path / "held"):
+def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run_on, image_folder, tmp_path):
+    held = tmp_path / "held"
+    shutil.copytree(image_folder, held)
+    with pytest.raises(RequestError, match=f"images: holds only copies of images in {held}"):
+        run_on(image_folder, val_path=held)
+    for file in sources.list_images(held):
         file.write_bytes(file.read_bytes() + b"other")
-    folder = run(
-        source="folder", path=str(image_folder), val_path=str(tmp_path / "held"), test_fraction=0.5
-    )
-    assert len(names(folder, "train")) == 4
-    assert len(names(folder, "val")) + len(names(folder, "test")) == 4
-    assert names(folder, "val") and names(folder, "test")
+    found = by_split(run_on(image_folder, val_path=held, test_fraction=0.5))
+    assert len(found["train"]) == len(found["val"] + found["test"]) == 4
+    assert found["val"] and found["test"]
 
 
 def write_photographs(folder, numbers):
@@ -94,20 +113,15 @@ def write_photographs(folder, numbers):
     return folder
 
 
-def test_copies_of_a_photograph_share_a_split(run, tmp_path, monkeypatch):
+def test_copies_of_a_photograph_share_a_split(run_on, tmp_path, monkeypatch):
     monkeypatch.setattr(splits, "require_usable", lambda *_: None)
     folder = write_photographs(tmp_path / "many", range(20))
     for copy in range(60):
         shutil.copyfile(folder / f"{copy % 12:03d}.jpg", folder / f"copy-{copy}.jpg")
     zipped = shutil.make_archive(str(tmp_path / "many"), "zip", folder)
-    for path in (str(folder), zipped):
-        images = open_manifest(
-            run(f"out-{Path(path).name}", source="folder", path=path, val_fraction=0.3)
-        )
-        found = {
-            split: {entry.crc32 for entry in images.entries(split)}
-            for split in ("train", "val", "test")
-        }
+    for path in (folder, zipped):
+        images = open_manifest(run_on(path, f"out-{Path(path).name}", val_fraction=0.3))
+        found = {split: {entry.crc32 for entry in images.entries(split)} for split in SPLITS}
         assert sum(map(len, found.values())) == len(set().union(*found.values())) == 20
         assert min(map(len, found.values())) >= 3
     only = tmp_path / "copies"
@@ -117,43 +131,39 @@ def test_copies_of_a_photograph_share_a_split(run, tmp_path, monkeypatch):
     with pytest.raises(
         RequestError, match="copies: 1 different image, and none for val; at least two are needed"
     ):
-        run(source="folder", path=str(only))
+        run_on(only)
 
 
-def test_a_photograph_in_both_folders_is_held_out(run, tmp_path, monkeypatch, capsys):
+def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(splits, "require_usable", lambda *_: None)
     ours = write_photographs(tmp_path / "ours", range(20))
     held = write_photographs(tmp_path / "held", range(16, 30))
-    folder = run(source="folder", path=str(ours), val_path=str(held))
+    found = by_split(run_on(ours, val_path=held))
     assert "fetch: 4 training images left out: copies of held-out ones" in capsys.readouterr().out
-    assert names(folder, "train") == [f"{number:03d}.jpg" for number in range(16)]
-    assert len(names(folder, "val")) + len(names(folder, "test")) == 14
+    assert found["train"] == [f"{number:03d}.jpg" for number in range(16)]
+    assert len(found["val"] + found["test"]) == 14
 
 
 @pytest.mark.parametrize("count, least", [(40, 8), (400, 32), (12, 4), (3, 2), (2, 1)])
-def test_a_small_set_holds_out_its_fraction(run, tmp_path, monkeypatch, count, least):
+def test_a_small_set_holds_out_its_fraction(run_on, tmp_path, monkeypatch, count, least):
     monkeypatch.setattr(splits, "require_usable", lambda *_: None)
-    folder = run(
-        source="folder",
-        path=str(write_photographs(tmp_path / "few", range(count))),
-        val_fraction=0.2,
-    )
-    counts = {split: len(names(folder, split)) for split in ("train", "val", "test")}
+    folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
+    counts = {split: len(found) for split, found in by_split(folder).items()}
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
     assert counts["val"] >= least // 2 and counts["train"] >= 1
     assert 3 * counts["val"] > counts["test"] >= min(least // 2, 16)
 
 
-def test_a_smaller_limit_takes_a_part_of_a_larger_one(run, tmp_path, photo):
+def test_a_smaller_limit_takes_a_part_of_a_larger_one(run_on, tmp_path, photo):
     many = tmp_path / "many"
     many.mkdir()
     for index in range(12):
         cv2.imwrite(str(many / f"{index}.png"), photo[index : index + 40, :40])
-    large = run("a", source="folder", path=str(many), limit=5, val_fraction=0.3)
-    small = run("b", source="folder", path=str(many), limit=2, val_fraction=0.3)
-    assert len(names(small, "train")) == 2 and set(names(small, "train")) < set(
-        names(large, "train")
+    large, small = (
+        set(names(run_on(many, str(limit), limit=limit, val_fraction=0.3), "train"))
+        for limit in (5, 2)
     )
+    assert len(small) == 2 and small < large
 
 
 def test_an_incomplete_output_is_named(tmp_path, run):
@@ -173,36 +183,41 @@ def test_an_incomplete_output_is_named(tmp_path, run):
 # -----------------------------------------------------------------------------------
 
 
+def serve_val2017(path, count, monkeypatch):
+    """A server of a zip of `count` images, named as val2017.zip in the table of archives."""
+    server = FaultyServer(path.read_bytes())
+    md5 = hashlib.md5(server.data).hexdigest()
+    made = coco.Archive("val2017.zip", md5, count, len(server.data))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [made])
+    return server
+
+
 @pytest.fixture
 def archive_server(image_folder, tmp_path, monkeypatch):
-    """A server of an archive with COCO's layout, named as val2017.zip in the table of archives."""
+    """A server of four photographs as val2017.zip."""
     path = tmp_path / "made.zip"
     with zipfile.ZipFile(path, "w") as out:
         for index, name in enumerate(
             ["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]
         ):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
-    server = FaultyServer(path.read_bytes())
-    made = coco.Archive("val2017.zip", hashlib.md5(server.data).hexdigest(), 4, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [made])
+    server = serve_val2017(path, 4, monkeypatch)
     monkeypatch.setattr(download, "sleep", lambda _: None)
     yield server
     server.close()
 
 
-def test_an_archive_is_downloaded_once_checked_and_read_in_place(
-    run, archive_server, image_folder, tmp_path
-):
+def test_an_archive_is_downloaded_once_checked_and_read_in_place(run, archive_server, image_folder):
     folder = run(source="coco2017-val", mirror=archive_server.url)
     images = open_manifest(folder)
-    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
+    entries = all_entries(images)
     assert (
         sorted(entry.name for entry in entries)[0] == "val2017/000000000000.jpg"
         and len(entries) == 4
     )
     chelsea = next(entry for entry in entries if entry.name.endswith("0.jpg"))
     assert images.read(chelsea) == (image_folder / "chelsea.jpg").read_bytes()
-    note = json.loads((folder / "source.json").read_text())["containers"]["train"]
+    note = read_json(folder / "source.json")["containers"]["train"]
     assert note["md5"] == hashlib.md5(archive_server.data).hexdigest()
     run(source="coco2017-val", mirror=archive_server.url)
     assert len(archive_server.requests) == 1
@@ -217,18 +232,15 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
         for index, data in enumerate(pictures):
             kind = zipfile.ZIP_DEFLATED if index % 2 else zipfile.ZIP_STORED
             out.writestr(zipfile.ZipInfo(f"val2017/{index:012d}.png"), data, kind)
-    server = FaultyServer((tmp_path / "made.zip").read_bytes())
-    made = coco.Archive("val2017.zip", "0" * 32, 40, len(server.data))
-    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [made])
+    server = serve_val2017(tmp_path / "made.zip", 40, monkeypatch)
     server.faults = ["503", 100, None, 5000]
     folder = run(source="coco2017-val", mirror=server.url, limit=2)
     images = open_manifest(folder)
-    entries = [entry for split in ("train", "val", "test") for entry in images.entries(split)]
-    assert [len(names(folder, split)) for split in ("train", "val", "test")] == [2, 1, 1]
-    for entry in entries:
+    assert [len(found) for found in by_split(folder).values()] == [2, 1, 1]
+    for entry in all_entries(images):
         assert images.read(entry) == pictures[int(entry.name[-10:-4])]
     assert server.sent < 0.2 * len(server.data)
-    assert (tmp_path / "archives" / "val2017.part-of.zip").is_file()
+    assert (tmp_path / "archives/val2017.part-of.zip").is_file()
     before = (folder / "manifest.csv").read_bytes()
     sent = server.sent
     assert (
@@ -238,13 +250,13 @@ def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, 
     server.close()
 
 
-def test_a_wrong_byte_in_a_part_is_found(run, archive_server, tmp_path):
+def test_a_wrong_byte_in_a_part_is_found(run, archive_server):
     archive_server.data = archive_server.data.replace(b"\xff\xd8\xff", b"\xff\xd8\xfe")
     with pytest.raises(WorkError, match="wrong CRC-32"):
         run(source="coco2017-val", mirror=archive_server.url, limit=1, val_fraction=0.0)
 
 
-def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_folder, tmp_path):
+def test_archives_that_are_here_are_not_downloaded(run, archive_server, tmp_path):
     given = tmp_path / "given"
     given.mkdir()
     (given / "val2017.zip").write_bytes(archive_server.data)
@@ -253,22 +265,22 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, image_fo
         "b", source="coco2017-val", path=str(given / "val2017.zip"), mirror="http://127.0.0.1:9"
     )
     assert (folder / "manifest.csv").read_bytes() == (again / "manifest.csv").read_bytes()
-    expected = {split: names(folder, split) for split in ("train", "val", "test")}
+    expected = by_split(folder)
     with zipfile.ZipFile(given / "val2017.zip") as zipped:
         zipped.extractall(given)
     (given / "val2017.zip").unlink()
     unpacked = run("c", source="coco2017-val", path=str(given), mirror="http://127.0.0.1:9")
-    assert {split: names(unpacked, split) for split in expected} == expected
+    assert by_split(unpacked) == expected
     entry = open_manifest(unpacked).entries("train")[0]
     assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
 
 
 @pytest.mark.parametrize("path", ["coco", "coco/train2017", "train2017.zip", "layout"])
 def test_training_images_are_never_the_held_out_ones(run, image_folder, tmp_path, path):
-    shutil.copytree(image_folder, tmp_path / "coco" / "train2017")
+    shutil.copytree(image_folder, tmp_path / "coco/train2017")
     shutil.make_archive(str(tmp_path / "train2017"), "zip", image_folder)
     for name in ("train2017", "val2017"):  # in images/, as other projects want them
-        shutil.copytree(image_folder, tmp_path / "layout" / "images" / name)
+        shutil.copytree(image_folder, tmp_path / "layout/images" / name)
     with pytest.raises(RequestError, match="must hold train2017 and val2017"):
         run(source="coco2017", path=str(tmp_path / path))
 
@@ -293,7 +305,7 @@ def test_a_list_of_windows(tmp_path, photo):
     assert open_container(tmp_path / "list.txt").names == ["a.png"]
 
 
-def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_path, monkeypatch):
+def test_a_folder_of_an_own_zip_a_list_and_annotations(run_on, image_folder, tmp_path, monkeypatch):
     # Which are chosen, not whether they suffice
     monkeypatch.setattr(splits, "_require_some", lambda *_: None)
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
@@ -301,27 +313,25 @@ def test_a_folder_of_an_own_zip_a_list_and_annotations(run, image_folder, tmp_pa
             out.write(path, path.relative_to(image_folder).as_posix())
     every = {"chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"}
 
-    def everything(folder):
-        return {name for split in ("train", "val", "test") for name in names(folder, split)}
+    def chosen(path, **options):
+        return {entry.name for entry in all_entries(open_manifest(run_on(path, **options)))}
 
-    assert everything(run("zip", source="folder", path=str(tmp_path / "own.zip"))) == every
+    assert chosen(tmp_path / "own.zip") == every
     listed = tmp_path / "list.txt"
     for root in (image_folder, tmp_path / "own.zip"):
         listed.write_text("# mine\nchelsea.jpg\n\nnested/turned.JPG\nchelsea.jpg\n")
-        chosen = run(f"list {root.suffix}", source="folder", path=str(listed), root=str(root))
-        assert everything(chosen) == {"chelsea.jpg", "nested/turned.JPG"}
+        assert chosen(listed, root=root) == {"chelsea.jpg", "nested/turned.JPG"}
     # whole paths, which count from anywhere above them
     listed.write_text("".join(f"{image_folder / name}\n" for name in every))
-    chosen = run("whole", source="folder", path=str(listed), root="/")
-    assert {f"/{name}" for name in everything(chosen)} == {
-        f"{image_folder}/{name}" for name in every
-    }
+    whole = {f"/{name}" for name in chosen(listed, root="/")}
+    assert whole == {f"{image_folder}/{name}" for name in every}
     boxes = tmp_path / "instances.json"
     boxes.write_text(json.dumps(ANNOTATIONS))
-    asked = {"source": "folder", "path": str(boxes), "root": str(image_folder)}
-    assert everything(run("d", **asked)) == {"chelsea.jpg", "coffee.png", "flipped.webp"}
-    assert everything(run("e", **asked, categories="cat")) == {"chelsea.jpg", "flipped.webp"}
-    assert everything(run("f", **asked, categories="cat,cup", min_side=350)) == {"coffee.png"}
+    root = image_folder
+    assert chosen(boxes, root=root) == {"chelsea.jpg", "coffee.png", "flipped.webp"}
+    assert chosen(boxes, root=root, categories="cat") == {"chelsea.jpg", "flipped.webp"}
+    of_size = chosen(boxes, root=root, categories="cat,cup", min_side=350)
+    assert of_size == {"coffee.png"}
 
 
 ANNOTATIONS = {
@@ -360,15 +370,8 @@ ANNOTATIONS = {
     ],
 )
 def test_wrong_lists_and_annotations_are_named(
-    run, image_folder, tmp_path, name, text, options, said
+    run_on, image_folder, tmp_path, name, text, options, said
 ):
     (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
     with pytest.raises(RequestError, match=said):
-        run(
-            **{
-                "source": "folder",
-                "path": str(tmp_path / name),
-                "root": str(image_folder),
-                **options,
-            }
-        )
+        run_on(tmp_path / name, **{"root": image_folder, **options})

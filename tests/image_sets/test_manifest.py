@@ -15,7 +15,7 @@ from superglue_sift.images import BadImage
 def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):
     (image_folder / "._coffee.png").write_bytes(b"x")
     (image_folder / ".cache").mkdir()
-    (image_folder / ".cache" / "a.png").write_bytes(b"x")
+    (image_folder / ".cache/a.png").write_bytes(b"x")
     (image_folder / "notes.txt").write_text("x")
     (image_folder / "folder.jpg").mkdir()
     (image_folder / "gone.jpg").symlink_to("nowhere")
@@ -50,7 +50,7 @@ def test_a_damaged_manifest_names_its_line(tmp_path):
         manifest.read(path)
 
 
-def test_images_read_back_and_a_changed_one_is_bad(image_folder, tmp_path):
+def test_images_read_back_and_a_changed_one_is_bad(image_folder):
     names = ["chelsea.jpg", "coffee.png"]
     entries = [sources.file_entry(image_folder, name, "train", "train") for name in names]
     images = sources.ImageSet(entries, {"train": str(image_folder)})

@@ -11,6 +11,7 @@ import cv2
 import numpy as np
 import pytest
 from made_params import file_of
+from reading import read_files, read_json
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.features import store
@@ -49,7 +50,7 @@ def pictures(tmp_path, photo):
 
 
 @pytest.fixture
-def stage(tmp_path, make_params, root, monkeypatch):
+def stage(tmp_path, make_params, monkeypatch):
     """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the
     folder of the stores.
     """
@@ -72,16 +73,8 @@ def stage(tmp_path, make_params, root, monkeypatch):
     return run
 
 
-def files(folder):
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
 def bad_list(tmp_path):
-    with (tmp_path / "reports" / "bad_images.csv").open(newline="") as stream:
+    with (tmp_path / "reports/bad_images.csv").open(newline="") as stream:
         rows = list(csv.reader(stream))
     assert rows[0] == ["file", "reason"]
     return dict(rows[1:])
@@ -90,7 +83,7 @@ def bad_list(tmp_path):
 def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_params):
     out = stage(pictures)
     opened = {split: Store(out / split, verify="all") for split in ("train", "val")}
-    metrics = json.loads((tmp_path / "reports" / "metrics.json").read_text())
+    metrics = read_json(tmp_path / "reports/metrics.json")
     for split, each in opened.items():
         assert each.counts.shape == (len(each), 3) and each.counts.max() <= 50
         assert metrics[split]["images"] == len(each) and metrics[split]["views"] == each.counts.size
@@ -118,18 +111,18 @@ def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_para
 
 
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
-    one = files(stage(pictures, "one", workers=1))
-    assert files(stage(pictures, "two", workers=2)) == one
-    other = tmp_path / "again" / "pictures"
+    one = read_files(stage(pictures, "one", workers=1))
+    assert read_files(stage(pictures, "two", workers=2)) == one
+    other = tmp_path / "again/pictures"
     other.mkdir(parents=True)
     for path in sorted(pictures.iterdir(), reverse=True):
         shutil.copyfile(path, other / path.name)
-    assert files(stage(other, "other")) == one
+    assert read_files(stage(other, "other")) == one
 
 
 def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypatch):
     out = stage(pictures)
-    before = files(out)
+    before = read_files(out)
     calls = []
 
     def watch(name):
@@ -140,27 +133,27 @@ def test_what_is_done_is_neither_done_nor_hashed_twice(stage, pictures, monkeypa
 
     watch("write_shard")
     watch("file_sha256")
-    assert files(stage(pictures)) == before and not calls
-    damaged = out / "train" / "shard-00001.safetensors"
+    assert read_files(stage(pictures)) == before and not calls
+    damaged = out / "train/shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
-    assert files(stage(pictures)) == before and calls == [damaged, damaged]
+    assert read_files(stage(pictures)) == before and calls == [damaged, damaged]
 
 
 def test_other_parameters_discard_what_was_made(stage, pictures):
-    reference = files(stage(pictures, "new", difficulty_first=0.5))
+    reference = read_files(stage(pictures, "new", difficulty_first=0.5))
     out = stage(pictures, "old")
-    (out / "train" / "stranger.safetensors").write_bytes(b"x")
-    (out / "train" / ".shard-00000.safetensors.tmp").write_bytes(b"x")
+    (out / "train/stranger.safetensors").write_bytes(b"x")
+    (out / "train/.shard-00000.safetensors.tmp").write_bytes(b"x")
     stage(pictures, "old", difficulty_first=0.5)
-    assert files(out) == reference
+    assert read_files(out) == reference
 
 
 def test_a_changed_image_remakes_its_shard_alone(stage, pictures, photo):
     out = stage(pictures)
-    before = files(out)
+    before = read_files(out)
     name = Store(out / "train").images[0]
     cv2.imwrite(str(pictures / name), photo[100:300, :300])  # no copy of another one
-    after = files(stage(pictures))
+    after = read_files(stage(pictures))
     changed = {path for path in before if before[path] != after[path]}
     assert changed == {"train/shard-00000.safetensors", "train/store.json"}
 
@@ -191,7 +184,7 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
         used += Store(out / split, verify="all").images
     held = {
         row["name"]
-        for row in csv.DictReader((tmp_path / "images" / "manifest.csv").open())
+        for row in csv.DictReader((tmp_path / "images/manifest.csv").open())
         if row["split"] == "test"
     }
     assert set(listed) == set(expected) - held and set(used) == good - held
@@ -206,14 +199,14 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
     ):
         stage(pictures)
     assert bad_list(tmp_path) and set(bad_list(tmp_path)) <= set(expected)
-    assert not (tmp_path / "kp" / "train" / "store.json").exists()
+    assert not (tmp_path / "kp/train/store.json").exists()
 
 
 def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
-    whole = files(stage(pictures, out="whole"))
+    whole = read_files(stage(pictures, out="whole"))
     read = sources.ImageSet.read
-    absent = Store(tmp_path / "whole" / "train").images[0]
+    absent = Store(tmp_path / "whole/train").images[0]
 
     def refuse(images, entry):
         if entry.name == absent:
@@ -224,9 +217,9 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
         without.setattr(sources.ImageSet, "read", refuse)
         stage(pictures)
     assert set(bad_list(tmp_path)) == {absent}
-    written = tmp_path / "kp" / "train" / store.shard_name(1)
+    written = tmp_path / "kp/train" / store.shard_name(1)
     before = written.stat().st_mtime_ns
-    assert files(stage(pictures)) == whole and not bad_list(tmp_path)
+    assert read_files(stage(pictures)) == whole and not bad_list(tmp_path)
     assert written.stat().st_mtime_ns == before  # that of other images is not made again
 
 
@@ -244,7 +237,7 @@ def test_no_image_left_or_none_held_out_is_said(stage, pictures, tmp_path, monke
 
 
 def test_missing_manifest_and_wrong_workers_are_named(tmp_path, root):
-    sample = str(root / "presets" / "sample.yaml")
+    sample = str(root / "presets/sample.yaml")
     with pytest.raises(RequestError, match="no manifest here"):
         keypoints.main(["--params", sample, "--images", str(tmp_path)])
     with pytest.raises(RequestError, match="--workers -1"):
@@ -262,24 +255,24 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(stage, pictures, monke
     monkeypatch.setattr(shards.store, "write_shard", full)
     with pytest.raises(WorkError, match="No space left on device; finished shards are kept"):
         stage(pictures)
-    assert (tmp_path / "kp" / "train" / "shard-00000.safetensors").exists()
+    assert (tmp_path / "kp/train/shard-00000.safetensors").exists()
 
 
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
-    reference = files(stage(pictures, "reference"))
+    reference = read_files(stage(pictures, "reference"))
     command = [sys.executable, "-c", IN_SHARDS_OF_3, *words(tmp_path, "ranks", "--workers", "1")]
     ranks = []
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         ranks.append(subprocess.Popen(command, cwd=root, env=env, stderr=subprocess.DEVNULL))
     assert [rank.wait(300) for rank in ranks] == [0, 0]
-    assert files(tmp_path / "ranks") == reference
+    assert read_files(tmp_path / "ranks") == reference
 
 
 def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypatch):
     """Rank 0 deletes what does not belong here when all ranks are done, not when it starts."""
-    partial = tmp_path / "kp" / "train" / ".shard-00001.safetensors.tmp"
+    partial = tmp_path / "kp/train/.shard-00001.safetensors.tmp"
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"a part")
     seen = []
@@ -293,8 +286,8 @@ def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypat
 
 def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_path, monkeypatch):
     """Nor is a shard of other parameters taken for its own."""
-    (tmp_path / "kp" / "train").mkdir(parents=True)
-    (tmp_path / "kp" / "train" / "shard-00001.json").write_text('{"fingerprint": "another"}')
+    (tmp_path / "kp/train").mkdir(parents=True)
+    (tmp_path / "kp/train/shard-00001.json").write_text('{"fingerprint": "another"}')
     monkeypatch.setattr(keypoints, "SILENCE", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
     with pytest.raises(

@@ -2,7 +2,6 @@
 matches.
 """
 
-import json
 from pathlib import Path
 
 import cv2
@@ -10,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from made_params import file_of
+from made_trainings import leave_mlflow_out
+from reading import read_json
 
-from pipeline import errors, export, tracking
+from pipeline import errors, export
 from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from superglue_sift import extractors, sift
@@ -188,7 +188,7 @@ def test_other_tools_get_features_of_sift_alone(photo):
 def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, root):
     from ruamel.yaml import YAML
 
-    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+    leave_mlflow_out(monkeypatch)
     monkeypatch.chdir(tmp_path)
     few = {"max_keypoints": 128}
     training = {"dim": 32, "layers": 1, "steps": 6, "batch": 4, "val_every": 3, "val_pairs": 8}
@@ -207,15 +207,15 @@ def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, 
     store = Store("data/keypoints/train")
     assert (store.extractor, store.dtype) == (UPRIGHT, extractors.load(UPRIGHT).dtype)
     assert train.main([]) == 0
-    shipped = root / "pretrained" / "superglue-sift.safetensors"
+    shipped = root / "pretrained/superglue-sift.safetensors"
     words = ["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]
     assert evaluate.main(words) == 0
-    metrics = json.loads(Path("reports/evaluate/metrics.json").read_text())
+    metrics = read_json(Path("reports/evaluate/metrics.json"))
     assert metrics["mutual_nn.precision"] > 0.01  # nine raw pixels tell little apart
     # a matcher of other keypoints is not scored
     assert not any(key.startswith("sift.") for key in metrics)
     export.main([])
-    described = json.loads(Path("models/superglue.json").read_text())
+    described = read_json(Path("models/superglue.json"))
     assert described["model"]["extractor"] == UPRIGHT
     matcher = Matcher.load("models/superglue.safetensors", "cpu", extractor=UPRIGHT, threshold=0.0)
     found = matcher.match(photo, photo)

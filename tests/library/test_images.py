@@ -53,7 +53,7 @@ def test_heic_without_its_package_names_it(monkeypatch):
 
 def test_gray_of_jpegs_is_the_luma_that_opencv_reads(shared_data):
     """So keypoints keep their bytes, whichever of the two reads a file."""
-    for path in sorted((shared_data / "coco" / "val").glob("*.jpg"))[:40]:
+    for path in sorted((shared_data / "coco/val").glob("*.jpg"))[:40]:
         data = np.frombuffer(path.read_bytes(), np.uint8)
         np.testing.assert_array_equal(
             decode_gray(data.tobytes()), cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)

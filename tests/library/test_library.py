@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import cv2
 import numpy as np
@@ -47,11 +48,9 @@ def test_the_wheel_is_small_and_holds_the_library_alone(tmp_path, root):
     assert f"superglue_sift/{weights.SHIPPED}" in names
 
 
-@pytest.fixture(scope="module")
-def matcher(tmp_path_factory):
-    return Matcher.load(
-        write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2), "cpu"
-    )
+@pytest.fixture
+def matcher(untrained):
+    return untrained
 
 
 @pytest.fixture
@@ -100,8 +99,8 @@ def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
     assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
     own = picture.pixels[drawing.BAR : -drawing.BAR, :451]  # between the lines
     assert (own == bgr).all(axis=2).mean() > 0.3
-    picture.save(tmp_path / "new" / "m.png")
-    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new" / "m.png")), picture.pixels)
+    picture.save(tmp_path / "new/m.png")
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
 
 
 def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, photo):
@@ -144,7 +143,7 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     """
     least = 0.97 if side > 1024 else 0.88
     matcher = Matcher.load(device="cpu")
-    folder = shared_data / "poses" / "strecha"
+    folder = shared_data / "poses/strecha"
     paths = [folder / f"Herz-Jesus-P25_{number:04d}.jpg" for number in (3, 4)]
     first, second = (reduce(read_gray(path), 1024) for path in paths)
     size = (side, round(side * second.shape[0] / second.shape[1]))
@@ -237,9 +236,8 @@ def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_the_matches_of_the_cpu(tmp_path, photo, turned):
-    path = write_model(tmp_path / "m.safetensors", layers=2)
-    one, other = (Matcher.load(path, device).match(photo, turned) for device in ("cpu", "cuda"))
+def test_a_gpu_gives_the_matches_of_the_cpu(model, photo, turned):
+    one, other = (Matcher.load(model, device).match(photo, turned) for device in ("cpu", "cuda"))
     shared = set(map(tuple, one.matches)) & set(map(tuple, other.matches))
     assert len(shared) > 0.97 * max(len(one.matches), len(other.matches))
 
@@ -255,62 +253,61 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
         )
 
 
-def features(count, width, value=9.0, scales=5, at=0.0, scale=1.0, size=(64, 64)):
+def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
     one = np.ones(count)
     places = np.full((count, 2), at)
     descriptors = np.full((count, width), value)
-    return Features.of(places, np.full(scales, scale), one, one, descriptors, size)
+    return Features.of(places, np.full(count, scale), one, one, descriptors, size)
 
 
 @pytest.mark.parametrize(
     "ask, message",
     [
-        (lambda matcher, folder: matcher.extract(folder / "no.png"), "no.png: cannot be read"),
-        (lambda matcher, folder: matcher.extract(np.zeros((9, 9))), "must be uint8"),
+        (lambda matcher: matcher.extract("no.png"), "no.png: cannot be read"),
+        (lambda matcher: matcher.extract(np.zeros((9, 9))), "must be uint8"),
+        (lambda matcher: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
+        (lambda matcher: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
+        (lambda matcher: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
+        (lambda matcher: features(5, 128, at=np.nan), "scores must be finite"),
+        (lambda matcher: features(5, 128, np.nan), "descriptors must be whole numbers"),
+        (lambda matcher: features(5, 128, scale=-1.0), "scales must be 0 or more"),
+        (lambda matcher: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
         (
-            lambda matcher, folder: matcher.extract(torch.zeros(9, 9, 3)),
-            r"\(9, 9, 3\): must be \(H, W\)",
-        ),
-        (lambda matcher, folder: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
-        (lambda matcher, folder: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (lambda matcher, folder: features(5, 128, at=np.nan), "scores must be finite"),
-        (lambda matcher, folder: features(5, 128, np.nan), "descriptors must be whole numbers"),
-        (lambda matcher, folder: features(5, 128, scale=-1.0), "scales must be 0 or more"),
-        (lambda matcher, folder: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
-        (
-            lambda matcher, folder: matcher.match(
+            lambda matcher: matcher.match(
                 features(5, 128)._replace(frame="stored"), features(5, 128)._replace(turned=6)
             ),
             r"stored and of upright pixels: use Matcher.load\(frame='stored'\)",
         ),
-        (lambda matcher, folder: Matcher.load(device="meta"), "^device meta: not available here"),
+        (lambda matcher: Matcher.load(device="meta"), "^device meta: not available here"),
+        (lambda matcher: Matcher.load("other.safetensors"), "not a SuperGlue model"),
         (
-            lambda matcher, folder: Matcher.load(folder / "other.safetensors"),
-            "not a SuperGlue model",
-        ),
-        (
-            lambda matcher, folder: Matcher.load(device="toaster"),
+            lambda matcher: Matcher.load(device="toaster"),
             "^device toaster: not available here; name auto, cpu",
         ),
+        (lambda matcher: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
+        (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
+        (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
         (
-            lambda matcher, folder: Matcher.load(threshold=1.5),
-            "threshold 1.5: must be between 0 and 1",
-        ),
-        (lambda matcher, folder: Matcher.load(frame="lying"), "frame 'lying'"),
-        (lambda matcher, folder: Matcher.load(accept=0.3), "accept: only with scene=True"),
-        (
-            lambda matcher, folder: matcher.extract([[0, 1]]),
+            lambda matcher: matcher.extract([[0, 1]]),
             "type list: must be a file, a PIL image, an array or a tensor",
         ),
     ],
 )
-def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
-    save_model_file(
-        tmp_path / "other.safetensors", {"a": matcher.model.dustbin}, {"model": {"dim": 128}}
-    )
+def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, message):
+    monkeypatch.chdir(tmp_path)
+    about = {"model": {"dim": 128}}
+    save_model_file(Path("other.safetensors"), {"a": matcher.model.dustbin}, about)
     with pytest.raises(RequestError, match=message) as error:
-        ask(matcher, tmp_path)
+        ask(matcher)
     assert "\n" not in str(error.value)
+
+
+def write_changed(path, **about):
+    """An untrained model whose description says something else."""
+    tensors, info = weights.load_model_file(write_model(path))
+    model = {**info["model"], **about.pop("model", {})}
+    save_model_file(path, tensors, {**info, "model": model, **about})
+    return path
 
 
 @pytest.mark.parametrize(
@@ -329,9 +326,7 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, ask, message):
 def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
     tmp_path, monkeypatch, changed, message
 ):
-    path = tmp_path / "m.safetensors"
-    tensors, info = weights.load_model_file(write_model(path))
-    save_model_file(path, tensors, {**info, "model": {**info["model"], **changed}})
+    path = write_changed(tmp_path / "m.safetensors", model=changed)
     monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
     with pytest.raises(RequestError, match=message) as error:
         Matcher.load(path, "cpu")
@@ -342,9 +337,7 @@ def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
 
 @pytest.mark.parametrize("value", ["much", None, [], 2.0, float("nan"), True])
 def test_a_hostile_threshold_is_refused(tmp_path, value):
-    path = tmp_path / "m.safetensors"
-    tensors, info = weights.load_model_file(write_model(path))
-    save_model_file(path, tensors, {**info, "match_threshold": value})
+    path = write_changed(tmp_path / "m.safetensors", match_threshold=value)
     with pytest.raises(RequestError, match="match_threshold"):
         Matcher.load(path, "cpu")
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from made_scenes import MILD
 
 from superglue_sift import geometry
 from superglue_sift.match_result import MatchResult
 
-TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 SIZE = (1024, 768)
 
 
@@ -14,7 +14,7 @@ def made_result(enlarged, aligned=True):
     """150 matches that scatter by 0.7 px in images of SIZE, and 50 wrong ones; then enlarged."""
     rng = np.random.default_rng(0)
     points0 = rng.uniform(0, SIZE, (200, 2))
-    points1 = geometry.transform(points0, TURN) + rng.normal(0, 0.7, (200, 2))
+    points1 = geometry.transform(points0, MILD) + rng.normal(0, 0.7, (200, 2))
     points1[150:] = rng.uniform(0, SIZE, (50, 2))
     to_file = geometry.resizing((1, 1), (enlarged, enlarged))
     sides = [geometry.transform(p, to_file).astype(np.float32) for p in (points0, points1)]

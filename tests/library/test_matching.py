@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_pairs import SIZE, pair, related, scrambled
+from made_pairs import RAGGED, SIZE, pairs_of, records_at, related, scrambled
 
 from pipeline.evaluate.estimators import fit_dlt
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
 from superglue_sift import geometry
 from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.sift import KEYPOINT
 from superglue_sift.superglue import SuperGlueConfig
 from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth
 
@@ -32,13 +31,9 @@ class TestTruth:
     @staticmethod
     def truth(keypoints0, keypoints1, H=IDENTITY, cells=None):
         """Of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
-        sides = []
-        for keypoints in (keypoints0, keypoints1):
-            sides.append(np.zeros(len(keypoints), KEYPOINT))
-            sides[-1]["x"], sides[-1]["y"] = keypoints.T
-        batch = from_pairs(
-            [Pair(*sides, (100, 100), (100, 100))], np.array(H, float)[None], cells=cells
-        )
+        sides = records_at(keypoints0), records_at(keypoints1)
+        one = Pair(*sides, (100, 100), (100, 100))
+        batch = from_pairs([one], np.array(H, float)[None], cells=cells)
         found = ground_truth(batch)
         return Truth(*(matches[0, : len(side)] for matches, side in zip(found, sides)))
 
@@ -78,7 +73,7 @@ class TestTruth:
         assert self.truth(points((10, 10)), points((22, 20)), double).matches0.tolist() == [0]
         assert self.truth(points((10, 10)), points((24, 20)), double).matches0.tolist() == [IGNORED]
 
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=25)
     @given(seed=st.integers(0, 1000), count=st.integers(1, 40))
     def test_is_consistent_and_symmetric(self, seed, count):
         rng = np.random.default_rng(seed)
@@ -94,8 +89,7 @@ class TestTruth:
 
     def test_points_of_the_horizon(self):
         """They are inf or nan in the other view, and match nothing, not even padding."""
-        rng = np.random.default_rng(0)
-        pairs = [pair(rng, *counts) for counts in ((9, 5), (3, 8))]
+        pairs = pairs_of((9, 5), (3, 8))
         for one in pairs:
             one.records0["x"][:3] = one.records1["x"][:3] = 50.0
         horizon = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
@@ -107,13 +101,7 @@ class TestLoss:
     @pytest.mark.parametrize("precision, close", [("float32", 1e-3), ("bfloat16", 2e-2)])
     def test_a_gpu_finds_the_loss_and_the_gradient_of_the_cpu(self, precision, close):
         """Of ragged pairs, empty ones among them."""
-        rng = np.random.default_rng(0)
-        batch = related(
-            [
-                pair(rng, *counts)
-                for counts in ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))
-            ]
-        )
+        batch = related(pairs_of(*RAGGED))
         model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
         answers = []
         for device, asked in (("cpu", "float32"), ("cuda", precision)):
@@ -179,7 +167,7 @@ class TestHomography:
         """Also by the lines for OpenCV in the docs, whose RANSAC alone stops after a few samples
         and keeps the inliers of the best.
         """
-        section = (root / "docs" / "matching.md").read_text().split("### A homography by OpenCV")[1]
+        section = (root / "docs/matching.md").read_text().split("### A homography by OpenCV")[1]
         lines = section.split("```python\n")[1].split("```")[0]
         errors = []
         for seed in range(20):

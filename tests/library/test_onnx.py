@@ -83,19 +83,6 @@ def assert_same(model, run, pairs, threshold, tolerance, doubtful=0.0):
     return len(index0)
 
 
-VARIANTS = [
-    {"neighbours": True, "rotary": True},
-    {"scale_angle": False, "norm": "batch", "heads": 2},
-]
-
-
-@pytest.fixture(scope="module", params=VARIANTS, ids=["neighbours-rotary", "batch-norm"])
-def small(request, tmp_path_factory):
-    """The file of an untrained model."""
-    changes = {"layers": 2, **request.param}
-    return write_model(tmp_path_factory.mktemp("onnx") / "m.safetensors", **changes)
-
-
 SHAPES = [[(5, 7)], [(0, 0)], [(0, 5)], [(5, 0)], [(2, 1)], [(60, 40), (0, 9), (33, 1)]]
 
 
@@ -127,20 +114,25 @@ def in_torch(module):
     return run
 
 
-def assert_same_on_all_shapes(model, run, tolerance=IN_TORCH):
-    """Of a model that matches the synthetic pairs."""
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"neighbours": True, "rotary": True},
+        {"scale_angle": False, "norm": "batch", "heads": 2},
+        None,  # the shipped weights
+    ],
+)
+def test_the_padded_network_matches_as_the_ragged_one(tmp_path, changes):
+    path = shipped_weights()
+    if changes:
+        path = write_model(tmp_path / "m.safetensors", layers=2, **changes)
+    model = load_model(path)[0]
+    run = in_torch(onnx.PaddedSuperGlue(model, 0.1))
     rng = np.random.default_rng(0)
-    found = [
-        assert_same(model, run, [made_pair(m, n, rng) for m, n in shapes], 0.1, tolerance)
-        for shapes in SHAPES
-    ]
-    assert found[-1] > 10
-
-
-def test_the_padded_network_matches_as_the_ragged_one(small):
-    for path in (small, shipped_weights()):
-        model = load_model(path)[0]
-        assert_same_on_all_shapes(model, in_torch(onnx.PaddedSuperGlue(model, 0.1)))
+    for shapes in SHAPES:
+        pairs = [made_pair(m, n, rng) for m, n in shapes]
+        count = assert_same(model, run, pairs, 0.1, IN_TORCH)
+    assert count > 10
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_keypoints_of_one_orientation_and_of_other_features_stay_as_they_are():
     assert choose_orientations(batch) is batch
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=4),
     st.integers(0, 99),

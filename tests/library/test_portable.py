@@ -47,10 +47,10 @@ def run_python(*words, **variables):
 
 
 def params_file(folder, precision):
-    text = (ROOT / "presets" / "sample.yaml").read_text(encoding="utf-8")
+    text = (ROOT / "presets/sample.yaml").read_text()
     changed, count = re.subn("^  precision: .*", f"  precision: {precision}", text, flags=re.M)
     assert count == 1
-    (folder / "params.yaml").write_text(changed, encoding="utf-8")
+    (folder / "params.yaml").write_text(changed)
     return folder / "params.yaml"
 
 

@@ -3,15 +3,15 @@
 import cv2
 import numpy as np
 import pytest
+from made_pairs import records_at
+from made_scenes import IDENTITY, MILD, places_shown
 
 from superglue_sift import Matcher, geometry, refine
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult
-from superglue_sift.sift import KEYPOINT
 from superglue_sift.tracks import refine_tracks
 
 SIZE = (320, 240)
-IDENTITY = np.eye(3)
 TURN = np.array([[0.92, -0.26, 50], [0.26, 0.92, -20], [1e-4, -5e-5, 1]])
 SHIFT = np.array([[1.0, 0, 6.3], [0, 1, -4.6], [0, 0, 1]])
 RAYLEIGH = np.sqrt(2 * np.log(2))  # median length of an error with deviation 1 along each axis
@@ -22,27 +22,19 @@ def texture(H):
     rng = np.random.default_rng(0)
     frequency = rng.normal(0, 0.35, (150, 2))
     phase = rng.uniform(0, 2 * np.pi, 150)
-    x, y = np.meshgrid(np.arange(SIZE[0]), np.arange(SIZE[1]))
-    seen = geometry.transform(np.stack([x, y], -1).reshape(-1, 2).astype(float), np.linalg.inv(H))
+    seen = places_shown(H, SIZE).reshape(2, -1).T
     values = np.sin(seen @ frequency.T + phase).sum(1) / np.sqrt(75)
     return np.clip(128 + 45 * values, 0, 255).round().astype(np.uint8).reshape(SIZE[::-1])
 
 
-def scatter(H, count=150, size=SIZE, px=0.5):
+def scatter(H, count=150, px=0.5):
     """Records of points whose patches both images hold, and of their places by H, off by `px`."""
     rng = np.random.default_rng(1)
     points = rng.uniform(20, np.array(SIZE) - 21, (6 * count, 2))
     truth = geometry.transform(points, H)
-    inside = ((truth > 20) & (truth < np.array(size) - 21)).all(1)
+    inside = ((truth > 20) & (truth < np.array(SIZE) - 21)).all(1)
     truth = truth[inside][:count]
     return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
-
-
-def records_at(points):
-    records = np.zeros(len(points), KEYPOINT)
-    records["x"], records["y"] = points.T
-    records["scale"] = 4.0
-    return records
 
 
 def errors_of(found, H):
@@ -108,17 +100,16 @@ def measure_deviations(folder, blur, count):
     The view has noise of two gray levels: it is warped from the same exposure, so that noise would
     be equal in both images, which it never is in two photographs.
     """
-    turn = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
     matcher = Matcher.load(device="cpu")
     random = np.random.default_rng(0)
     ratios = []
     for path in sorted(folder.glob("*.jpg"))[:count]:
         image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
-        view = cv2.warpPerspective(image, turn, image.shape[::-1], flags=cv2.INTER_CUBIC)
+        view = cv2.warpPerspective(image, MILD, image.shape[::-1], flags=cv2.INTER_CUBIC)
         view = cv2.GaussianBlur(view, (0, 0), blur) if blur else view
         view = (view + random.normal(0, 2, view.shape)).round().clip(0, 255).astype(np.uint8)
         found = matcher.match(image, view)
-        errors = errors_of(found, turn)
+        errors = errors_of(found, MILD)
         right = errors < 3
         ratios.append((errors / found.deviations[np.isfinite(found.deviations)])[right])
     return np.concatenate(ratios) / RAYLEIGH
@@ -129,7 +120,7 @@ def measure_deviations(folder, blur, count):
 )
 def test_deviations_of_photographs(shared_data, blur, count):
     """SIFT finds large keypoints alone in a blurred view."""
-    ratios = measure_deviations(shared_data / "coco" / "val", blur, count)
+    ratios = measure_deviations(shared_data / "coco/val", blur, count)
     print(f"\nblur {blur} px: {len(ratios)} matches, error / deviation {np.median(ratios):.2f}")
     assert 1 / 1.7 < np.median(ratios) < 1.7
 

@@ -3,7 +3,6 @@ cameras they give.
 """
 
 import csv
-import json
 
 import cv2
 import numpy as np
@@ -11,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import IDENTITY, SHIFT, TURN
+from reading import read_json
 
 from benchmarks.dev import colmap
-from superglue_sift import Matcher, classical, geometry, matcher, scenes, sift, system
+from superglue_sift import classical, geometry, matcher, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
@@ -163,13 +163,8 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
 
 @pytest.fixture(scope="module")
 def strecha(shared_data):
-    folder = shared_data / "poses" / "strecha"
+    folder = shared_data / "poses/strecha"
     return folder, colmap.read_cameras(folder / "cameras_gt.txt")
-
-
-@pytest.fixture(scope="module")
-def place():
-    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
 
 
 def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(
@@ -215,7 +210,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     for name in ("first.db", "again.db"):  # again, from what is done
         command = [*words.split(), "--device", "cpu", "--colmap", str(tmp_path / name)]
         assert system.exit_code(cli.main, command) == 0
-        with (tmp_path / "found" / "pairs.csv").open(newline="") as file:
+        with (tmp_path / "found/pairs.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [row["accepted"] for row in rows] == ["1", "0", "0"]
         assert float(rows[0]["pair_score"]) > 0.95 and rows[0]["reason"] == ""
@@ -229,7 +224,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
             assert 0.9 < database.num_matches() / int(rows[0]["matches"]) <= 1
             assert database.num_verified_image_pairs() == 1
     about = sorted((tmp_path / "found").glob("*_*.json"))
-    about = [json.loads(path.read_text()) for path in about]
+    about = [read_json(path) for path in about]
     assert [each["accepted"] for each in about] == [True, False, False]
     assert abs(about[0]["pair_score"] - float(rows[0]["pair_score"])) < 1e-4
 

@@ -23,24 +23,34 @@ def test_those_of_highest_rank_are_kept_in_order_and_positions_are_distinct(phot
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
 
 
+def by_opencv(gray):
+    """(keypoint, descriptor) of OpenCV's SIFT, one for each orientation."""
+    detector = cv2.SIFT_create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
+    return list(zip(*detector.detectAndCompute(gray, None)))
+
+
+def blob_at(cx, cy, sigma):
+    """A picture of 128x128 of a bright spot."""
+    x, y = np.meshgrid(np.arange(128), np.arange(128))
+    spot = np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * sigma**2))
+    return (30 + 180 * spot).astype(np.uint8)
+
+
 def test_keypoints_lie_on_the_structure_without_a_bias():
     """OpenCV's default upscaling puts them 0.25 px too far right and down."""
     rng = np.random.default_rng(0)
-    x, y = np.meshgrid(np.arange(128), np.arange(128))
     errors = []
     for cx, cy, sigma in zip(
         rng.uniform(60, 68, 25), rng.uniform(60, 68, 25), rng.uniform(2, 6, 25)
     ):
-        blob = 30 + 180 * np.exp(-((x - cx) ** 2 + (y - cy) ** 2) / (2 * sigma**2))
-        errors += [(best["x"] - cx, best["y"] - cy) for best in extract(blob.astype(np.uint8), 1)]
+        found = extract(blob_at(cx, cy, sigma), 1)
+        errors += [(best["x"] - cx, best["y"] - cy) for best in found]
     assert len(errors) > 15 and np.abs(np.mean(errors, axis=0)).max() < 0.03
 
 
 def test_a_place_with_several_orientations_keeps_the_two_of_smallest_angle(photo):
-    detector = cv2.SIFT_create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
-    points, descriptors = detector.detectAndCompute(photo, None)
     at_place = {}
-    for point, descriptor in zip(points, descriptors):
+    for point, descriptor in by_opencv(photo):
         at_place.setdefault(point.pt, []).append((np.float32(point.angle), descriptor))
     several = 0
     for record in extract(photo, 100_000):
@@ -66,20 +76,16 @@ def test_rank_is_response_times_scale_for_sift_and_else_the_score():
 
 def test_small_pictures_are_described_in_the_doubled_image_too():
     """A large blob alone has no keypoint for which OpenCV would double the picture by itself."""
-    x, y = np.meshgrid(np.arange(128), np.arange(128))
-    blob = (30 + 180 * np.exp(-((x - 64) ** 2 + (y - 64) ** 2) / (2 * 12.0**2))).astype(np.uint8)
-    detector = cv2.SIFT_create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
-    points, descriptors = detector.detectAndCompute(blob, None)
+    blob = blob_at(64, 64, 12.0)
     by_place = {
-        (point.pt, np.float32(point.angle)): descriptor
-        for point, descriptor in zip(points, descriptors)
+        (point.pt, np.float32(point.angle)): descriptor for point, descriptor in by_opencv(blob)
     }
     for record in extract(blob, 1):
         described = by_place[((record["x"], record["y"]), record["angle"])]
         assert np.array_equal(record["descriptor"].astype(np.float32), described)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(arrays(np.uint8, st.tuples(st.integers(1, 80), st.integers(1, 80))), st.integers(1, 40))
 def test_any_picture_gives_valid_records(gray, limit):
     records = extract(gray, limit)

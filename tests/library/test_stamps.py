@@ -7,26 +7,21 @@ import itertools
 import cv2
 import numpy as np
 import pytest
+from made_scenes import MILD
 from made_stamps import STAMPS
 
-from superglue_sift import Matcher, geometry
+from superglue_sift import geometry
 from superglue_sift.match_result import MatchResult
 
 SIZE = (640, 480)
-TURN = np.array([[0.92, -0.16, 40], [0.14, 0.9, -12], [1e-4, -5e-5, 1]])
 
 
-def result_of(points0, points1, more=600, sizes=(SIZE, SIZE)):
-    """All these points matched in order, among `more` other keypoints anywhere in both images."""
-    rng = np.random.default_rng(7)
-    sides = [
-        np.concatenate([points, rng.uniform(0, np.array(size) - 1, (more, 2))]).astype(np.float32)
-        for points, size in zip((points0, points1), sizes)
-    ]
-    numbers = np.arange(len(points0))
-    return MatchResult(
-        *sides, np.stack([numbers] * 2, 1), np.ones(len(numbers), np.float32), *sizes
-    )
+def result_of(points0, points1):
+    """All these points matched in order, among 600 other keypoints anywhere in both images."""
+    others = np.random.default_rng(7).uniform(0, np.array(SIZE) - 1, (2, 600, 2))
+    sides = [np.concatenate(each).astype(np.float32) for each in zip((points0, points1), others)]
+    matches = np.stack([np.arange(len(points0))] * 2, 1)
+    return MatchResult(*sides, matches, np.ones(len(matches), np.float32), SIZE, SIZE)
 
 
 def points_in(left, top, right, bottom, count, seed=0):
@@ -51,18 +46,18 @@ def scatter(points, seed=1):
 def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
     stamp = points_in(*box, 60)
     right = points_in(60, 60, 580, 420, 60, seed=3)
-    moved = geometry.transform(right, TURN)
+    moved = geometry.transform(right, MILD)
     low = np.array(box[:2]) - 20
     high = np.array(box[2:]) + 20
     covered = [((points > low) & (points < high)).all(1) for points in (right, moved)]
     right = right[~covered[0] & ~covered[1]][:30]  # nothing is seen under a stamp
-    moved = geometry.transform(right, TURN)
+    moved = geometry.transform(right, MILD)
     found = result_of(np.concatenate([stamp, right]), np.concatenate([scatter(stamp), moved]))
     stamped = found.find_stamps()
     assert len(right) == 30 and stamped[:60].mean() > 0.95 and not stamped[60:].any()
     # though two thirds of the matches are the stamp's, both geometries are those of the rest
     H = found.homography()
-    assert geometry.corner_error(H.model, TURN, SIZE) < 1
+    assert geometry.corner_error(H.model, MILD, SIZE) < 1
     F = found.fundamental()
     assert not F.inliers[:60][stamped[:60]].any() and F.inliers[60:].sum() >= 28
     alone = result_of(stamp, scatter(stamp))
@@ -102,12 +97,12 @@ def test_a_mirror_image_has_no_homography(monkeypatch):
     assert result_of(points, mirrored).homography().model is None
     # two thirds wrong, and the rest is no mirror image
     mixed = np.concatenate(
-        [geometry.transform(points, TURN), points_in(0, 0, 639, 479, 160, seed=5)]
+        [geometry.transform(points, MILD), points_in(0, 0, 639, 479, 160, seed=5)]
     )
     found = result_of(
         np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed
     ).homography()
-    assert geometry.corner_error(found.model, TURN, SIZE) < 0.5
+    assert geometry.corner_error(found.model, MILD, SIZE) < 0.5
     # nor where OpenCV finds one
     mirror = np.array([[-1.0, 0, 639], [0, 1, 0], [0, 0, 1]])
     monkeypatch.setattr(cv2, "findHomography", lambda *_: (mirror, None))
@@ -117,13 +112,8 @@ def test_a_mirror_image_has_no_homography(monkeypatch):
 # Real photographs
 
 
-@pytest.fixture(scope="module")
-def place():
-    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
-
-
 def photographs(shared_data, count):
-    paths = sorted((shared_data / "coco" / "val").glob("*.jpg"))[:count]
+    paths = sorted((shared_data / "coco/val").glob("*.jpg"))[:count]
     return [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
 
 

@@ -1,9 +1,12 @@
-"""superglue_sift/torch_compat.py: the same bits on every processor."""
+"""superglue_sift/torch_compat.py: the same bits on every processor, the same numbers on both
+stacks.
+"""
 
 import numpy as np
+import pytest
 import torch
 
-from superglue_sift.torch_compat import sqrt
+from superglue_sift import torch_compat
 
 
 def test_square_roots_are_those_of_exact_steps():
@@ -14,6 +17,29 @@ def test_square_roots_are_those_of_exact_steps():
     values[::7] = 0
     with np.errstate(divide="ignore"):
         exact = np.float32(1) / (np.float32(1) / np.sqrt(values))
-    assert np.array_equal(sqrt(torch.from_numpy(values)).numpy(), exact)
+    assert np.array_equal(torch_compat.sqrt(torch.from_numpy(values)).numpy(), exact)
     assert np.allclose(exact, np.sqrt(values.astype(np.float64)), rtol=2e-7)
-    assert sqrt(torch.tensor([0.0, torch.inf])).tolist() == [0.0, torch.inf]
+    assert torch_compat.sqrt(torch.tensor([0.0, torch.inf])).tolist() == [0.0, torch.inf]
+
+
+@pytest.mark.cu111
+def test_bytes_are_read_as_floats_on_both_stacks():
+    values = np.random.default_rng(0).normal(size=(3, 5, 37)).astype("<f4")
+    values[0, 0, :4] = [-0.0, np.inf, -np.inf, 3.4e38]
+    data = torch.from_numpy(values.view(np.uint8).copy())
+    first = torch_compat.floats_of_bytes(data[..., :20])
+    second = torch_compat.join_bytes(data[..., :20])
+    assert first.shape == second.shape == (3, 5, 5)
+    assert np.array_equal(first.numpy().view(np.int32), values[..., :5].copy().view(np.int32))
+    assert np.array_equal(second.numpy().view(np.int32), first.numpy().view(np.int32))
+
+
+@pytest.mark.cu111
+def test_layer_norm_bears_mixed_precision():
+    norm = torch_compat.LayerNorm(8)
+    x = torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        narrow = norm(x.bfloat16())
+    # Bfloat16 resolves 0.8 % of 2
+    assert torch.allclose(narrow.float(), norm(x.bfloat16().float()), atol=0.02)
+    assert norm.double()(x.double()).dtype == torch.float64

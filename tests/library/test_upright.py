@@ -2,12 +2,11 @@
 carries them.
 """
 
-import json
-
 import cv2
 import numpy as np
 import pytest
-from made_scenes import TURN, write_model
+from made_scenes import TURN
+from reading import read_json
 
 from pipeline import errors
 from superglue_sift import Matcher, images
@@ -80,11 +79,6 @@ def test_positions_move_as_pixels_do(orientation):
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2)
-
-
-@pytest.fixture(scope="module")
 def views(photo):
     return photo, cv2.warpPerspective(photo, TURN, photo.shape[::-1])
 
@@ -106,7 +100,7 @@ def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, fram
     common = ["--model", model, "--device", "cpu", "--frame", frame]
     words = ["--json", tmp_path / "m.json", "--out", tmp_path / "m.png", "--homography"]
     assert run(*turned_files, *words, *common) == 0
-    found = json.loads((tmp_path / "m.json").read_text())
+    found = read_json(tmp_path / "m.json")
     assert found["frame"] == frame
     assert found["image_size0"] == ([600, 400] if frame == UPRIGHT else [400, 600])
     # the overlay is upright in both frames: the warped first photograph covers the second
@@ -115,11 +109,11 @@ def test_json_npz_and_overlay_of_the_command(model, turned_files, tmp_path, fram
     assert overlay.shape == second.shape
     assert np.abs(overlay.astype(int) - second)[150:250, 250:350].mean() < 12
     assert run(*turned_files, "--out-dir", tmp_path / "found", "--pictures", *common) == 0
-    with np.load(tmp_path / "found" / "a_b_matches.npz") as file:
+    with np.load(tmp_path / "found/a_b_matches.npz") as file:
         assert str(file["frame"]) == frame
         assert file["turned"].tolist() == ([6, 3] if frame == UPRIGHT else [1, 1])
         np.testing.assert_allclose(file["keypoints0"], found["keypoints0"], atol=1e-3)
-    picture = cv2.imread(str(tmp_path / "found" / "a_b_matches.jpg"))
+    picture = cv2.imread(str(tmp_path / "found/a_b_matches.jpg"))
     assert picture.shape[1] == 600 + 8 + 600  # upright
 
 

@@ -9,18 +9,20 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from made_params import keys_of
+from reading import read_yaml
 from ruamel.yaml import YAML
 
 from pipeline.errors import RequestError
 from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainOptions, TrainParams
+from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainParams
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="function")
 def tree():
-    return YAML(typ="safe", pure=True).load((ROOT / "params.yaml").read_text(encoding="utf-8"))
+    return read_yaml(ROOT / "params.yaml")
 
 
 def message(tree, change):
@@ -110,10 +112,10 @@ def test_an_unknown_section_is_named(tree):
     )
 
 
-def test_every_section_is_checked_whichever_is_asked_for(tree, tmp_path):
+def test_every_section_is_checked_whichever_is_asked_for(tmp_path):
     path = tmp_path / "params.yaml"
-    text = (ROOT / "params.yaml").read_text(encoding="utf-8")
-    path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"), encoding="utf-8")
+    text = (ROOT / "params.yaml").read_text()
+    path.write_text(text.replace("\nevaluate:\n", "\nevaluate:\n  widht: 640\n"))
     with pytest.raises(RequestError, match=r"evaluate\.widht: unknown key; did you mean width\?"):
         params.load("fetch", path)
 
@@ -130,7 +132,7 @@ def test_every_section_is_checked_whichever_is_asked_for(tree, tmp_path):
 )
 def test_a_broken_file_is_one_line(tmp_path, text, said):
     path = tmp_path / "params.yaml"
-    path.write_text(text, encoding="utf-8")
+    path.write_text(text)
     with pytest.raises(RequestError) as caught:
         params.load("train", path)
     assert said in str(caught.value)
@@ -194,25 +196,6 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree):
     )
 
 
-def keys_of(section, name):
-    """Every key of a section that a file may hold, in full: {"views.homography.tilt_deg": its
-    field, ...}.
-    """
-    keys = {}
-    for key, field in section.model_fields.items():
-        if not (
-            (section is TrainParams and key in TrainOptions.model_fields)
-            or f"{name}.{key}" == "keypoints.views"
-        ):
-            keys[f"{name}.{key}"] = field
-            keys.update(
-                keys_of(field.annotation, f"{name}.{key}")
-                if hasattr(field.annotation, "model_fields")
-                else {}
-            )
-    return keys
-
-
 def test_every_key_that_the_docs_name_exists():
     known = {key for name, section in SECTIONS.items() for key in (name, *keys_of(section, name))}
     names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
@@ -223,7 +206,7 @@ def test_every_key_that_the_docs_name_exists():
         *ROOT.glob("pretrained/*.md"),
         *ROOT.glob("deploy/*/*"),
     ]:
-        text = page.read_text(encoding="utf-8")
+        text = page.read_text()
         full = re.findall(
             rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text
         )

@@ -5,10 +5,10 @@ import os
 import time
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from processes import CONTEXT, in_group
+from waiting import ended, wait_until
 
 from pipeline.errors import RequestError
 from pipeline.launch import free_port
@@ -80,13 +80,6 @@ def test_a_barrier_gives_up(monkeypatch):
     assert in_group(2, absent) == ["given up", "late"]
 
 
-def ended(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
 def fails(rank, port, pids):
     """Rank 0 fails while an exchange waits for rank 1, which does not come; rank 1 tells whether it
     is gone.
@@ -100,10 +93,8 @@ def fails(rank, port, pids):
             torch.distributed.all_reduce(torch.ones(3), async_op=True)
             raise KeyError("an error of rank 0 alone")
         peer = pids.get()
-        until = time.monotonic() + 60
-        while not ended(peer) and time.monotonic() < until:
-            time.sleep(0.05)
-        pids.put(time.monotonic() < until)
+        wait_until(lambda: ended(peer), 60)
+        pids.put(True)
         os._exit(0)
 
 

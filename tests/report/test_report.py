@@ -1,11 +1,11 @@
 """Tables, and the command that prints the comparison."""
 
-import json
 import math
 import re
 import shutil
 
 import pytest
+from reading import read_json
 
 from pipeline import errors
 from pipeline.report import __main__ as report
@@ -13,8 +13,8 @@ from pipeline.report import document, outputs, tables
 from pipeline.report.rows import Measure, Row, table_of
 
 
-def area(name, limit, aligned=False):
-    return Measure("auc", name, aligned, limit)
+def area(name, limit):
+    return Measure("auc", name, limit=limit)
 
 
 OURS = {
@@ -69,13 +69,18 @@ def test_files_hold_the_digits_that_mean_something(value, written):
     assert outputs.shorten(value) == written
 
 
+def write(folder, rows):
+    """The files of an evaluation with these rows."""
+    model = {"file": "m", "sha256": "0123456789", "step": 1}
+    content = document.Content("here", rows, [], [], {}, [], [], {"model": model})
+    outputs.write(folder, content)
+
+
 def test_a_value_is_rounded_once(tmp_path):
     """Four decimals, 0.8905, would be printed as 89.0 or 89.1 by chance."""
-    model = {"file": "m", "sha256": "0123456789", "step": 1}
-    rows = [*ROWS, Row("nn", Measure("pairs"), 4), Row("nn", Measure("precision"), 0.890546)]
-    content = document.Content("here", rows, [], [], {}, [], [], {"model": model})
-    outputs.write(tmp_path, content)
-    assert json.loads((tmp_path / "metrics.json").read_text())["nn.precision"] == 0.8905
+    more = [Row("nn", Measure("pairs"), 4), Row("nn", Measure("precision"), 0.890546)]
+    write(tmp_path, [*ROWS, *more])
+    assert read_json(tmp_path / "metrics.json")["nn.precision"] == 0.8905
     assert "89.1" in (tmp_path / document.TEXT).read_text()
 
 
@@ -83,9 +88,7 @@ def test_a_value_is_rounded_once(tmp_path):
 def evaluated(tmp_path):
     """The folder of an evaluation."""
     assert table_of(ROWS) == TABLE
-    model = {"file": "m", "sha256": "0123456789", "step": 1}
-    content = document.Content("here", ROWS, [], [], {}, [], [], {"model": model})
-    outputs.write(tmp_path, content)
+    write(tmp_path, ROWS)
     return tmp_path
 
 

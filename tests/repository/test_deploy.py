@@ -6,15 +6,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
+from reading import read_yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-KUBEFLOW = ROOT / "deploy" / "kubeflow"
-SBATCH = ROOT / "deploy" / "slurm" / "train.sbatch"
+KUBEFLOW = ROOT / "deploy/kubeflow"
+SBATCH = ROOT / "deploy/slurm/train.sbatch"
 
 
 def read(name):
-    return YAML(typ="safe").load((KUBEFLOW / f"{name}.yaml").read_text())
+    return read_yaml(KUBEFLOW / f"{name}.yaml")
 
 
 def pod_of(job):

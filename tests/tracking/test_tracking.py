@@ -11,7 +11,9 @@ import pytest
 from faults.cells import Workbench
 from faults.group import digest
 from made_scenes import write_model
+from made_trainings import leave_mlflow_out
 from mlflow_gate import Gate, Silent
+from waiting import wait_until
 
 from pipeline import tracking
 from pipeline.errors import RequestError
@@ -89,16 +91,14 @@ def write_weights(path, name="trained"):
     return write_model(path, {"name": name}, dim=16, heads=2)
 
 
+def resend(folder, *more):
+    """The exit code of the command on the reports in a folder."""
+    return command.main(["resend", "--reports", str(folder), *more])
+
+
 def log_steps(run, start, stop):
     for step in range(start, stop):
         run.log({"train/loss": 1.0 / (step + 1)}, step)
-
-
-def wait_for(condition, seconds=PATIENCE):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.02)
 
 
 def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monkeypatch):
@@ -113,7 +113,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
         run.artifact(picture, "pictures")
         run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
         run.model(model, step=50)
-        wait_for(lambda: samples(tmp_path / "reports") >= 2)
+        wait_until(lambda: samples(tmp_path / "reports") >= 2)
     client = client_of(store)
     stored = stored_run(store)
     assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
@@ -134,7 +134,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pyc"))]
 
 
-def pairs_csv(path, errors, keypoints=9):
+def pairs_csv(path, errors, keypoints):
     """A pairs.csv of pairs in eight photographs with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
@@ -218,23 +218,23 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     log_steps(run, 0, 1000)
     run.artifact(tmp_path / "page.html", "test")
     assert time.monotonic() - began < 10  # no point waits until the server has been tried
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     began = time.monotonic()
     assert run.close() is False
     assert time.monotonic() - began < 10  # by default
     said = capfd.readouterr().err
     assert "does not have 1002 entries, page.html" in said and "log.jsonl does" in said
     assert "python -m pipeline.tracking resend" in said
-    assert command.main(["resend", "--reports", str(tmp_path), "--wait", "1"]) == 1
+    assert resend(tmp_path, "--wait", "1") == 1
     gate.start()
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert steps(store, "train/loss") == list(range(1000))
     stored = stored_run(store)
     assert stored.info.status == "FINISHED"
     assert [file.path for file in client_of(store).list_artifacts(stored.info.run_id)] == ["test"]
     assert "1 of 1 runs" in capfd.readouterr().out
     before = gate.requests
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert gate.requests == before  # nothing is left
 
 
@@ -261,12 +261,12 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(
     gate.start()
     run = open_run(tmp_path)
     log_steps(run, 0, 100)
-    wait_for(lambda: gate.posts > 3)
+    wait_until(lambda: gate.posts > 3)
     gate.mode = fault
     before = gate.requests
     log_steps(run, 100, 200)
     assert gate.requests - before < 100  # no point waits for an answer of its own
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     assert "answers again" not in capfd.readouterr().err
     gate.mode = "up"
     log_steps(run, 200, 300)
@@ -303,7 +303,7 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
         return digest(tmp_path / name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tracking, "open_run", lambda *_, **__: tracking.NullRun())
+        leave_mlflow_out(patch)
         without = trained("without")
     gate.start()
     assert trained("with") == without
@@ -314,11 +314,11 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
     gate.start()
     assert trained("hanging") == without  # it is done: only what waits is sent
     for folder in ("with-r", "hanging-r"):
-        key = EventLog(tmp_path / folder / "train" / "log.jsonl").header()["run"]
+        key = EventLog(tmp_path / folder / "train/log.jsonl").header()["run"]
         run = type("Known", (), {"key": key})
         assert steps(store, "train/loss", run) == [2, 4, 6, 8]
         assert steps(store, "val/f1", run) == [0, 2, 4, 6, 8]  # the initial weights first
-    assert EventLog(reports / "train" / "log.jsonl").sent(gate.uri)
+    assert EventLog(reports / "train/log.jsonl").sent(gate.uri)
 
 
 def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(
@@ -327,11 +327,11 @@ def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint
     monkeypatch.setenv(SAMPLING, "0.2")
     run = open_run(tmp_path)
     log_steps(run, 0, 57)
-    wait_for(lambda: samples(tmp_path) >= 1)
+    wait_until(lambda: samples(tmp_path) >= 1)
     run.close("KILLED")
     again = open_run(tmp_path, resume=run.key)
     log_steps(again, 50, 80)
-    wait_for(lambda: samples(tmp_path) >= 2)
+    wait_until(lambda: samples(tmp_path) >= 2)
     again.close()
     assert steps(store, "train/loss") == list(range(80))
     assert stored_run(store).info.status == "FINISHED"
@@ -370,17 +370,17 @@ def test_no_run_stays_running(store, tmp_path, end, status):
         words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE
     )
     assert stored_run(store).info.status == status
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert stored_run(store).info.status == ("KILLED" if status == "RUNNING" else status)
 
 
 def test_resend_leaves_alone_what_a_process_is_writing(store, tmp_path, capsys):
     run = open_run(tmp_path / "reports")
-    assert command.main(["resend", "--reports", str(tmp_path)]) == 0
+    assert resend(tmp_path) == 0
     assert "a process is writing it" in capsys.readouterr().out
     assert run.close() and stored_run(store).info.status == "FINISHED"
     with pytest.raises(RequestError, match="none: no such folder"):
-        command.main(["resend", "--reports", str(tmp_path / "none")])
+        resend(tmp_path / "none")
 
 
 def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, capfd):
@@ -439,11 +439,11 @@ def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, 
     uri = f"http://me:hunter22@127.0.0.1:{gate.port}"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run = open_run(tmp_path, tags={"remote": uri})
-    wait_for(lambda: run._sender.error)
+    wait_until(lambda: run._sender.error)
     run.close(wait=0.1)
     with tracking.attach(tmp_path / "log.jsonl", "identity") as again:
         again.tags({"source": uri})
-        wait_for(lambda: again._sender.error)
+        wait_until(lambda: again._sender.error)
     said = capfd.readouterr()
     assert "does not answer" in said.err and "hunter22" not in said.err + said.out
     assert "hunter22" not in (tmp_path / "log.jsonl").read_text()
@@ -466,7 +466,7 @@ def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, mon
 
 
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
-    copy = tmp_path / "clone" / ".dvc" / "tmp" / "exps" / "tmpabc"
+    copy = tmp_path / "clone/.dvc/tmp/exps/tmpabc"
     copy.mkdir(parents=True)
     (copy / "dvc.yaml").touch()
     monkeypatch.chdir(copy)

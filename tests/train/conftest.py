@@ -1,16 +1,12 @@
 """Fixtures of the tests of trainings."""
 
 import pytest
-from made_trainings import request_maker
-
-from pipeline import tracking
-from pipeline.tracking.run import NullRun
+from made_trainings import leave_mlflow_out, request_maker
 
 
 @pytest.fixture
 def untracked(monkeypatch):
-    """No MLflow, which other tests cover: a new store takes longer than a small training."""
-    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+    leave_mlflow_out(monkeypatch)
 
 
 @pytest.fixture

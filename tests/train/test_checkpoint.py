@@ -2,11 +2,10 @@
 is used.
 """
 
-import json
-
 import numpy as np
 import pytest
 import torch
+from reading import read_json
 
 from pipeline.train.checkpoint import Checkpoints
 from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
@@ -20,15 +19,18 @@ TENSORS = {
 }
 
 
+def are_same(tensors):
+    equal = [torch.equal(tensors[name], TENSORS[name]) for name in TENSORS]
+    return len(tensors) == len(TENSORS) and all(equal)
+
+
 def test_round_trip(tmp_path):
     path = tmp_path / "m.safetensors"
     save_model_file(path, TENSORS, {"step": 7, "model": {"dim": 128}})
     tensors, info = load_model_file(path)
     assert info == {"step": 7, "model": {"dim": 128}}
-    assert set(tensors) == set(TENSORS) and all(
-        torch.equal(tensors[k], TENSORS[k]) for k in TENSORS
-    )
-    assert json.loads(path.with_suffix(".json").read_text()) == info
+    assert are_same(tensors)
+    assert read_json(path.with_suffix(".json")) == info
     first = path.read_bytes()
     save_model_file(path, TENSORS, info)
     assert path.read_bytes() == first
@@ -52,9 +54,7 @@ def test_every_flip_and_every_cut_is_recognised(tmp_path):
             except BadCheckpoint as error:
                 assert str(path) in str(error)
             else:  # a flip in the header's padding changes nothing that is read
-                assert info == {"step": 7} and all(
-                    torch.equal(tensors[k], TENSORS[k]) for k in TENSORS
-                )
+                assert info == {"step": 7} and are_same(tensors)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_views import made_store
+from waiting import ended, wait_until
 
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
@@ -122,7 +123,7 @@ def raising(step):
     raise RuntimeError("not the loader")
 
 
-def test_they_end_with_a_training_that_is_killed(tmp_path):
+def test_they_end_with_a_training_that_is_killed():
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_loader_processes import"
         " *\nsource = workers.prefetch(sleeping, range(9), 2); print(next(source),"
@@ -131,12 +132,7 @@ def test_they_end_with_a_training_that_is_killed(tmp_path):
     tests = os.path.dirname(__file__)
     command = [sys.executable, "-c", code, tests, os.path.dirname(tests), *sys.path]
     said, _ = psutil.Popen(command, stdout=-1).communicate(timeout=120)
-    deadline = time.monotonic() + 10
-    while (
-        psutil.pid_exists(int(said)) and psutil.Process(int(said)).status() != psutil.STATUS_ZOMBIE
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: ended(int(said)), 10)
 
 
 class TestRoom:
@@ -154,7 +150,7 @@ class TestRoom:
         assert fit(64 << 20) == 0  # Docker's: a thread
         assert workers.fit(0, self.STEP, 4 << 30, 1024) == 0
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(
         st.integers(1, 8),
         st.integers(1, 600),

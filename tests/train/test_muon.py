@@ -68,7 +68,7 @@ def stepped(context):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
 
-def test_ranks_that_share_the_matrices_take_the_step_of_one(monkeypatch):
+def test_ranks_that_share_the_matrices_take_the_step_of_one():
     whole = stepped(None)
     for part in in_group(2, stepped):  # forty matrices
         assert np.array_equal(part, whole)

@@ -2,21 +2,20 @@
 nothing.
 """
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
 from faults.cells import Workbench
+from made_trainings import leave_mlflow_out
 from made_views import made_store
+from reading import read_json
 
-from pipeline import tracking
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.parameters import params
 from pipeline.processes import distributed
-from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
@@ -28,8 +27,7 @@ from superglue_sift.weights import load_model_file
 
 
 @pytest.fixture
-def bench(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+def bench(tmp_path, untracked):
     return Workbench(tmp_path)
 
 
@@ -37,14 +35,7 @@ def run(bench, name="run", **keys):
     """Train; the tensors of the last checkpoint."""
     out = bench.folder / name
     shutil.rmtree(out, ignore_errors=True)
-    arguments = [
-        *bench.arguments(tuple(keys.items())),
-        "--out",
-        str(out),
-        "--reports",
-        str(bench.folder / f"{name}-r"),
-    ]
-    assert train.main(arguments) == 0
+    assert train.main(bench.training(name, tuple(keys.items()))) == 0
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 
@@ -58,7 +49,7 @@ def weights(tensors):
 def usual(tmp_path_factory):
     """The weights of the training that no option has changed."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tracking, "open_run", lambda *_, **__: NullRun())
+        leave_mlflow_out(patch)
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
@@ -127,7 +118,7 @@ def test_data_parallel_is_torchs(bench, tmp_path):
 @pytest.mark.gpu
 def test_float16_scales_the_loss(bench):
     run(bench, precision="float16")
-    info = json.loads(next((bench.folder / "run").glob("*/step-00000008.json")).read_text())
+    info = read_json(next((bench.folder / "run").glob("*/step-00000008.json")))
     assert info["scaler"]["scale"] > 1
 
 

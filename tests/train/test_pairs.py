@@ -27,8 +27,13 @@ from superglue_sift.truth import IGNORED, UNMATCHED, ground_truth
 pytestmark = pytest.mark.cu111
 
 
+@pytest.fixture
+def store(tmp_path):
+    return Store(made_store(tmp_path))
+
+
 class TestOrder:
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(
         seed=st.integers(0, 9),
         images=st.integers(1, 30),
@@ -41,7 +46,7 @@ class TestOrder:
         assert sorted(s.image for s in samples) == list(range(images))
         assert all(s.view0 != s.view1 and max(s.view0, s.view1) < views for s in samples)
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=30)
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
     def test_position_alone_decides(self, positions):
         one = PairOrder(3, 17, 4)
@@ -49,7 +54,7 @@ class TestOrder:
             PairOrder(3, 17, 4).sample(p) for p in positions
         ]
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(count=st.integers(0, 50), world_size=st.integers(1, 9))
     def test_shares_are_even_and_whole(self, count, world_size):
         items = list(range(count))
@@ -64,8 +69,7 @@ class TestOrder:
         assert len({p.image for p in validation_pairs(0, 100, 4, 10)}) == 10
         assert len(validation_pairs(0, 2, 2, 1000)) == 4  # no more than there are ordered pairs
 
-    def test_every_second_validation_pair_is_augmented(self, tmp_path):
-        store = Store(made_store(tmp_path))
+    def test_every_second_validation_pair_is_augmented(self, store):
         pairs = validation_pairs(0, len(store), store.views_per_image, 10)
         plain, batch = (
             load_batch(store, pairs, 1000, Augmentation(negatives=s)) for s in (0.0, 1.0)
@@ -78,10 +82,9 @@ class TestOrder:
 
 
 class TestLoader:
-    def test_homography_maps_points_of_view_0_to_view_1(self, tmp_path):
+    def test_homography_maps_points_of_view_0_to_view_1(self, store):
         # synthetic, with a noise of 0.3 px in each view; a wrong direction or order of products
         # gives tens of pixels
-        store = Store(made_store(tmp_path))
         assert np.median(misses(load_batch(store, [Sample(3, 0, 2, 5)], 1000))) < 1.0
 
     def test_an_error_surfaces_at_its_step_and_closing_ends_the_thread(self):
@@ -122,11 +125,7 @@ def misses(batch):
 
 
 class TestAugmentation:
-    @pytest.fixture
-    def store(self, tmp_path):
-        return Store(made_store(tmp_path))
-
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(seed=st.integers(0, 2**31 - 1))
     def test_truth_follows_turns(self, tmp_path_factory, seed):
         store = Store(made_store(tmp_path_factory.mktemp("store")))
@@ -177,8 +176,7 @@ class TestAugmentation:
             # Padding, others
             assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
 
-    def test_a_part_of_the_pairs_has_one_score(self, tmp_path):
-        store = Store(made_store(tmp_path))
+    def test_a_part_of_the_pairs_has_one_score(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
         batch = load_batch(store, pairs, 20, Augmentation(score_drop=0.3))
         whole = load_batch(store, pairs, 20)

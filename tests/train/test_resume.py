@@ -1,10 +1,10 @@
 """Nothing a training has reached is lost: each has a folder, which is resumed or finished."""
 
-import json
 import shutil
 
 import pytest
 from made_trainings import home, interrupt, newest, read_weights
+from reading import read_files, read_json
 
 from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
@@ -16,29 +16,39 @@ from superglue_sift.weights import load_model_file
 def whole(tmp_path, request_of):
     """What the best model of a training is that nobody interrupts."""
     assert train.main(request_of("whole")) == 0
-    return read_weights(tmp_path / "whole" / "best.safetensors")
+    return read_weights(tmp_path / "whole/best.safetensors")
+
+
+@pytest.fixture
+def output_of(request_of, capsys):
+    """`output_of(out, *options, **train_keys)`: what a training prints that gets done."""
+
+    def run(out, *options, **keys):
+        capsys.readouterr()
+        assert train.main([*request_of(out, **keys), *options]) == 0
+        return capsys.readouterr().out
+
+    return run
 
 
 class TestFolders:
     """Each training has a folder; what another one changes in it is nothing."""
 
     def test_each_of_two_trainings_is_resumed_where_it_was_stopped(
-        self, tmp_path, request_of, monkeypatch, capsys, whole
+        self, tmp_path, request_of, output_of, monkeypatch, whole
     ):
-        saved = interrupt(request_of("run"), monkeypatch)
+        interrupt(request_of("run"), monkeypatch)
         first = home(tmp_path / "run")
-        files = {path.name: path.read_bytes() for path in first.iterdir()}
+        files = read_files(first)
         interrupt(request_of("run", lr=0.001), monkeypatch, step=5)
-        assert {path.name: path.read_bytes() for path in first.iterdir()} == files
-        assert read_weights(newest(first)) == saved
-        capsys.readouterr()
-        assert train.main(request_of("run")) == 0
-        assert "resuming at step 4 of 6" in capsys.readouterr().out
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
-        assert train.main(request_of("run", lr=0.001)) == 0
-        assert "resuming at step 5 of 6" in capsys.readouterr().out
+        assert read_files(first) == files
+        assert "resuming at step 4 of 6" in output_of("run")
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
+        assert "resuming at step 5 of 6" in output_of("run", lr=0.001)
 
-    def test_fresh_begins_anew_beside_it(self, tmp_path, request_of, monkeypatch, capsys, whole):
+    def test_fresh_begins_anew_beside_it(
+        self, tmp_path, request_of, output_of, monkeypatch, capsys, whole
+    ):
         saved = interrupt(request_of("run"), monkeypatch)
         first = home(tmp_path / "run")
         capsys.readouterr()
@@ -49,22 +59,20 @@ class TestFolders:
             first.name,
             f"{first.name}-2",
         ]
-        assert train.main(request_of("run")) == 0  # the newest of both
-        assert "resuming at step 2 of 6" in capsys.readouterr().out
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
+        assert "resuming at step 2 of 6" in output_of("run")  # the newest of both
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
 
     @pytest.mark.parametrize("count", ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"])
     def test_fresh_is_obeyed_once_when_torchrun_or_slurm_restarts_the_training(
-        self, tmp_path, request_of, monkeypatch, capsys, count
+        self, tmp_path, request_of, output_of, monkeypatch, count
     ):
         interrupt([*request_of("run"), "--fresh"], monkeypatch)
         monkeypatch.setenv(count, "1")
-        assert train.main([*request_of("run"), "--fresh"]) == 0
-        assert "resuming at step 4 of 6" in capsys.readouterr().out
+        assert "resuming at step 4 of 6" in output_of("run", "--fresh")
         home(tmp_path / "run")  # the only one
 
     def test_a_fresh_training_killed_before_its_first_checkpoint_is_still_fresh(
-        self, tmp_path, request_of, monkeypatch, capsys, whole
+        self, tmp_path, request_of, output_of, monkeypatch, whole
     ):
         assert train.main(request_of("run")) == 0
         with monkeypatch.context() as patch:
@@ -73,20 +81,19 @@ class TestFolders:
             )
             with pytest.raises(KeyboardInterrupt):
                 train.main([*request_of("run"), "--fresh"])
-        capsys.readouterr()
-        assert train.main(request_of("run")) == 0
-        said = capsys.readouterr().out
+        said = output_of("run")
         assert "resuming" not in said and "nothing to do" not in said
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
         assert len(list((tmp_path / "run").glob("*/step-00000006.safetensors"))) == 2
 
-    def test_damaged_checkpoints_stay_as_they_are(self, tmp_path, request_of, monkeypatch, capsys):
+    def test_damaged_checkpoints_stay_as_they_are(
+        self, tmp_path, request_of, output_of, monkeypatch
+    ):
         interrupt(request_of("run"), monkeypatch, step=1)
         damaged = newest(home(tmp_path / "run"))
         damaged.write_bytes(damaged.read_bytes()[:-1])
         before = damaged.read_bytes()
-        assert train.main(request_of("run")) == 0
-        assert "there is no other" in capsys.readouterr().out
+        assert "there is no other" in output_of("run")
         assert (
             damaged.read_bytes() == before
             and sum(path.is_dir() for path in (tmp_path / "run").iterdir()) == 2
@@ -96,24 +103,20 @@ class TestFolders:
 class TestPublished:
     """checkpoints/best.*, reports/train: those of the training that ran last."""
 
-    def test_a_finished_training_is_published_again(self, tmp_path, request_of, capsys):
-        out = tmp_path / "run"
-        reports = tmp_path / "run-reports"
-        files = [
-            out / "best.safetensors",
-            out / "best.json",
-            out / "best.trained_on.txt",
-            reports / "metrics.json",
-        ]
-        files += [reports / "curves" / name for name in ("train.csv", "validation.csv")]
+    def test_a_finished_training_is_published_again(self, tmp_path, request_of, output_of):
+        best = [f"run/best.{end}" for end in ("safetensors", "json", "trained_on.txt")]
+        reports = ("metrics.json", "curves/train.csv", "curves/validation.csv")
+        names = [*best, *(f"run-reports/{name}" for name in reports)]
+
+        def published():
+            return [(tmp_path / name).read_bytes() for name in names]
+
         assert train.main(request_of("run")) == 0
-        before = [file.read_bytes() for file in files]
+        before = published()
         assert train.main(request_of("run", lr=0.001)) == 0
-        assert before != [file.read_bytes() for file in files]
-        capsys.readouterr()
-        assert train.main(request_of("run")) == 0
-        assert "nothing to do" in capsys.readouterr().out
-        assert before == [file.read_bytes() for file in files]
+        assert before != published()
+        assert "nothing to do" in output_of("run")
+        assert before == published()
 
     def test_a_resumed_training_publishes_its_own(self, tmp_path, request_of, monkeypatch, whole):
         """`dvc checkout` restores the best model and the curves of another training while one is
@@ -122,45 +125,48 @@ class TestPublished:
         interrupt(request_of("run"), monkeypatch, step=5)
         for other in ("best.safetensors", "best.json"):
             (tmp_path / "run" / other).unlink()
-        for curve in (tmp_path / "run-reports" / "curves").iterdir():
+        for curve in (tmp_path / "run-reports/curves").iterdir():
             curve.write_text("of another training")
         assert train.main(request_of("run")) == 0
-        assert read_weights(tmp_path / "run" / "best.safetensors") == whole
-        for curve in (tmp_path / "run-reports" / "curves").iterdir():
+        assert read_weights(tmp_path / "run/best.safetensors") == whole
+        for curve in (tmp_path / "run-reports/curves").iterdir():
             assert (
-                curve.read_bytes()
-                == (tmp_path / "whole-reports" / "curves" / curve.name).read_bytes()
+                curve.read_bytes() == (tmp_path / "whole-reports/curves" / curve.name).read_bytes()
             )
 
-    def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, capsys):
+    def test_a_finished_best_model_alone_is_enough(self, tmp_path, request_of, output_of):
         """As in a clone after `dvc pull`: outputs are there, checkpoints are not."""
         assert train.main(request_of("run")) == 0
         shutil.rmtree(home(tmp_path / "run"))
-        best = (tmp_path / "run" / "best.safetensors").read_bytes()
-        (tmp_path / "run-reports" / "metrics.json").write_text("{}")
-        assert train.main(request_of("run")) == 0
-        assert "nothing to do" in capsys.readouterr().out
-        assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
-        assert json.loads((tmp_path / "run-reports" / "metrics.json").read_text())["step"] == 6
+        best = (tmp_path / "run/best.safetensors").read_bytes()
+        (tmp_path / "run-reports/metrics.json").write_text("{}")
+        assert "nothing to do" in output_of("run")
+        assert (tmp_path / "run/best.safetensors").read_bytes() == best
+        assert read_json(tmp_path / "run-reports/metrics.json")["step"] == 6
 
     @pytest.mark.parametrize("others", [False, True])
     def test_a_finished_training_without_checkpoints_is_published_or_said(
-        self, tmp_path, request_of, capsys, others
+        self, tmp_path, request_of, others
     ):
         """Its curves are in the checkpoints, or still where they were written."""
         assert train.main(request_of("run")) == 0
-        best = (tmp_path / "run" / "best.safetensors").read_bytes()
+        best = (tmp_path / "run/best.safetensors").read_bytes()
         for checkpoint in home(tmp_path / "run").glob("step-*"):
             checkpoint.unlink()
         if others:
             assert train.main(request_of("run", lr=0.001)) == 0
-        (tmp_path / "run" / "best.safetensors").unlink()
+        (tmp_path / "run/best.safetensors").unlink()
         if others:
             with pytest.raises(RequestError, match=r"checkpoints step-\*.* are deleted.*--fresh"):
                 train.main(request_of("run"))
         else:
             assert train.main(request_of("run")) == 0
-            assert (tmp_path / "run" / "best.safetensors").read_bytes() == best
+            assert (tmp_path / "run/best.safetensors").read_bytes() == best
+
+
+def about_best(folder):
+    """What the best model of `run` says of itself."""
+    return load_model_file(folder / "run/best.safetensors")[1]
 
 
 def model_of(out):
@@ -210,23 +216,19 @@ class TestWhatMayChange:
         assert len(identity.changes(saved, ours)) == len(after)
 
     def test_what_only_reports_may_change_at_any_time(
-        self, tmp_path, request_of, monkeypatch, capsys
+        self, tmp_path, request_of, output_of, monkeypatch
     ):
         assert train.main(request_of("whole")) == 0
         interrupt(request_of("run"), monkeypatch)
-        capsys.readouterr()
-        assert (
-            train.main(request_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)) == 0
-        )
-        printed = capsys.readouterr().out.splitlines()
+        printed = output_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)
+        printed = printed.splitlines()
         assert "resuming at step 4 of 6" in printed
         assert "train.save_every changed on resume: 2 -> 5" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = about_best(tmp_path)
         # Also a best model of before, which was chosen on four
         assert best["validation"]["pairs"] == 6
-        assert train.main(request_of("run", log_every=3)) == 0
-        assert "nothing to do" in capsys.readouterr().out
+        assert "nothing to do" in output_of("run", log_every=3)
 
     def test_the_best_weights_are_validated_again_on_other_photographs(
         self, tmp_path, request_of, monkeypatch
@@ -235,25 +237,23 @@ class TestWhatMayChange:
         choose = trainer.choose_pairs
         monkeypatch.setattr(trainer, "choose_pairs", lambda *of: (choose(*of)[0][1:], []))
         assert train.main(request_of("run")) == 0
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["validation"]["pairs"] == 3 and best["step"] <= 4  # still those of before
 
-    def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, capsys):
+    def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, output_of):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
-        named = load_model_file(tmp_path / "run" / "best.safetensors")[1]["training"]
-        capsys.readouterr()
-        assert train.main(request_of("run", **constant, steps=9)) == 0
-        printed = capsys.readouterr().out
+        named = about_best(tmp_path)["training"]
+        printed = output_of("run", **constant, steps=9)
         assert "resuming at step 6 of 9" in printed
         assert "train.steps changed on resume: 6 -> 9" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
 
     def test_other_versions_and_code_are_said_and_recorded(
-        self, tmp_path, request_of, monkeypatch, capsys
+        self, tmp_path, request_of, output_of, monkeypatch, capsys
     ):
 
         def under(torch, code):
@@ -265,15 +265,13 @@ class TestWhatMayChange:
         interrupt(request_of("run"), monkeypatch, step=4)
         assert "changed on resume: code abc (now def)" in capsys.readouterr().out
         under("2.0", "def")
-        assert train.main(request_of("run")) == 0
-        assert "changed on resume: torch 1.0 (now 2.0)" in capsys.readouterr().out
+        assert "changed on resume: torch 1.0 (now 2.0)" in output_of("run")
         steps = [
             (each["step"], each["code"])
             for each in load_model_file(newest(tmp_path / "run"))[1]["versions"]
         ]
         assert steps == [(0, "abc"), (2, "def"), (4, "def")]
-        best = load_model_file(tmp_path / "run" / "best.safetensors")[1]
+        best = about_best(tmp_path)
         assert best["versions"] == [{"step": 0, "torch": "1.0"}, {"step": 4, "torch": "2.0"}]
         under("2.0", "ghi")
-        assert train.main(request_of("run")) == 0
-        assert "it was trained under code def (now ghi)" in capsys.readouterr().out
+        assert "it was trained under code def (now ghi)" in output_of("run")

@@ -12,14 +12,12 @@ import pytest
 from made_params import file_of, words_of
 from made_trainings import SMALL
 from made_views import made_keypoints
-from ruamel.yaml import YAML
+from reading import read_files, read_yaml
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-STAGE = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["stages"][
-    "train"
-]
+STAGE = read_yaml(ROOT / "dvc.yaml")["stages"]["train"]
 DVC = [sys.executable, "-m", "dvc"]
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
@@ -30,7 +28,7 @@ class Clone:
     def __init__(self, folder, make_params):
         self.folder = folder
         self.make_params = make_params
-        made_keypoints(folder / "data" / "keypoints")
+        made_keypoints(folder / "data/keypoints")
         # in one process: a kill is a kill
         stage = {**STAGE, "cmd": f"{sys.executable} -m pipeline.train", "deps": ["data/keypoints"]}
         (folder / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
@@ -80,34 +78,31 @@ class Clone:
         return {path for path in (self.folder / "checkpoints").glob("*") if path.is_dir()}
 
     def best(self):
-        return (self.folder / "checkpoints" / "best.safetensors").read_bytes()
-
-
-def files_of(folder):
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        return (self.folder / "checkpoints/best.safetensors").read_bytes()
 
 
 def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
     clone = Clone(tmp_path, make_params)
     clone.kill()
     assert "resuming at step 4 of 6" in clone.run(*DVC, "repro", "-f")
-    finished = files_of(tmp_path / "checkpoints")
+    finished = read_files(tmp_path / "checkpoints")
     lock = (tmp_path / "dvc.lock").read_bytes()
     assert "nothing to do" in clone.run(*DVC, "repro", "-f")
-    assert files_of(tmp_path / "checkpoints") == finished
+    assert read_files(tmp_path / "checkpoints") == finished
     assert (tmp_path / "dvc.lock").read_bytes() == lock
     clone.commit()
     first = clone.best()
     clone.set_params(lr=0.002)
     killed = clone.kill()
-    before = files_of(killed)
+    before = read_files(killed)
     assert clone.best() != first
     clone.run(*DVC, "checkout", "--force")
     assert clone.best() == first  # that of dvc.lock
     clone.run(*DVC, "exp", "run", "-S", "train.lr=0.003")
     clone.set_params(lr=0.002)
-    assert files_of(killed) == before
+    assert read_files(killed) == before
     assert "resuming at step 4 of 6" in clone.run(*DVC, "repro")
     assert clone.best() != first
     names = {name for name in finished if "/step-" in name}
-    assert names and all(files_of(tmp_path)[name] == finished[name] for name in names)
+    now = read_files(tmp_path / "checkpoints")
+    assert names and all(now[name] == finished[name] for name in names)

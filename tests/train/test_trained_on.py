@@ -5,9 +5,9 @@ import json
 import pytest
 from made_evaluations import PARAMS, read_csv
 from made_evaluations import run as run_evaluation
-from made_params import file_of
 from made_scenes import write_image_set, write_model
-from made_views import made_keypoints
+from made_trainings import request_maker
+from reading import read_json
 
 from pipeline import errors, export
 from pipeline.errors import RequestError
@@ -65,9 +65,9 @@ def run(folder, *extra):
     return run_evaluation(folder, "--no-refine", *extra)
 
 
-def evaluated(folder, out="out"):
+def evaluated(folder):
     """By matcher, the photographs its metrics are of."""
-    rows = [(row["matcher"], row["scene"]) for row in read_csv(folder / out / "pairs.csv")]
+    rows = [(row["matcher"], row["scene"]) for row in read_csv(folder / "out/pairs.csv")]
     return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
 
 
@@ -76,8 +76,8 @@ def test_what_ours_was_trained_on_is_left_out(work, capsys):
     assert run(work) == 0
     assert all(scenes == set(COCO[1:]) for scenes in evaluated(work).values())
     line = "1 of 3 photographs left out: ours was trained on them"
-    assert line in capsys.readouterr().out and line in (work / "out" / "index.html").read_text()
-    assert "2 held-out images" in (work / "out" / "protocol.json").read_text()
+    assert line in capsys.readouterr().out and line in (work / "out/index.html").read_text()
+    assert "2 held-out images" in (work / "out/protocol.json").read_text()
 
 
 @pytest.mark.parametrize("seen, left", [(["285"], (0, 2)), (["139", "285", "632"], (0, 1, 2))])
@@ -121,7 +121,7 @@ def test_what_is_kept_on_request_is_marked(work, capsys):
     assert run(work, "--keep-seen") == 0
     assert evaluated(work)["superglue"] == set(COCO)
     marked = "3 held-out images (test), 2 of 3 photographs are from the training of ours"
-    assert marked in capsys.readouterr().out and marked in (work / "out" / "index.html").read_text()
+    assert marked in capsys.readouterr().out and marked in (work / "out/index.html").read_text()
 
 
 def test_a_model_without_a_list_is_named_and_nothing_left_out(work, capsys):
@@ -146,7 +146,8 @@ def training(tmp_path, make_params, mlflow_store):
     """`training(init_from)`: arguments of a training of a step on photographs 0.., validated on
     100, 101, 102.
     """
-    folder = made_keypoints(tmp_path / "keypoints")
+    request_of = request_maker(tmp_path, make_params)
+    folder = tmp_path / "keypoints"
     for split, first in (("train", 0), ("val", 100)):
         content = store.read_index(folder / split)
         for shard in content["shards"]:
@@ -154,50 +155,36 @@ def training(tmp_path, make_params, mlflow_store):
         (folder / split / store.INDEX).write_text(json.dumps(content))
 
     def make(init_from, *more):
-        small = {
-            "dim": 16,
-            "heads": 2,
-            "layers": 1,
-            "steps": 1,
-            "val_every": 1,
-            "val_pairs": 6,
-            "batch": 2,
-        }
-        section = make_params("train", init_from=str(init_from), **small)
-        (tmp_path / "train.yaml").write_text(json.dumps(file_of({"train": section.model_dump()})))
-        words = [
-            "--keypoints",
-            folder,
-            "--out",
-            tmp_path / "run",
-            "--reports",
-            tmp_path / "reports/train",
-        ]
-        return [*map(str, words), "--params", str(tmp_path / "train.yaml"), *more]
+        one_step = {"steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2}
+        return [*request_of("run", init_from=str(init_from), **one_step), *more]
 
     return make
 
 
+@pytest.fixture
+def begun_from(tmp_path):
+    """Initial weights."""
+    return write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+
+
 def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
-    training, tmp_path, make_params, capsys
+    training, begun_from, tmp_path, capsys
 ):
-    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
     trained_on.write(begun_from, ["7777", "101"])
     assert train.main(training(begun_from)) == 0
     said = capsys.readouterr().out
     assert f"validation: 1 of 3 photographs left out: {begun_from} was trained on them" in said
     own = {str(number) for number in range(5)}
-    assert trained_on.read(tmp_path / "run" / "best.safetensors") == {*own, "7777", "101"}
-    metrics = json.loads((tmp_path / "run" / "best.json").read_text())
+    assert trained_on.read(tmp_path / "run/best.safetensors") == {*own, "7777", "101"}
+    metrics = read_json(tmp_path / "run/best.json")
     assert metrics[trained_on.KEY] == trained_on.digest({*own, "7777", "101"})
 
     words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
     assert export.main([*map(str, words)]) == 0
-    assert trained_on.read(tmp_path / "models" / "superglue.safetensors") == {*own, "7777", "101"}
+    assert trained_on.read(tmp_path / "models/superglue.safetensors") == {*own, "7777", "101"}
 
 
-def test_validation_alone_leaves_out_what_was_seen(training, tmp_path, capsys):
-    begun_from = write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
+def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys):
     trained_on.write(begun_from, ["100", "102"])
     said = []
     for more in ([], ["--keep-seen"]):
@@ -219,7 +206,7 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
         images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
         assert images <= known
     assert not known & {
-        entry(path.name).photograph for path in (shared_data / "coco" / "val").iterdir()
+        entry(path.name).photograph for path in (shared_data / "coco/val").iterdir()
     }
 
 

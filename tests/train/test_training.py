@@ -10,6 +10,7 @@ import torch
 from made_trainings import home, stop_after
 from made_views import made_store
 from processes import in_group
+from reading import read_json
 
 from pipeline import compat, errors
 from pipeline.compat import grad_scaler
@@ -150,7 +151,7 @@ class TestOptimization:
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run", precision="auto")) == 143
-        saved = json.loads((home(tmp_path / "run") / "step-00000003.json").read_text())
+        saved = read_json(home(tmp_path / "run") / "step-00000003.json")
         assert (saved["precision"], saved["precision_reason"]) == ("bfloat16", "auto: AMX")
         monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("float32", "auto: no AMX"))
         monkeypatch.setattr(
@@ -160,20 +161,20 @@ class TestOptimization:
         said = capsys.readouterr().out
         assert ("from scratch it would be float32: no AMX" in said) == able
         assert ("precision changed on resume: bfloat16 -> float32 (auto: no AMX)" in said) != able
-        now = json.loads((tmp_path / "run" / "best.json").read_text())["precision"]
+        now = read_json(tmp_path / "run/best.json")["precision"]
         assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
 
 
 class TestRequests:
     def test_learning_shows_on_the_curves(self, tmp_path, request_of):
-        (tmp_path / "run-reports" / "curves").mkdir(parents=True)
-        (tmp_path / "run-reports" / "curves" / "train.csv").write_text("of another training\n")
+        (tmp_path / "run-reports/curves").mkdir(parents=True)
+        (tmp_path / "run-reports/curves/train.csv").write_text("of another training\n")
         assert train.main(request_of("run", steps=30, val_every=15, lr=0.003, dim=32)) == 0
-        metrics = json.loads((tmp_path / "run-reports" / "metrics.json").read_text())
+        metrics = read_json(tmp_path / "run-reports/metrics.json")
         assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
-        rows = (tmp_path / "run-reports" / "curves" / "train.csv").read_text().splitlines()
+        rows = (tmp_path / "run-reports/curves/train.csv").read_text().splitlines()
         assert len(rows) == 16
-        lines = (tmp_path / "run-reports" / "curves" / "validation.csv").read_text().splitlines()
+        lines = (tmp_path / "run-reports/curves/validation.csv").read_text().splitlines()
         # From the untrained network on
         assert [line.split(",")[0] for line in lines[1:]] == ["0", "15", "30"]
         losses = [float(row.split(",")[1]) for row in rows[1:]]
@@ -205,7 +206,7 @@ class TestRequests:
         assert "nowhere" in capsys.readouterr().err
 
     def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
-        shard = next((tmp_path / "keypoints" / "train").glob("*.safetensors"))
+        shard = next((tmp_path / "keypoints/train").glob("*.safetensors"))
         whole = bytearray(shard.read_bytes())
         whole[-1] ^= 1
         shard.write_bytes(whole)
@@ -226,7 +227,7 @@ class TestRequests:
             save_model_file(file, SuperGlue(config).state_dict(), about(config))
             asked = {**small, "steps": 1, "val_every": 1, "init_from": str(file), **asked}
             assert train.main(request_of(out, **asked)) == 0
-            return json.loads((tmp_path / out / "best.json").read_text())
+            return read_json(tmp_path / out / "best.json")
 
         return run
 

@@ -1,11 +1,10 @@
 """Matching two images from the command line."""
 
-import json
-
 import cv2
 import numpy as np
 import pytest
 from made_scenes import TURN, write_model
+from reading import read_json
 
 from pipeline import errors, match
 from superglue_sift.geometry import corner_error, transform
@@ -26,10 +25,10 @@ def run(folder, *words):
 
 
 def test_matches_picture_and_json(work, capsys):
-    out = work / "new" / "m.png"
-    record = work / "new" / "m.json"
+    out = work / "new/m.png"
+    record = work / "new/m.json"
     assert run(work, work / "a.png", work / "b.jpg", "--out", out, "--json", record) == 0
-    found = json.loads(record.read_text())
+    found = read_json(record)
     printed = capsys.readouterr().out
     matches = np.array(found["matches"])
     assert len(matches) > 30

@@ -6,23 +6,18 @@ import io
 import json
 import socket
 import threading
-import time
 
 import cv2
 import numpy as np
 import pytest
-from made_scenes import TURN, write_model
+from made_scenes import TURN
+from waiting import wait_until
 
-from superglue_sift import Matcher, RequestError, scenes
+from superglue_sift import RequestError, scenes
 from superglue_sift.apps import results, serve
 
 pytest.importorskip("flask", reason="needs Flask")
 HOME = "http://127.0.0.1:8010"
-
-
-@pytest.fixture(scope="module")
-def matcher(tmp_path_factory):
-    return Matcher.load(write_model(tmp_path_factory.mktemp("model") / "m.safetensors"), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +28,8 @@ def views(photo):
 
 
 @pytest.fixture(scope="module")
-def client(matcher):
-    return serve.make_app(matcher).test_client()
+def client(untrained):
+    return serve.make_app(untrained).test_client()
 
 
 def post(client, *files, headers=None, home=HOME, **more):
@@ -47,10 +42,10 @@ def gray(data):
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
-def test_two_images_give_the_files_of_the_command(client, matcher, views, tmp_path, threshold):
+def test_two_images_give_the_files_of_the_command(client, untrained, views, threshold):
     answer = post(client, *views, **({"threshold": threshold} if threshold else {})).get_json()
     files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
-    own = dataclasses.replace(matcher, threshold=threshold or matcher.threshold)
+    own = dataclasses.replace(untrained, threshold=threshold or untrained.threshold)
     expected = own.match(*map(gray, views))
     fitted = expected.fits()
     assert answer["threshold"] == own.threshold
@@ -65,9 +60,9 @@ def test_two_images_give_the_files_of_the_command(client, matcher, views, tmp_pa
     assert np.abs(seen.astype(int) - gray(views[1])[100:-100, 150:-150]).mean() < 8
 
 
-def test_a_scene_has_the_matches_of_the_command(matcher, views):
+def test_a_scene_has_the_matches_of_the_command(untrained, views):
     rules = scenes.Rules(accept=0.0, likely=0)
-    scene = dataclasses.replace(matcher, rules=rules, threshold=0.9)
+    scene = dataclasses.replace(untrained, rules=rules, threshold=0.9)
     expected = scene.match(*map(gray, views))
     assert len(expected.matches) > 50
     np.testing.assert_array_equal(serve.match_all(scene, *views).matches, expected.matches)
@@ -93,23 +88,23 @@ def test_what_is_refused(client, views):
 
 
 @pytest.fixture(scope="module")
-def port(matcher):
+def port(untrained):
     """The port of a running server, as the command starts it."""
     with socket.socket() as probe:
         probe.bind((serve.HOST, 0))
         number = probe.getsockname()[1]
-    threading.Thread(target=serve.run, args=(matcher, number), daemon=True).start()
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline:
+    threading.Thread(target=serve.run, args=(untrained, number), daemon=True).start()
+
+    def answers():
         with socket.socket() as probe:
-            if probe.connect_ex((serve.HOST, number)) == 0:
-                return number
-        time.sleep(0.05)
-    raise AssertionError("the server does not start")
+            return probe.connect_ex((serve.HOST, number)) == 0
+
+    wait_until(answers, 10)
+    return number
 
 
-def test_it_listens_on_this_machine_alone_and_a_taken_port_is_one_line(matcher, port):
+def test_it_listens_on_this_machine_alone_and_a_taken_port_is_one_line(untrained, port):
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.2", port)) != 0
     with pytest.raises(RequestError, match=f"--port {port}"):
-        serve.run(matcher, port)
+        serve.run(untrained, port)

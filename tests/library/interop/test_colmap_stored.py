@@ -43,9 +43,18 @@ def database(extracted, tmp_path, monkeypatch):
     return path
 
 
+def run(*words):
+    """Match a database, or only look at it."""
+    return cli.main(["--colmap", "x.db", *words])
+
+
+def opened(path="x.db"):
+    return pycolmap.Database.open(str(path))
+
+
 def read(path, name):
     """Keypoints and descriptors of an image, as COLMAP has them."""
-    with pycolmap.Database.open(str(path)) as content:
+    with opened(path) as content:
         number = content.read_image_with_name(name).image_id
         return content.read_keypoints(number), content.read_descriptors(number).data
 
@@ -72,16 +81,16 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
 
 def test_only_pairs_without_matches_are_added(database, capsys):
     before = np.array([[0, 0], [1, 2]], np.uint32)
-    with pycolmap.Database.open(str(database)) as content:
+    with opened() as content:
         numbers = [content.read_image_with_name(name).image_id for name in NAMES]
         content.write_matches(numbers[0], numbers[2], before)
     digest = file_sha256(database)
-    assert cli.main(["--colmap", "x.db", "--dry-run"]) == 0
+    assert run("--dry-run") == 0
     said = capsys.readouterr().out
     assert "3 images with features, 3 pairs, 2 of them without" in said
     assert file_sha256(database) == digest
-    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
-    with pycolmap.Database.open(str(database)) as content:
+    assert run(*WORDS) == 0
+    with opened() as content:
         assert np.array_equal(content.read_matches(numbers[0], numbers[2]), before)
         matches = content.read_matches(numbers[0], numbers[1])
         verified = content.read_two_view_geometry(numbers[0], numbers[1]).inlier_matches
@@ -90,9 +99,9 @@ def test_only_pairs_without_matches_are_added(database, capsys):
     right = np.linalg.norm(moved - points[1][matches[:, 1]], axis=1) < 3
     assert len(matches) > 100 and right.mean() > 0.9
     assert len(verified) > 0.8 * len(matches)
-    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
+    assert run(*WORDS) == 0
     assert "nothing is written" in capsys.readouterr().out
-    with pycolmap.Database.open(str(database)) as content:
+    with opened() as content:
         assert np.array_equal(content.read_matches(numbers[0], numbers[1]), matches)
 
 
@@ -103,26 +112,26 @@ def test_a_pair_is_written_whole_or_not_at_all(database, monkeypatch):
     with monkeypatch.context() as stopped:
         stopped.setattr(pycolmap, "estimate_two_view_geometry", stop)
         with pytest.raises(KeyboardInterrupt):
-            cli.main(["--colmap", "x.db", *WORDS])
-    with pycolmap.Database.open(str(database)) as content:
+            run(*WORDS)
+    with opened() as content:
         assert content.num_matched_image_pairs() == 0
-    assert cli.main(["--colmap", "x.db", *WORDS]) == 0
-    with pycolmap.Database.open(str(database)) as content:
+    assert run(*WORDS) == 0
+    with opened() as content:
         assert content.num_verified_image_pairs() == content.num_matched_image_pairs() == 3
 
 
 def test_a_rejected_pair_is_not_tried_again(database, capsys):
-    words = ["--colmap", "x.db", "--device", "cpu", "--accept", "1"]
-    assert cli.main(words) == 0
+    words = ["--device", "cpu", "--accept", "1"]
+    assert run(*words) == 0
     assert "3 pairs matched, 0 of them with matches" in capsys.readouterr().out
-    assert cli.main(words) == 0
+    assert run(*words) == 0
     assert "0 of them without matches" in capsys.readouterr().out
 
 
 def test_images_without_features_are_named_and_left_out(database, capsys):
     with contextlib.closing(sqlite3.connect(database)) as content, content:
         content.execute("DELETE FROM descriptors WHERE image_id = 2")
-    assert cli.main(["--colmap", "x.db", "--dry-run"]) == 0
+    assert run("--dry-run") == 0
     said = capsys.readouterr()
     assert "2 images with features, 1 pairs" in said.out
     assert said.err.count("left out: ") == 1
@@ -142,7 +151,7 @@ def test_what_cannot_be_matched_is_said_in_one_line(database, change, said):
         content.execute("PRAGMA foreign_keys = OFF")
         content.execute(change)
     with pytest.raises(RequestError, match=said):
-        cli.main(["--colmap", "x.db", *WORDS])
+        run(*WORDS)
 
 
 def test_no_database_and_a_locked_one_are_said_in_one_line(database):
@@ -154,4 +163,4 @@ def test_no_database_and_a_locked_one_are_said_in_one_line(database):
     with contextlib.closing(sqlite3.connect(database)) as other:
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(RequestError, match="another program writes it"):
-            cli.main(["--colmap", "x.db", *WORDS])
+            run(*WORDS)

@@ -1,0 +1,27 @@
+"""What tests read: JSON, YAML, and all files of a folder, to be compared with another one's."""
+
+import json
+import re
+
+from ruamel.yaml import YAML
+
+
+def read_json(path):
+    return json.loads(path.read_text())
+
+
+def read_yaml(path):
+    """The tree of a YAML file."""
+    return YAML(typ="safe", pure=True).load(path)
+
+
+def read_pins(path):
+    """Package -> version of a lock."""
+    lines = re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", path.read_text().lower(), re.MULTILINE)
+    return dict(lines)
+
+
+def read_files(folder):
+    """Name below the folder -> bytes, of all files."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
