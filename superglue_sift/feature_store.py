@@ -16,8 +16,8 @@ import numpy as np
 
 from superglue_sift import __version__
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.features import ALIGNED_AT, Features, reduce
-from superglue_sift.images import read, read_gray
+from superglue_sift.features import ALIGNED_AT, Features
+from superglue_sift.images import read, read_gray, reduce
 from superglue_sift.matcher import Matcher
 from superglue_sift.system import DAMAGED, write_atomic
 

@@ -14,7 +14,7 @@ import torch
 
 from superglue_sift import geometry, sift
 from superglue_sift.extractors import kind_of
-from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo
+from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo, reduce
 from superglue_sift.sift import KEYPOINT, whole_sift
 from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.system import RequestError
@@ -71,7 +71,7 @@ class Features(NamedTuple):
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(_divide(self.size, unit))
+        return self.resize(geometry.divide(self.size, unit))
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """The keypoints in pixels of the image resized to `size` (width, height)."""
@@ -194,25 +194,13 @@ def extract(
     return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
 
 
-def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce gray pixels (H, W) to a longer side of `longer`, if that is smaller and not 0."""
-    if not longer or max(gray.shape) <= longer:
-        return gray
-    size = _divide((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
-    return cv2.resize(gray, size, interpolation=cv2.INTER_AREA)
-
-
 def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     """Enlarge gray pixels (H, W) to a longer side of `longer`, at most ENLARGED_MOST times."""
     times = min(longer / max(gray.shape), ENLARGED_MOST)
     if times <= 1:
         return gray
-    size = _divide((gray.shape[1], gray.shape[0]), 1 / times)
+    size = geometry.divide((gray.shape[1], gray.shape[0]), 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
-
-
-def _divide(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
-    return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
 
 def gray_of(image: Union[np.ndarray, torch.Tensor, PIL.Image.Image]) -> np.ndarray:

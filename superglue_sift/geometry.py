@@ -127,6 +127,11 @@ def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     return max(1.0, max(size) / side)
 
 
+def divide(size: Size, unit: float) -> Size:
+    """Size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
+    return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
+
+
 def corners(size: Size) -> np.ndarray:
     """Centres of the corner pixels of an image (width, height): (4, 2) float64, clockwise."""
     w, h = size

@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
+from superglue_sift.geometry import divide
 from superglue_sift.system import FileName, RequestError
 
 # of images in folders
@@ -154,6 +155,15 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     if pixels.ndim == 2:  # a copy can be written to
         return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(pixels[..., :3], cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR)
+
+
+def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
+    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, if smaller and not 0."""
+    height, width = pixels.shape[:2]
+    unit = max(height, width) / longer if longer else 1.0
+    if unit <= 1:
+        return pixels
+    return cv2.resize(pixels, divide((width, height), unit), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

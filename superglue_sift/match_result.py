@@ -307,7 +307,7 @@ class MatchResult(NamedTuple):
             for points, photo in zip((self.points0, self.points1), photos)
         )
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
-        off = None if fits[name].model is None else ~fits[name].inliers
+        off = ~fits[name].inliers & (fits[name].model is not None)
         means = f"does not fit the {FIT_NAMES[name]}"
         panel = drawing.Panel(heading, points0, points1, self.scores, off, means)
         return drawing.Picture(drawing.draw(photos[0].pixels, photos[1].pixels, [panel]))

@@ -17,6 +17,7 @@ from PIL import Image
 
 from superglue_sift import __version__, drawing, geometry, scenes
 from superglue_sift.geometry import Fit, Size
+from superglue_sift.images import reduce
 from superglue_sift.match_result import MatchResult
 from superglue_sift.system import DAMAGED
 
@@ -225,7 +226,7 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     images = []
     to_shown = []
     for photo in found.photos():
-        image, _ = drawing.shrink(photo.pixels, OVERLAY_SIDE)
+        image = reduce(photo.pixels, OVERLAY_SIDE)
         sizes = (photo.pixels.shape[1::-1], image.shape[1::-1])
         to_shown.append(geometry.compose(geometry.resizing(*sizes), photo.to_shown))
         images.append(image)
@@ -238,8 +239,8 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     frames = []
     for opacity in (1.0, 0.0):
         frame = drawing.overlay(warped, image1, covered, opacity)
-        frames.append(Image.fromarray(drawing.shrink(frame, BLINK_SIDE)[0][..., ::-1]))
+        frames.append(Image.fromarray(reduce(frame, BLINK_SIDE)[..., ::-1]))
     blink = io.BytesIO()
     frames[0].save(blink, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
     half = drawing.overlay(warped, image1, covered, 0.5)
-    return {OVERLAY: drawing.encode(".jpg", half), BLINK: blink.getvalue()}
+    return {OVERLAY: drawing.Picture(half).encode(), BLINK: blink.getvalue()}
