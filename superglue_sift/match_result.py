@@ -133,10 +133,10 @@ class MatchResult(NamedTuple):
 
     def only(self, chosen: np.ndarray) -> MatchResult:
         """The chosen matches only. chosen: (K,) bool, or indices."""
-        by_match = ("matches", "scores", "aligned0", "aligned1", "deviations", "correlations")
-        given = {name: getattr(self, name) for name in by_match}
+        names = ("matches", "scores", *refine.Aligned._fields)
+        given = {name: getattr(self, name) for name in names}
         return self._replace(
-            **{name: None if values is None else values[chosen] for name, values in given.items()}
+            **{name: values[chosen] for name, values in given.items() if values is not None}
         )
 
     def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
