@@ -8,7 +8,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Collection, Dict, Iterator, Mapping, Optional, Sequence
 
 import cv2
 import numpy as np
@@ -19,6 +19,7 @@ from superglue_sift import __version__, drawing, geometry, scenes
 from superglue_sift.geometry import Fit, Size
 from superglue_sift.images import reduce
 from superglue_sift.match_result import MatchResult
+from superglue_sift.refine import Aligned
 from superglue_sift.system import DAMAGED
 
 OVERLAY_SIDE = 4096  # at most, longer side of the warped pictures in pixels
@@ -36,8 +37,7 @@ ENDINGS = (JSON, PICTURE, *OVERLAYS)  # beside MATCHES
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip
-# Fields of `MatchResult` after alignment
-ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")
+ALIGNED = Aligned._fields  # of `MatchResult`, after alignment
 
 
 def json_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> bytes:
@@ -201,28 +201,26 @@ def files_of(
     found: MatchResult,
     fitted: Mapping[str, Fit],
     about: Mapping[str, Any],
-    endings: Sequence[str] = ENDINGS,
+    endings: Collection[str] = ENDINGS,
+    picture: str = ".jpg",
 ) -> Dict[str, bytes]:
-    """The files of a pair by their endings, without MATCHES. fitted, about: see `json_of`."""
+    """The files of a pair by their endings, without MATCHES; no overlays without a homography.
+
+    fitted, about: see `json_of`. picture: extension of the picture, which is its format.
+    """
     files: Dict[str, bytes] = {}
     if JSON in endings:
         files[JSON] = json_of(found, fitted, about)
     if PICTURE in endings:
-        files[PICTURE] = found.show(fits=fitted).encode()
-    if OVERLAY in endings or BLINK in endings:
-        files.update(overlays_of(found, fitted["homography"].model))
+        files[PICTURE] = found.show(fits=fitted).encode(picture)
+    H = fitted["homography"].model
+    if H is not None and (OVERLAY in endings or BLINK in endings):
+        files.update(_overlays(found, H))
     return files
 
 
-def beside(picture: Path, ending: str) -> Path:
-    """The file of an overlay, beside the picture of two images."""
-    return picture.with_name(f"{picture.stem}_{ending}")
-
-
-def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:
-    """Image 0 warped onto image 1: half transparent, and both blinking; none without homography."""
-    if H_0to1 is None:
-        return {}
+def _overlays(found: MatchResult, H_0to1: np.ndarray) -> Dict[str, bytes]:
+    """Image 0 warped onto image 1: half transparent, and both blinking."""
     images = []
     to_shown = []
     for photo in found.photos():
