@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from superglue_sift.geometry import divide
+from superglue_sift.geometry import Size, divide
 from superglue_sift.system import FileName, RequestError
 
 # of images in folders
@@ -90,8 +90,8 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
     shown, turn = decode(read(path), str(path), False, UPRIGHT)
-    size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
-    return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
+    to_shown = to_upright(turn, turn_size(shown.shape[1::-1], turn))
+    return Photo(shown, to_shown if frame == STORED else np.eye(3))
 
 
 def read(path: FileName) -> bytes:
@@ -141,13 +141,12 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     deep = image.mode[0] in "IF"
     if "transparency" in image.info:
         image = image.copy()  # the caller's keeps it
+        del image.info["transparency"]  # of a palette: Pillow would warn
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
-        image.info.pop("transparency", None)  # of a palette: Pillow would warn
         image = image.convert("L")
     elif image.mode not in ("L", "RGB", "RGBA") and not deep:
-        image.info.pop("transparency", None)
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if deep:
@@ -174,12 +173,17 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return np.ascontiguousarray(pixels[:: sum(down), :: sum(across)])
 
 
+def turn_size(size: Size, orientation: int) -> Size:
+    """(width, height) of an image after it is rotated upright, or back."""
+    return size if AXES[orientation][0][0] else (size[1], size[0])
+
+
 def inverse(orientation: int) -> int:
     """The orientation that undoes another."""
     return {6: 8, 8: 6}.get(orientation, orientation)
 
 
-def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
+def to_upright(orientation: int, size: Size) -> np.ndarray:
     """(3, 3) float64 map from stored to upright pixel coordinates. size: stored (width, height)."""
     H = np.eye(3)
     H[:2, :2] = AXES[orientation]

@@ -23,7 +23,7 @@ from superglue_sift import geometry, scenes, tracks
 from superglue_sift.extractors import kind_of
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
-from superglue_sift.images import AXES, inverse, to_upright
+from superglue_sift.images import inverse, to_upright, turn_size
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions, root_sift_of
@@ -103,9 +103,12 @@ class ColmapDatabase:
         if name not in self._known:
             if name not in self._inferred:
                 self.infer_cameras([name])
-            camera = self._write_camera(
-                self._inferred.get(name) or self._guess_camera(_stored_size(features))
-            )
+            camera = self._inferred.get(name)
+            if camera is None:
+                size = turn_size(features.size, features.turned)
+                create = self._pycolmap.Camera.create_from_model_name
+                camera = create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
+            self._write_camera(camera)
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
             image.image_id = self._database.write_image(image)
             frame = self._pycolmap.Frame()
@@ -115,9 +118,8 @@ class ColmapDatabase:
             self._database.write_keypoints(image.image_id, _points(features))
             if kind_of(features.records.dtype)[0] == "sift":
                 # RootSIFT in bytes, as COLMAP keeps its own SIFT
-                rows = np.clip(
-                    np.rint(512.0 * root_sift_of(features.records["descriptor"])), 0, 255
-                ).astype(np.uint8)
+                roots = root_sift_of(features.records["descriptor"])
+                rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
                 sift = self._pycolmap.FeatureExtractorType.__members__["SIFT"]
                 self._database.write_descriptors(
                     image.image_id, self._pycolmap.FeatureDescriptors(sift, rows)
@@ -125,17 +127,12 @@ class ColmapDatabase:
             self._known[name] = image.image_id, camera
         return self._known[name]
 
-    def _guess_camera(self, size: geometry.Size) -> Any:
-        create = self._pycolmap.Camera.create_from_model_name
-        return create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
-
-    def _write_camera(self, camera: Any) -> Any:
+    def _write_camera(self, camera: Any) -> None:
         """Write a camera on a rig of its own, with the same id."""
         camera.camera_id = self._database.write_camera(camera)
         rig = self._pycolmap.Rig(rig_id=camera.camera_id)
         rig.add_ref_sensor(camera.sensor_id)
         self._database.write_rig(rig, use_rig_id=True)
-        return camera
 
 
 def write_pair(
@@ -233,9 +230,3 @@ def _points(features: Features) -> np.ndarray:
     to_stored = to_upright(inverse(features.turned), features.size)
     points = geometry.transform(positions(features.records).astype(np.float64), to_stored)
     return points.astype(np.float32) + np.float32(CENTRE)
-
-
-def _stored_size(features: Features) -> geometry.Size:
-    """(width, height) of the stored image."""
-    width, height = features.size
-    return (width, height) if AXES[features.turned][0][0] else (height, width)
