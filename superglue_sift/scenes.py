@@ -100,7 +100,7 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], INLIER_PX)
     sizes = (found.size0, found.size1)
     kept = [
-        order[~near_stamp(side.keypoints[order], points[stamped], *sizes)]
+        order[~near_stamp(side.keypoints[order], points[stamped], sizes)]
         for side, order, points in zip(pair, orders, (found.points0, found.points1))
     ]
     sides = [select(side, index) for side, index in zip(pair, kept)]
