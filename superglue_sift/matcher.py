@@ -91,7 +91,8 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
 
 @dataclasses.dataclass(eq=False)
 class Matcher:
-    """A trained network with the settings of its input. Create it with `Matcher.load`.
+    """A trained network with the settings of its input. Create it with `Matcher.load`. Raises
+    RequestError for a setting out of range.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
     in parallel and take turns at the network, which uses all cores by itself.
@@ -121,6 +122,12 @@ class Matcher:
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_choice("frame", self.frame, FRAMES)
+        check_range("max_keypoints", self.max_keypoints, 1)
+        check_range("resize", self.resize, 0)
+        check_range("threshold", self.threshold, 0, 1)
 
     @classmethod
     def load(
@@ -155,7 +162,6 @@ class Matcher:
             scene: follow `scenes.Rules`; its pairs are not aligned.
             rules: fields of `scenes.Rules`, such as `accept=0.8`.
         """
-        _check_settings(frame, precision, max_keypoints, resize, threshold)
         scene_rules = scenes.Rules(**rules) if rules or scene else None
         if rules and not scene:
             raise RequestError(f"{', '.join(rules)}: only with scene=True")
@@ -330,9 +336,7 @@ class Matcher:
         few = slice(network_keypoints)
         sides = [[scenes.select(side, few) for side in each.sides] for each in screened]
         answers = self._ask([self._pair(*pair) for pair in sides])
-        found = (
-            MatchResult.of(one, other, *answer) for (one, other), answer in zip(sides, answers)
-        )
+        found = (MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers))
         return [result.only(~result.find_stamps()) for result in found]
 
     def _match_scene(
@@ -353,7 +357,8 @@ class Matcher:
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network for inference. Raises RequestError if nothing can compile it."""
+    """The network for inference. Raises RequestError: no such precision, or no compiler."""
+    _check_choice("precision", precision, PRECISIONS)
     network = fuse_for_inference(model, precision)
     missing = no_compiler(network.dustbin.device.type) if compile else ""
     if missing:
@@ -363,19 +368,9 @@ def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
     return network
 
 
-def _check_settings(
-    frame: str,
-    precision: str,
-    max_keypoints: Optional[int],
-    resize: Optional[int],
-    threshold: Optional[float],
-) -> None:
-    for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
-        if value not in allowed:
-            raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
-    check_range("max_keypoints", max_keypoints, 1)
-    check_range("resize", resize, 0)
-    check_range("threshold", threshold, 0, 1)
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
 def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
