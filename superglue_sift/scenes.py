@@ -112,15 +112,15 @@ def select(side: Features, index: Union[slice, np.ndarray]) -> Features:
 
 
 def consistent(
-    points0: np.ndarray, points1: np.ndarray, units: Tuple[float, float] = (1.0, 1.0)
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[geometry.Size, geometry.Size]
 ) -> np.ndarray:
     """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without
     a geometry.
 
-    units: `geometry.unit_of` of both images for RESIZE, at which EXACT_PX was chosen.
+    sizes: of both images. EXACT_PX was chosen at RESIZE.
     """
-    points0 = points0 / units[0]
-    points1 = points1 / units[1]
+    points0 = points0 / geometry.unit_of(sizes[0], RESIZE)
+    points1 = points1 / geometry.unit_of(sizes[1], RESIZE)
     F = geometry.fit_fundamental(points0, points1, EXACT_PX).model
     if F is None:
         return np.ones(len(points0), bool)

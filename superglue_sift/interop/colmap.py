@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class ColmapDatabase:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
 
-    def infer_cameras(self, names: Sequence[str]) -> None:
+    def infer_cameras(self, names: Iterable[str]) -> None:
         """Read the focal lengths of photographs; name those on stderr that COLMAP cannot read."""
         unread = []
         images = self._images
@@ -89,17 +89,16 @@ class ColmapDatabase:
         names: of files below the folder of the photographs. New images are added. Of a rejected
         pair (`MatchResult.accepted`) nothing else is written, and of one already there nothing.
         """
-        id0, camera0 = self._image(name0, features0)
-        id1, camera1 = self._image(name1, features1)
-        if not result.accepted or self._database.exists_matches(id0, id1):
+        side0 = self._image(name0, features0)
+        side1 = self._image(name1, features1)
+        if not result.accepted or self._database.exists_matches(side0[0], side1[0]):
             return 0
         matches = result.matches[~result.find_stamps()].astype(np.uint32)
-        points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
-        sides = ((id0, camera0, points0), (id1, camera1, points1))
-        return write_pair(self._pycolmap, self._database, sides, matches)
+        return write_pair(self._pycolmap, self._database, (side0, side1), matches)
 
-    def _image(self, name: str, features: Features) -> Tuple[int, Any]:
-        """Id and camera of an image; writes new images with their keypoints."""
+    def _image(self, name: str, features: Features) -> Tuple[int, Any, np.ndarray]:
+        """Id, camera and positions of an image; writes new images with their keypoints."""
+        points = _points(features)
         if name not in self._known:
             if name not in self._inferred:
                 self.infer_cameras([name])
@@ -115,7 +114,7 @@ class ColmapDatabase:
             frame.rig_id = camera.camera_id
             frame.add_data_id(image.data_id)
             self._database.write_frame(frame)
-            self._database.write_keypoints(image.image_id, _points(features))
+            self._database.write_keypoints(image.image_id, points)
             if kind_of(features.records.dtype)[0] == "sift":
                 # RootSIFT in bytes, as COLMAP keeps its own SIFT
                 roots = root_sift_of(features.records["descriptor"])
@@ -125,7 +124,7 @@ class ColmapDatabase:
                     image.image_id, self._pycolmap.FeatureDescriptors(sift, rows)
                 )
             self._known[name] = image.image_id, camera
-        return self._known[name]
+        return (*self._known[name], points.astype(np.float64))
 
     def _write_camera(self, camera: Any) -> None:
         """Write a camera on a rig of its own, with the same id."""
@@ -157,7 +156,7 @@ def write_pair(
 
 @contextlib.contextmanager
 def database_of(
-    path: Path, root: Path, photos: Sequence[Item], store: FeatureStore, refine: bool = True
+    path: Path, root: Path, photos: Sequence[Item], store: FeatureStore, refine: bool
 ) -> Iterator[Callable[..., None]]:
     """A function that adds pairs of `photos` below `root` to a database, created at the end.
 
@@ -186,18 +185,15 @@ def database_of(
         pairs.append((photo0, photo1, result._replace(keypoints0=shared0, keypoints1=shared1)))
 
     with ColmapDatabase(partial, root) as database:
-        database.infer_cameras(
-            list(name.values())
-        )  # before hours of work, names what it cannot read
+        database.infer_cameras(name.values())  # before hours of work, names what it cannot read
         yield add
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
         for photo0, photo1, result in pairs:
             if refine and result.pair_score is not None:
                 points0 = moved[photo0][result.matches[:, 0]]
                 points1 = moved[photo1][result.matches[:, 1]]
-                unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
-                unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
-                result = result.only(scenes.consistent(points0, points1, (unit0, unit1)))
+                sizes = (result.size0, result.size1)
+                result = result.only(scenes.consistent(points0, points1, sizes))
             side0, side1 = (store(photo).move(moved[photo]) for photo in (photo0, photo1))
             database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)
