@@ -175,11 +175,3 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
         rows += [text_bar(canvas.shape[1], panel.heading), canvas]
     return np.concatenate([*rows, text_bar(rows[0].shape[1], legend(panels))], axis=0)
-
-
-def overlay(
-    warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float
-) -> np.ndarray:
-    """Lay a warped image over another, (H, W, 3) uint8, where `covered`, (H, W) bool, is true."""
-    mixed = cv2.addWeighted(warped, opacity, image, 1 - opacity, 0)
-    return np.where(covered[..., None], mixed, image)

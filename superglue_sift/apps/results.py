@@ -234,11 +234,11 @@ def _overlays(found: MatchResult, H_0to1: np.ndarray) -> Dict[str, bytes]:
     warped = cv2.warpPerspective(image0, H_shown, size)
     whole = np.full(image0.shape[:2], 255, np.uint8)
     covered = cv2.warpPerspective(whole, H_shown, size) == 255
-    frames = []
-    for opacity in (1.0, 0.0):
-        frame = drawing.overlay(warped, image1, covered, opacity)
-        frames.append(Image.fromarray(reduce(frame, BLINK_SIDE)[..., ::-1]))
+    laid = np.where(covered[..., None], warped, image1)
+    half = cv2.addWeighted(laid, 0.5, image1, 0.5, 0)
+    shown, under = (
+        Image.fromarray(reduce(frame, BLINK_SIDE)[..., ::-1]) for frame in (laid, image1)
+    )
     blink = io.BytesIO()
-    frames[0].save(blink, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
-    half = drawing.overlay(warped, image1, covered, 0.5)
+    shown.save(blink, "GIF", save_all=True, append_images=[under], duration=BLINK_MS, loop=0)
     return {OVERLAY: drawing.Picture(half).encode(), BLINK: blink.getvalue()}
