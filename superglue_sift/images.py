@@ -224,19 +224,18 @@ def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
         reason = "a web page, not an image"
     lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
     Image.init()  # fills Image.OPEN, the first time
-    for kind in FORMATS:
-        factory, accept = Image.OPEN.get(kind, (None, None))
+    for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
+        factory, accept = Image.OPEN[kind]
         accepts = accept is not None and accept(data[:16])
         if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
             reason = accepts
-        if factory is None or not accepts or isinstance(accepts, str):
-            continue
-        stream = io.BytesIO(data)
-        try:
-            # of the pictures of an MPO the first, which is a JPEG
-            return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
-        except Exception as error:
-            reason = f"damaged {kind}: {_line(error)}"
+        elif accepts:
+            stream = io.BytesIO(data)
+            try:
+                # of the pictures of an MPO the first, which is a JPEG
+                return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
+            except Exception as error:
+                reason = f"damaged {kind}: {_line(error)}"
     if lacks_heic:
         reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
     raise BadImage(name, reason)
