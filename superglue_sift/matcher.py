@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterable,
     Iterator,
     List,
@@ -79,14 +78,15 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
-    found: Dict[int, PairMatches] = {}
-    places = iter(order)
+    rows = []
     for log_P in model.assign(batches)[0]:
         matches = mutual_matches(log_P, threshold=0.0)
-        rows = (matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
-        for *row, place in zip(*rows, places):  # the last, since zip takes one too many of it else
-            found[place] = PairMatches(*(values[: len(pairs[place].records0)] for values in row))
-    return [found[place] for place in range(len(pairs))]
+        rows += zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
+    found = dict(zip(order, rows))
+    return [
+        PairMatches(*(values[: len(pair.records0)] for values in found[place]))
+        for place, pair in enumerate(pairs)
+    ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -206,10 +206,12 @@ class Matcher:
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` several images, two at a time; features are returned unchanged."""
-        waiting = [image for image in images if not isinstance(image, Features)]
+
+        def features_of(image: Union[Image, Features]) -> Features:
+            return image if isinstance(image, Features) else self.extract(image)
+
         with ThreadPoolExecutor(2) as pool:
-            extracted = pool.map(self.extract, waiting)
-            return [image if isinstance(image, Features) else next(extracted) for image in images]
+            return list(pool.map(features_of, images))
 
     def match(
         self,
@@ -259,9 +261,8 @@ class Matcher:
         to 1e-5. Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
-        waiting = iter(pairs)
         aligned = self.refine if refine is None else refine
-        for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
+        for group in _groups(pairs, batch_size):
             sides = self.extract_all([side for pair in group for side in pair])
             batch = list(zip(sides[::2], sides[1::2]))
             if self.workers == 1:
@@ -281,8 +282,7 @@ class Matcher:
                 return result
             return result.align(side0, side1, self.device)
 
-        waiting = iter(results)
-        for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
+        for group in _groups(results, 2 * self.workers):
             yield from self._map(align, group)
 
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
@@ -354,6 +354,12 @@ class Matcher:
             result = MatchResult.of(*pair, found.matches, found.scores)
             results.append(result._replace(pair_score=found.score))
         return results
+
+
+def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
+    """Lists of `size` items, read as they are needed; the last may have fewer."""
+    waiting = iter(items)
+    yield from iter(lambda: list(itertools.islice(waiting, size)), [])
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:

@@ -214,7 +214,7 @@ def match_database(args: argparse.Namespace) -> int:
         shown = Progress(found, total=len(waiting), desc="matching", unit="pairs")
         for result, pair in zip(shown, waiting):
             stored.add(*pair, result)
-            accepted += result.accepted and len(result.matches) > 0
+            accepted += len(result.matches) > 0
     print(f"{len(waiting)} pairs matched, {accepted} of them with matches: {args.colmap}")
     return 0
 
