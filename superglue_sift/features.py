@@ -67,7 +67,7 @@ class Features(NamedTuple):
         """
         if self.found_at is not None:
             return self.resize(self.found_at)
-        unit = geometry.unit_of(self.size, resize) if resize else 1.0
+        unit = geometry.unit_of(self.size, resize)
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))

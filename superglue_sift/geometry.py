@@ -122,8 +122,11 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 
 
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
-    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`."""
-    return max(1.0, max(size) / side)
+    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`.
+
+    side: 0: not reduced.
+    """
+    return max(1.0, max(size) / side) if side else 1.0
 
 
 def divide(size: Size, unit: float) -> Size:

@@ -25,7 +25,7 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from superglue_sift.geometry import Size, divide
+from superglue_sift.geometry import Size, divide, unit_of
 from superglue_sift.system import FileName, RequestError
 
 # of images in folders
@@ -158,11 +158,11 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
 
 def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
     """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, if smaller and not 0."""
-    height, width = pixels.shape[:2]
-    unit = max(height, width) / longer if longer else 1.0
-    if unit <= 1:
+    size = (pixels.shape[1], pixels.shape[0])
+    unit = unit_of(size, longer)
+    if unit == 1:
         return pixels
-    return cv2.resize(pixels, divide((width, height), unit), interpolation=cv2.INTER_AREA)
+    return cv2.resize(pixels, divide(size, unit), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
@@ -207,9 +207,10 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, 
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
     if deep_color and pixels.max() < 16:  # Pillow reads the upper 8 bits
         raise BadImage(name, "16-bit colour of which 12 bits or fewer are used: save it as 8-bit")
-    if image.format == "TIFF":  # Pillow has rotated it
-        return turn_upright(pixels, inverse(turn)) if frame == STORED else pixels, turn
-    return turn_upright(pixels, turn) if frame == UPRIGHT else pixels, turn
+    is_upright = image.format == "TIFF"  # Pillow has rotated it
+    if is_upright != (frame == UPRIGHT):
+        pixels = turn_upright(pixels, inverse(turn) if is_upright else turn)
+    return pixels, turn
 
 
 def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
