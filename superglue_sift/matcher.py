@@ -336,7 +336,9 @@ class Matcher:
         few = slice(network_keypoints)
         sides = [[scenes.select(side, few) for side in each.sides] for each in screened]
         answers = self._ask([self._pair(*pair) for pair in sides])
-        found = (MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers))
+        found = (
+            MatchResult.of(one, other, *answer) for (one, other), answer in zip(sides, answers)
+        )
         return [result.only(~result.find_stamps()) for result in found]
 
     def _match_scene(
