@@ -308,38 +308,30 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            answers = self._ask([self._pair(*pair) for pair in sides])
-            results = [
-                MatchResult.of(*pair, *answer).above(self.threshold)
-                for pair, answer in zip(sides, answers)
-            ]
+            results = [found.above(self.threshold) for found in self._ask(sides)]
         if not aligned:
             return results
         return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
 
-    def _pair(self, *sides: Features) -> Pair:
-        """What the network sees, the reduced images.
+    def _ask(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+        """All matches of the network for each pair, whatever their scores.
 
-        In pixels of the files, it would see a zoom that is not there.
+        It sees the reduced images: in pixels of the files, it would see a zoom that is not there.
         """
-        one, other = (side.as_found(self.resize) for side in sides)
-        return Pair(one.records, other.records, one.size, other.size)
-
-    def _ask(self, pairs: Sequence[Pair]) -> List[PairMatches]:
+        seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
+        pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
         with self._turn:
-            return match_pairs(self.model, pairs, self.device) if pairs else []
+            answers = match_pairs(self.model, pairs, self.device) if pairs else []
+        return [MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers)]
 
     def match_first(
         self, screened: Sequence[scenes.Screened], network_keypoints: int
     ) -> List[MatchResult]:
         """All matches of the network of the first keypoints of each pair, without its stamps."""
         few = slice(network_keypoints)
-        sides = [[scenes.select(side, few) for side in each.sides] for each in screened]
-        answers = self._ask([self._pair(*pair) for pair in sides])
-        found = (
-            MatchResult.of(one, other, *answer) for (one, other), answer in zip(sides, answers)
-        )
-        return [result.only(~result.find_stamps()) for result in found]
+        pairs = (each.sides for each in screened)
+        sides = [(scenes.select(one, few), scenes.select(other, few)) for one, other in pairs]
+        return [found.only(~found.find_stamps()) for found in self._ask(sides)]
 
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
