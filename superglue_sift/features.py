@@ -83,6 +83,10 @@ class Features(NamedTuple):
         records["scale"] *= max(size) / max(self.size)
         return self._replace(records=records, size=size)
 
+    def select(self, index: Union[slice, np.ndarray]) -> Features:
+        """The keypoints at these indices only, in their order."""
+        return self._replace(records=self.records[index])
+
     def move(self, keypoints: np.ndarray) -> Features:
         """A copy with keypoints (n, 2) at other positions."""
         records = self.records.copy()

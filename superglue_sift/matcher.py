@@ -91,11 +91,11 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
 
 @dataclasses.dataclass(eq=False)
 class Matcher:
-    """A trained network with the settings of its input. Create it with `Matcher.load`. Raises
-    RequestError for a setting out of range.
+    """A trained network with the settings of its input. Create it with `Matcher.load`.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
-    in parallel and take turns at the network, which uses all cores by itself.
+    in parallel and take turns at the network, which uses all cores by itself. Raises RequestError
+    for a setting out of range.
 
     model: on `device`, for inference, as `fuse_for_inference` returns it.
     max_keypoints: maximum number of keypoints per image.
@@ -243,9 +243,8 @@ class Matcher:
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
-        results = self.match_batch(
-            ((features, other) for other in others), batch_size, refine=refine
-        )
+        pairs = ((features, other) for other in others)
+        results = self.match_batch(pairs, batch_size, refine=refine)
         return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
@@ -330,7 +329,7 @@ class Matcher:
         """All matches of the network of the first keypoints of each pair, without its stamps."""
         few = slice(network_keypoints)
         pairs = (each.sides for each in screened)
-        sides = [(scenes.select(one, few), scenes.select(other, few)) for one, other in pairs]
+        sides = [(one.select(few), other.select(few)) for one, other in pairs]
         return [found.only(~found.find_stamps()) for found in self._ask(sides)]
 
     def _match_scene(
@@ -360,10 +359,10 @@ def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
     """The network for inference. Raises RequestError: no such precision, or no compiler."""
     _check_choice("precision", precision, PRECISIONS)
     network = fuse_for_inference(model, precision)
-    missing = no_compiler(network.dustbin.device.type) if compile else ""
-    if missing:
-        raise RequestError(f"compile: {missing}; install it, or leave out compile")
     if compile:
+        missing = no_compiler(network.dustbin.device.type)
+        if missing:
+            raise RequestError(f"compile: {missing}; install it, or leave out compile")
         network.compile_layers()
     return network
 

@@ -14,7 +14,7 @@ their geometry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Sequence, Tuple, Union
+from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -91,7 +91,7 @@ class Screened(NamedTuple):
 def screen(pair: Sequence[Features], resize: int) -> Screened:
     """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
     orders = [np.argsort(-rank(side.records), kind="stable") for side in pair]
-    few = [select(side, order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
+    few = [side.select(order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side, resize) for side in few)
     matches, scores = classical.ratio_matches(one.described, other.described)
     found = MatchResult.of(few[0], few[1], matches, scores)
@@ -103,12 +103,8 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
         order[~near_stamp(side.keypoints[order], points[stamped], sizes)]
         for side, order, points in zip(pair, orders, (found.points0, found.points1))
     ]
-    sides = [select(side, index) for side, index in zip(pair, kept)]
+    sides = [side.select(index) for side, index in zip(pair, kept)]
     return Screened(int(fit.inliers.sum()), kept, sides)
-
-
-def select(side: Features, index: Union[slice, np.ndarray]) -> Features:
-    return side._replace(records=side.records[index])
 
 
 def consistent(

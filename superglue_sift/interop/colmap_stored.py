@@ -131,7 +131,7 @@ class StoredFeatures:
         features = Features.of_colmap(keypoints, descriptors, size)
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
         points = keypoints[:, :2].astype(np.float64)
-        return features._replace(records=features.records[order]), order, points
+        return features.select(order), order, points
 
     @contextlib.contextmanager
     def _explain(self) -> Iterator[None]:
