@@ -22,6 +22,7 @@ from pipeline.keypoints.image import gray_views
 from pipeline.parameters import params
 from superglue_sift import classical, scenes, sift
 from superglue_sift.batch import Pair
+from superglue_sift.features import extract
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.weights import fuse_for_inference
@@ -100,10 +101,7 @@ def filled(setting: Setting) -> Iterator[Row]:
     """
     large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
     views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
-    sides = tuple(
-        scenes.side_of(sift.extract(view, scenes.MAX_KEYPOINTS), view.shape[::-1], 0)
-        for view in views
-    )
+    sides = tuple(scenes.side_of(extract(view, scenes.MAX_KEYPOINTS), 0) for view in views)
     matches, scores = classical.ratio_matches(*(side.described for side in sides))
     surest = matches[np.argsort(-scores)[:ALIGNED]]
     given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.Rules()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import List, Optional, Sequence, Tuple
+from typing import List, Sequence
 
 import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from superglue_sift.geometry import Size
+from superglue_sift.geometry import Size, unit_of
+from superglue_sift.images import reduce
 from superglue_sift.system import FileName, RequestError, write_atomic
 
 RED = (40, 40, 240)  # BGR
@@ -36,22 +37,16 @@ FONT_SIZE = 15
 class Panel:
     """The matches of one matcher.
 
-    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool, None if not
-    known.
-    wrong_means: legend for the wrong ones.
+    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool,
+    False if not known. wrong_means: legend for the wrong ones.
     """
 
     heading: str
     points0: np.ndarray
     points1: np.ndarray
     scores: np.ndarray
-    wrong: Optional[np.ndarray] = None
+    wrong: np.ndarray
     wrong_means: str = "wrong"
-
-    @property
-    def is_wrong(self) -> np.ndarray:
-        """(K,) bool: `wrong`, False if not known."""
-        return np.zeros(len(self.scores), bool) if self.wrong is None else np.asarray(self.wrong)
 
 
 @dataclass(frozen=True)
@@ -67,21 +62,23 @@ class Picture:
         return self.encode()
 
     def encode(self, ending: str = ".jpg") -> bytes:
-        """The bytes of a file (`drawing.encode`)."""
-        return encode(ending, self.pixels)
+        """The bytes of a file with this extension. Raises RequestError if OpenCV writes none."""
+        try:
+            return cv2.imencode(ending, self.pixels)[1].tobytes()
+        except cv2.error:
+            raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None
 
     def save(self, path: FileName) -> None:
-        """Write the picture (`write`)."""
-        write(Path(path), self.pixels)
+        """Write the picture in the format of its extension. Raises RequestError, OSError."""
+        write_atomic(path, self.encode(Path(path).suffix.lower()))
 
 
 def colours_of(points: np.ndarray, width: int) -> np.ndarray:
     """(K, 3) uint8 BGR of places (K, 2) in an image of this width: their hue is that of x."""
-    x = np.asarray(points, float).reshape(-1, 2)[:, 0]
-    hue = np.interp((x + 0.5) / max(width, 1), (0.0, 1.0), HUES) / 2  # OpenCV: two degrees
-    hsv = np.full((len(x), 1, 3), 255, np.uint8)
+    hue = np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2  # OpenCV: two degrees
+    hsv = np.full((len(points), 1, 3), 255, np.uint8)
     hsv[:, 0, 0] = np.rint(hue)
-    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(x) else hsv[:, 0]
+    return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(points) else hsv[:, 0]
 
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
@@ -101,27 +98,27 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
     First the strongest of each cell of an image of `size` (width, height), then the second of each,
     and so on.
     """
-    scaled = np.asarray(points, float).reshape(-1, 2) / np.array(size) * CELLS
+    scaled = points / size * CELLS
     across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
     cells = down * CELLS[0] + across
-    by_cell = np.lexsort((-np.asarray(scores), cells))
+    by_cell = np.lexsort((-scores, cells))
     firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # where the cell of each begins
     turns = np.empty(len(cells), int)
     turns[by_cell] = np.arange(len(cells)) - firsts
-    return np.lexsort((-np.asarray(scores), turns))
+    return np.lexsort((-scores, turns))
 
 
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     """Draw the matches of a panel on two images side by side; size: (width, height) of the left."""
     # correct matches from weak to strong, then wrong ones, which stay visible
-    order = np.lexsort((panel.scores, panel.is_wrong))
+    order = np.lexsort((panel.scores, panel.wrong))
     lines = spread(panel.points0, panel.scores, size)[:LINES]
     thickness = 1 + canvas.shape[1] // 2000
     # fixed-point coordinates for cv2: four fractional bits
     points1 = panel.points1 + np.array([size[0] + GAP, 0])
     ends = np.rint(16 * np.stack([panel.points0, points1], axis=1)).astype(int).tolist()
     colours = colours_of(panel.points0, size[0])
-    colours[panel.is_wrong] = RED
+    colours[panel.wrong] = RED
     colours = colours.tolist()
     below = canvas.copy()
     for index in order[np.isin(order, lines)]:
@@ -131,7 +128,7 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     for index in order:
         for x, y in ends[index]:
             colour = colours[index]
-            if not panel.is_wrong[index]:
+            if not panel.wrong[index]:
                 cv2.circle(canvas, (x, y), 16 * (2 + thickness), colour, -1, cv2.LINE_AA, 4)
                 continue
             arm = 16 * (3 + thickness)
@@ -155,7 +152,7 @@ def legend(panels: Sequence[Panel]) -> str:
     """What lines, dots and crosses mean; names only what the panels use."""
     counts = [len(panel.scores) for panel in panels]
     words = ["colour: place in the first image"] * any(counts)
-    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.is_wrong.any())
+    means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
     words += [f"red crosses: {each}" for each in means]
     if max(counts) > LINES:
         words.append(f"lines: {LINES} matches spread over the image, dots: the others")
@@ -168,43 +165,13 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
 
     Images are reduced to a longer side of `SIDE`.
     """
-    small0, scale0 = shrink(image0, SIDE)
-    small1, scale1 = shrink(image1, SIDE)
+    small0, small1 = (reduce(image, SIDE) for image in (image0, image1))
+    unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = side_by_side(small0, small1)
-        points0 = (panel.points0 + 0.5) * scale0 - 0.5
-        points1 = (panel.points1 + 0.5) * scale1 - 0.5
+        points0 = (panel.points0 + 0.5) / unit0 - 0.5
+        points1 = (panel.points1 + 0.5) / unit1 - 0.5
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
         rows += [text_bar(canvas.shape[1], panel.heading), canvas]
     return np.concatenate([*rows, text_bar(rows[0].shape[1], legend(panels))], axis=0)
-
-
-def overlay(
-    warped: np.ndarray, image: np.ndarray, covered: np.ndarray, opacity: float
-) -> np.ndarray:
-    """Lay a warped image over another, (H, W, 3) uint8, where `covered`, (H, W) bool, is true."""
-    mixed = cv2.addWeighted(warped, opacity, image, 1 - opacity, 0)
-    return np.where(covered[..., None], mixed, image)
-
-
-def shrink(image: np.ndarray, longer_side: int) -> Tuple[np.ndarray, float]:
-    """Reduce an image to at most this longer side in pixels; returns it and the scale."""
-    scale = min(1.0, longer_side / max(image.shape[:2]))
-    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
-    return cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA), scale
-
-
-def write(path: Path, picture: np.ndarray) -> None:
-    """Write a BGR picture in the format of its extension. Raises RequestError, OSError."""
-    write_atomic(path, encode(path.suffix.lower(), picture))
-
-
-def encode(ending: str, picture: np.ndarray) -> bytes:
-    """Encode a BGR picture in the format of an extension such as ".jpg". Raises RequestError if
-    OpenCV cannot.
-    """
-    try:
-        return cv2.imencode(ending, picture)[1].tobytes()
-    except cv2.error:
-        raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None

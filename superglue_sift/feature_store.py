@@ -16,8 +16,8 @@ import numpy as np
 
 from superglue_sift import __version__
 from superglue_sift.extractors import DEFAULT
-from superglue_sift.features import ALIGNED_AT, Features, reduce
-from superglue_sift.images import read, read_gray
+from superglue_sift.features import ALIGNED_AT, Features
+from superglue_sift.images import read, read_gray, reduce
 from superglue_sift.matcher import Matcher
 from superglue_sift.system import DAMAGED, write_atomic
 
@@ -41,16 +41,19 @@ class FeatureStore:
         self.folder = folder
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
-        own = f"{extractor.name}{extractor.code} "
-        versions = f"{__version__} {cv2.__version__}"
-        asked = f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
-        self._settings = f"{asked} {versions} {own}{extractor.dtype.descr}"
+        self._settings = (
+            f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
+            f" {__version__} {cv2.__version__}"
+            f" {extractor.name}{extractor.code} {extractor.dtype.descr}"
+        )
         self._memory: OrderedDict[str, Features] = collections.OrderedDict()
         self._digests: Dict[str, str] = {}
+        self._side = side = ALIGNED_AT * matcher.resize
         # without `self`, which would keep a store and its features in memory until the next garbage
         # collection
-        how = {"frame": matcher.frame, "side": ALIGNED_AT * matcher.resize}
-        self._pixels = functools.lru_cache(MAX_GRAYS)(functools.partial(_read_reduced, **how))
+        self._pixels = functools.lru_cache(MAX_GRAYS)(
+            lambda path: reduce(read_gray(path, matcher.frame), side)
+        )
 
     def __call__(self, item: Item) -> Features:
         """Features of an image. Raises RequestError if it cannot be read."""
@@ -65,7 +68,7 @@ class FeatureStore:
         if isinstance(item.image, Path):
             return self(item)._replace(gray=self._pixels(item.image))
         gray = cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
-        return self(item)._replace(gray=reduce(gray, ALIGNED_AT * self.matcher.resize))
+        return self(item)._replace(gray=reduce(gray, self._side))
 
     def digest(self, item: Item) -> str:
         """SHA-256 of the image's content. Raises RequestError if it cannot be read."""
@@ -81,8 +84,8 @@ class FeatureStore:
         try:
             with np.load(path, allow_pickle=False) as file:
                 size, found_at = (tuple(file[name].tolist()) for name in ("size", "found_at"))
-                how = {"frame": self.matcher.frame, "turned": int(file["turned"])}
-                return Features(file["records"], size, found_at=found_at, **how)
+                features = Features(file["records"], size, found_at=found_at)
+                return features._replace(frame=self.matcher.frame, turned=int(file["turned"]))
         except DAMAGED:  # or missing
             if isinstance(item.image, Path):
                 features = self.matcher.extract_file(content, str(item.image))
@@ -106,7 +109,3 @@ class FeatureStore:
                 del self._digests[next(iter(self._digests))]
         self._digests[item.name] = digest
         return content, digest
-
-
-def _read_reduced(path: Path, frame: str, side: int) -> np.ndarray:
-    return reduce(read_gray(path, frame), side)

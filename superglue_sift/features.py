@@ -14,7 +14,7 @@ import torch
 
 from superglue_sift import geometry, sift
 from superglue_sift.extractors import kind_of
-from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo
+from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo, reduce
 from superglue_sift.sift import KEYPOINT, whole_sift
 from superglue_sift.superglue import TYPICAL_SCORE
 from superglue_sift.system import RequestError
@@ -67,11 +67,11 @@ class Features(NamedTuple):
         """
         if self.found_at is not None:
             return self.resize(self.found_at)
-        unit = geometry.unit_of(self.size, resize) if resize else 1.0
+        unit = geometry.unit_of(self.size, resize)
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(_divide(self.size, unit))
+        return self.resize(geometry.divide(self.size, unit))
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """The keypoints in pixels of the image resized to `size` (width, height)."""
@@ -82,6 +82,10 @@ class Features(NamedTuple):
             records[name] = (records[name] + 0.5) * (side / before) - 0.5
         records["scale"] *= max(size) / max(self.size)
         return self._replace(records=records, size=size)
+
+    def select(self, index: Union[slice, np.ndarray]) -> Features:
+        """The keypoints at these indices only, in their order."""
+        return self._replace(records=self.records[index])
 
     def move(self, keypoints: np.ndarray) -> Features:
         """A copy with keypoints (n, 2) at other positions."""
@@ -194,25 +198,13 @@ def extract(
     return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
 
 
-def reduce(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce gray pixels (H, W) to a longer side of `longer`, if that is smaller and not 0."""
-    if not longer or max(gray.shape) <= longer:
-        return gray
-    size = _divide((gray.shape[1], gray.shape[0]), max(gray.shape) / longer)
-    return cv2.resize(gray, size, interpolation=cv2.INTER_AREA)
-
-
 def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     """Enlarge gray pixels (H, W) to a longer side of `longer`, at most ENLARGED_MOST times."""
     times = min(longer / max(gray.shape), ENLARGED_MOST)
     if times <= 1:
         return gray
-    size = _divide((gray.shape[1], gray.shape[0]), 1 / times)
+    size = geometry.divide((gray.shape[1], gray.shape[0]), 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
-
-
-def _divide(size: Tuple[int, int], unit: float) -> Tuple[int, int]:
-    return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
 
 def gray_of(image: Union[np.ndarray, torch.Tensor, PIL.Image.Image]) -> np.ndarray:

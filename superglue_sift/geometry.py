@@ -8,7 +8,6 @@ products and LAPACK's inverses depend on the processor.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import NamedTuple, Optional, Tuple
@@ -123,8 +122,16 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 
 
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
-    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`."""
-    return max(1.0, max(size) / side)
+    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`.
+
+    side: 0: not reduced.
+    """
+    return max(1.0, max(size) / side) if side else 1.0
+
+
+def divide(size: Size, unit: float) -> Size:
+    """Size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
+    return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
 
 def corners(size: Size) -> np.ndarray:
@@ -250,7 +257,6 @@ def refine_homography(
 
 def weights_of(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
     """(N,) weights of distances, by deviations (N,) px and `added_px` in quadrature; 1 for NaN."""
-    deviations = np.asarray(deviations, np.float64)
     return np.nan_to_num(SCATTER_PX / np.hypot(deviations, added_px), nan=1.0)
 
 
@@ -305,16 +311,16 @@ def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: floa
 
     Deterministic. None for fewer than eight matches, and where OpenCV fails on degenerate ones.
     """
-    F = None
-    inliers = np.zeros(len(points0), bool)
-    if len(points0) >= MIN_FUNDAMENTAL:
-        # OpenCV raises "!model.empty()" if no sample gives a model
-        with contextlib.suppress(cv2.error):
-            F, mask = cv2.findFundamentalMat(
-                points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
-            )
-            inliers = inliers if F is None else mask.ravel() > 0
-    return Fit(F, inliers)
+    none = Fit(None, np.zeros(len(points0), bool))
+    if len(points0) < MIN_FUNDAMENTAL:
+        return none
+    try:
+        F, mask = cv2.findFundamentalMat(
+            points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
+        )
+    except cv2.error:  # "!model.empty()" if no sample gives a model
+        return none
+    return none if F is None else Fit(F, mask.ravel() > 0)
 
 
 def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:

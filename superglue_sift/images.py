@@ -25,6 +25,7 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
+from superglue_sift.geometry import Size, divide, unit_of
 from superglue_sift.system import FileName, RequestError
 
 # of images in folders
@@ -89,8 +90,8 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
     shown, turn = decode(read(path), str(path), False, UPRIGHT)
-    size = shown.shape[1::-1] if AXES[turn][0][0] else shown.shape[:2]
-    return Photo(shown, to_upright(turn, size) if frame == STORED else np.eye(3))
+    to_shown = to_upright(turn, turn_size(shown.shape[1::-1], turn))
+    return Photo(shown, to_shown if frame == STORED else np.eye(3))
 
 
 def read(path: FileName) -> bytes:
@@ -140,13 +141,12 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     deep = image.mode[0] in "IF"
     if "transparency" in image.info:
         image = image.copy()  # the caller's keeps it
+        del image.info["transparency"]  # of a palette: Pillow would warn
     if image.mode == "La":
         image = image.convert("LA")
     if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
-        image.info.pop("transparency", None)  # of a palette: Pillow would warn
         image = image.convert("L")
     elif image.mode not in ("L", "RGB", "RGBA") and not deep:
-        image.info.pop("transparency", None)
         image = image.convert("RGB")
     pixels = np.asarray(image)
     if deep:
@@ -154,6 +154,15 @@ def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
     if pixels.ndim == 2:  # a copy can be written to
         return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(pixels[..., :3], cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR)
+
+
+def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
+    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, if smaller and not 0."""
+    size = (pixels.shape[1], pixels.shape[0])
+    unit = unit_of(size, longer)
+    if unit == 1:
+        return pixels
+    return cv2.resize(pixels, divide(size, unit), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
@@ -164,12 +173,17 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return np.ascontiguousarray(pixels[:: sum(down), :: sum(across)])
 
 
+def turn_size(size: Size, orientation: int) -> Size:
+    """(width, height) of an image after it is rotated upright, or back."""
+    return size if AXES[orientation][0][0] else (size[1], size[0])
+
+
 def inverse(orientation: int) -> int:
     """The orientation that undoes another."""
     return {6: 8, 8: 6}.get(orientation, orientation)
 
 
-def to_upright(orientation: int, size: Tuple[int, int]) -> np.ndarray:
+def to_upright(orientation: int, size: Size) -> np.ndarray:
     """(3, 3) float64 map from stored to upright pixel coordinates. size: stored (width, height)."""
     H = np.eye(3)
     H[:2, :2] = AXES[orientation]
@@ -193,9 +207,10 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, 
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
     if deep_color and pixels.max() < 16:  # Pillow reads the upper 8 bits
         raise BadImage(name, "16-bit colour of which 12 bits or fewer are used: save it as 8-bit")
-    if image.format == "TIFF":  # Pillow has rotated it
-        return turn_upright(pixels, inverse(turn)) if frame == STORED else pixels, turn
-    return turn_upright(pixels, turn) if frame == UPRIGHT else pixels, turn
+    is_upright = image.format == "TIFF"  # Pillow has rotated it
+    if is_upright != (frame == UPRIGHT):
+        pixels = turn_upright(pixels, inverse(turn) if is_upright else turn)
+    return pixels, turn
 
 
 def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
@@ -210,19 +225,18 @@ def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
         reason = "a web page, not an image"
     lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
     Image.init()  # fills Image.OPEN, the first time
-    for kind in FORMATS:
-        factory, accept = Image.OPEN.get(kind, (None, None))
+    for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
+        factory, accept = Image.OPEN[kind]
         accepts = accept is not None and accept(data[:16])
         if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
             reason = accepts
-        if factory is None or not accepts or isinstance(accepts, str):
-            continue
-        stream = io.BytesIO(data)
-        try:
-            # of the pictures of an MPO the first, which is a JPEG
-            return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
-        except Exception as error:
-            reason = f"damaged {kind}: {_line(error)}"
+        elif accepts:
+            stream = io.BytesIO(data)
+            try:
+                # of the pictures of an MPO the first, which is a JPEG
+                return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
+            except Exception as error:
+                reason = f"damaged {kind}: {_line(error)}"
     if lacks_heic:
         reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
     raise BadImage(name, reason)

@@ -133,10 +133,10 @@ class MatchResult(NamedTuple):
 
     def only(self, chosen: np.ndarray) -> MatchResult:
         """The chosen matches only. chosen: (K,) bool, or indices."""
-        by_match = ("matches", "scores", "aligned0", "aligned1", "deviations", "correlations")
-        given = {name: getattr(self, name) for name in by_match}
+        names = ("matches", "scores", *refine.Aligned._fields)
+        given = {name: getattr(self, name) for name in names}
         return self._replace(
-            **{name: None if values is None else values[chosen] for name, values in given.items()}
+            **{name: values[chosen] for name, values in given.items() if values is not None}
         )
 
     def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
@@ -179,15 +179,15 @@ class MatchResult(NamedTuple):
         """
         found = np.zeros(len(self.matches), bool)
         sizes = (self.size0, self.size1)
-        for stamp in _translations(self.points0, self.points1, *sizes):
+        for stamp in _translations(self.points0, self.points1, sizes):
             place0 = self.points0[stamp]
             place1 = self.points1[stamp]
             spread0 = _spread(place0, self.keypoints0, self.size0)
             spread1 = _spread(place1, self.keypoints1, self.size1)
             if min(spread0, spread1) < SPREAD:
                 # wrong matches between two letters of the stamp, which lie on one line, also fit F
-                on_both = near_stamp(self.points0, place0, *sizes)
-                found |= on_both & near_stamp(self.points1, place1, *sizes)
+                on_both = near_stamp(self.points0, place0, sizes)
+                found |= on_both & near_stamp(self.points1, place1, sizes)
         return found
 
     def homography(self, threshold_px: Optional[float] = None) -> geometry.Fit:
@@ -307,7 +307,7 @@ class MatchResult(NamedTuple):
             for points, photo in zip((self.points0, self.points1), photos)
         )
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
-        off = None if fits[name].model is None else ~fits[name].inliers
+        off = ~fits[name].inliers & (fits[name].model is not None)
         means = f"does not fit the {FIT_NAMES[name]}"
         panel = drawing.Panel(heading, points0, points1, self.scores, off, means)
         return drawing.Picture(drawing.draw(photos[0].pixels, photos[1].pixels, [panel]))
@@ -324,25 +324,29 @@ class MatchResult(NamedTuple):
         return photo_of(first, self.frame), photo_of(second, self.frame)
 
 
-def near_stamp(points: np.ndarray, stamp: np.ndarray, size0: Size, size1: Size) -> np.ndarray:
-    """(n,) bool: points (n, 2) of one image on the stamp whose matches are at `stamp` (k, 2)."""
+def near_stamp(points: np.ndarray, stamp: np.ndarray, sizes: Tuple[Size, Size]) -> np.ndarray:
+    """(n,) bool: points (n, 2) of one image on the stamp whose matches are at `stamp` (k, 2).
+
+    sizes: of both images.
+    """
     from scipy.spatial import KDTree
 
     if not len(stamp):
         return np.zeros(len(points), bool)
-    limit = AROUND_PX * max(map(geometry.unit_of, (size0, size1)))
+    limit = AROUND_PX * max(map(geometry.unit_of, sizes))
     return KDTree(stamp).query(points, distance_upper_bound=limit)[0] < np.inf
 
 
 def _translations(
-    points0: np.ndarray, points1: np.ndarray, size0: Size, size1: Size
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> Iterator[np.ndarray]:
     """(K,) bool each: at least FEWEST matches that share one translation, of a stamp at a fixed
     place from two edges or the centre.
 
     It is drawn in pixels, or grows with the image that it is drawn on.
     """
-    unit = max(map(geometry.unit_of, (size0, size1)))
+    size0, size1 = sizes
+    unit = max(map(geometry.unit_of, sizes))
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
         wider = size1[0] - scale * size0[0]

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import (
     Any,
     Callable,
-    Dict,
     Iterable,
     Iterator,
     List,
@@ -79,14 +78,15 @@ def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[Pa
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
-    found: Dict[int, PairMatches] = {}
-    places = iter(order)
+    rows = []
     for log_P in model.assign(batches)[0]:
         matches = mutual_matches(log_P, threshold=0.0)
-        rows = (matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
-        for *row, place in zip(*rows, places):  # the last, since zip takes one too many of it else
-            found[place] = PairMatches(*(values[: len(pairs[place].records0)] for values in row))
-    return [found[place] for place in range(len(pairs))]
+        rows += zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
+    found = dict(zip(order, rows))
+    return [
+        PairMatches(*(values[: len(pair.records0)] for values in found[place]))
+        for place, pair in enumerate(pairs)
+    ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -94,7 +94,8 @@ class Matcher:
     """A trained network with the settings of its input. Create it with `Matcher.load`.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
-    in parallel and take turns at the network, which uses all cores by itself.
+    in parallel and take turns at the network, which uses all cores by itself. Raises RequestError
+    for a setting out of range.
 
     model: on `device`, for inference, as `fuse_for_inference` returns it.
     max_keypoints: maximum number of keypoints per image.
@@ -121,6 +122,12 @@ class Matcher:
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_choice("frame", self.frame, FRAMES)
+        check_range("max_keypoints", self.max_keypoints, 1)
+        check_range("resize", self.resize, 0)
+        check_range("threshold", self.threshold, 0, 1)
 
     @classmethod
     def load(
@@ -155,7 +162,6 @@ class Matcher:
             scene: follow `scenes.Rules`; its pairs are not aligned.
             rules: fields of `scenes.Rules`, such as `accept=0.8`.
         """
-        _check_settings(frame, precision, max_keypoints, resize, threshold)
         scene_rules = scenes.Rules(**rules) if rules or scene else None
         if rules and not scene:
             raise RequestError(f"{', '.join(rules)}: only with scene=True")
@@ -200,10 +206,12 @@ class Matcher:
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` several images, two at a time; features are returned unchanged."""
-        waiting = [image for image in images if not isinstance(image, Features)]
+
+        def features_of(image: Union[Image, Features]) -> Features:
+            return image if isinstance(image, Features) else self.extract(image)
+
         with ThreadPoolExecutor(2) as pool:
-            extracted = pool.map(self.extract, waiting)
-            return [image if isinstance(image, Features) else next(extracted) for image in images]
+            return list(pool.map(features_of, images))
 
     def match(
         self,
@@ -235,9 +243,8 @@ class Matcher:
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
-        results = self.match_batch(
-            ((features, other) for other in others), batch_size, refine=refine
-        )
+        pairs = ((features, other) for other in others)
+        results = self.match_batch(pairs, batch_size, refine=refine)
         return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
@@ -253,9 +260,8 @@ class Matcher:
         to 1e-5. Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
-        waiting = iter(pairs)
         aligned = self.refine if refine is None else refine
-        for group in iter(lambda: list(itertools.islice(waiting, batch_size)), []):
+        for group in _groups(pairs, batch_size):
             sides = self.extract_all([side for pair in group for side in pair])
             batch = list(zip(sides[::2], sides[1::2]))
             if self.workers == 1:
@@ -275,8 +281,7 @@ class Matcher:
                 return result
             return result.align(side0, side1, self.device)
 
-        waiting = iter(results)
-        for group in iter(lambda: list(itertools.islice(waiting, 2 * self.workers)), []):
+        for group in _groups(results, 2 * self.workers):
             yield from self._map(align, group)
 
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
@@ -302,38 +307,30 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            answers = self._ask([self._pair(*pair) for pair in sides])
-            results = [
-                MatchResult.of(*pair, *answer).above(self.threshold)
-                for pair, answer in zip(sides, answers)
-            ]
+            results = [found.above(self.threshold) for found in self._ask(sides)]
         if not aligned:
             return results
         return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
 
-    def _pair(self, *sides: Features) -> Pair:
-        """What the network sees, the reduced images.
+    def _ask(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+        """All matches of the network for each pair, whatever their scores.
 
-        In pixels of the files, it would see a zoom that is not there.
+        It sees the reduced images: in pixels of the files, it would see a zoom that is not there.
         """
-        one, other = (side.as_found(self.resize) for side in sides)
-        return Pair(one.records, other.records, one.size, other.size)
-
-    def _ask(self, pairs: Sequence[Pair]) -> List[PairMatches]:
+        seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
+        pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
         with self._turn:
-            return match_pairs(self.model, pairs, self.device) if pairs else []
+            answers = match_pairs(self.model, pairs, self.device) if pairs else []
+        return [MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers)]
 
     def match_first(
         self, screened: Sequence[scenes.Screened], network_keypoints: int
     ) -> List[MatchResult]:
         """All matches of the network of the first keypoints of each pair, without its stamps."""
         few = slice(network_keypoints)
-        sides = [[scenes.select(side, few) for side in each.sides] for each in screened]
-        answers = self._ask([self._pair(*pair) for pair in sides])
-        found = (
-            MatchResult.of(one, other, *answer) for (one, other), answer in zip(sides, answers)
-        )
-        return [result.only(~result.find_stamps()) for result in found]
+        pairs = (each.sides for each in screened)
+        sides = [(one.select(few), other.select(few)) for one, other in pairs]
+        return [found.only(~found.find_stamps()) for found in self._ask(sides)]
 
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
@@ -352,30 +349,27 @@ class Matcher:
         return results
 
 
+def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
+    """Lists of `size` items, read as they are needed; the last may have fewer."""
+    waiting = iter(items)
+    yield from iter(lambda: list(itertools.islice(waiting, size)), [])
+
+
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network for inference. Raises RequestError if nothing can compile it."""
+    """The network for inference. Raises RequestError: no such precision, or no compiler."""
+    _check_choice("precision", precision, PRECISIONS)
     network = fuse_for_inference(model, precision)
-    missing = no_compiler(network.dustbin.device.type) if compile else ""
-    if missing:
-        raise RequestError(f"compile: {missing}; install it, or leave out compile")
     if compile:
+        missing = no_compiler(network.dustbin.device.type)
+        if missing:
+            raise RequestError(f"compile: {missing}; install it, or leave out compile")
         network.compile_layers()
     return network
 
 
-def _check_settings(
-    frame: str,
-    precision: str,
-    max_keypoints: Optional[int],
-    resize: Optional[int],
-    threshold: Optional[float],
-) -> None:
-    for name, value, allowed in (("frame", frame, FRAMES), ("precision", precision, PRECISIONS)):
-        if value not in allowed:
-            raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
-    check_range("max_keypoints", max_keypoints, 1)
-    check_range("resize", resize, 0)
-    check_range("threshold", threshold, 0, 1)
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
 def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:

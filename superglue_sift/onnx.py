@@ -194,14 +194,13 @@ def _from_colmap(side: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
 
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     """One image by the names of `Keypoints`, with a masked row: a maximum needs at least one."""
-    size = values["image_size"]
-    rest = {name: t for name, t in values.items() if name != "image_size"}
     padded = {
         name: torch.cat([t, t.new_zeros((t.shape[0], 1, *t.shape[2:]))], 1)
-        for name, t in rest.items()
+        for name, t in values.items()
+        if name != "image_size"
     }
-    padded["positions"] = padded.pop("keypoints")
-    return {**padded, "image_size": size.unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)}
+    size = values["image_size"].unsqueeze(1).expand(-1, padded["mask"].shape[1], -1)
+    return {**padded, "positions": padded["keypoints"], "image_size": size}
 
 
 # Who reads a file: names of its inputs and outputs
@@ -223,9 +222,7 @@ def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
     return values
 
 
-def program(
-    model: SuperGlue, threshold: float, form: str = "any", max_keypoints: int = COLMAP_KEYPOINTS
-) -> Any:
+def program(model: SuperGlue, threshold: float, form: str, max_keypoints: int) -> Any:
     """`torch.export.ExportedProgram` for any numbers of keypoints, and for "any" any batch size.
 
     form, max_keypoints: see `export`. Raises RequestError: torch before 2.5, or not for SIFT.

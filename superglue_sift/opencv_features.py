@@ -30,9 +30,9 @@ def _features(detector: cv2.Feature2D, gray: np.ndarray) -> Dict[str, np.ndarray
     points, descriptors = detector.detectAndCompute(gray, None)  # pyright: ignore
     values = sift.values_of(points)
     return {
-        "keypoints": values[:, :2],
-        "scales": values[:, 2],
-        "angles": values[:, 3],
-        "scores": np.maximum(values[:, 4], 0.0),  # ORB: slightly negative in flat areas
+        "keypoints": sift.positions(values),
+        "scales": values["scale"],
+        "angles": values["angle"],
+        "scores": np.maximum(values["score"], 0.0),  # ORB: slightly negative in flat areas
         "descriptors": descriptors if points else np.empty((0, 1), np.uint8),
     }

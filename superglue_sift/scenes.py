@@ -14,7 +14,7 @@ their geometry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Sequence, Tuple, Union
+from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from superglue_sift import acceptance, classical, geometry
 from superglue_sift.acceptance import INLIER_PX
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult, near_stamp
-from superglue_sift.sift import positions, rank
+from superglue_sift.sift import rank
 from superglue_sift.system import check_range
 
 ACCEPT = 0.5  # minimum probability of an accepted pair
@@ -67,12 +67,12 @@ class Side(NamedTuple):
     described: classical.Described
 
 
-def side_of(records: np.ndarray, size: geometry.Size, resize: int) -> Side:
-    """Side of a photograph of `size` (width, height); records: (n,), found at `resize`."""
-    unit = geometry.unit_of(size, resize) if resize else 1.0
-    reduced = (size[0] / unit, size[1] / unit)
-    points = positions(records).astype(np.float64) / unit
-    return Side(points, reduced, classical.describe(records))
+def side_of(features: Features, resize: int) -> Side:
+    """Side of a photograph, whose features were found at `resize`."""
+    width, height = features.size
+    unit = geometry.unit_of(features.size, resize)
+    points = features.keypoints.astype(np.float64) / unit
+    return Side(points, (width / unit, height / unit), classical.describe(features.records))
 
 
 class Screened(NamedTuple):
@@ -91,8 +91,8 @@ class Screened(NamedTuple):
 def screen(pair: Sequence[Features], resize: int) -> Screened:
     """Look at two photographs with the classical matcher alone; resize: see `side_of`."""
     orders = [np.argsort(-rank(side.records), kind="stable") for side in pair]
-    few = [select(side, order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
-    one, other = (side_of(side.records, side.size, resize) for side in few)
+    few = [side.select(order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
+    one, other = (side_of(side, resize) for side in few)
     matches, scores = classical.ratio_matches(one.described, other.described)
     found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.find_stamps()
@@ -100,27 +100,23 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     fit = geometry.fit_fundamental(one.points[index0], other.points[index1], INLIER_PX)
     sizes = (found.size0, found.size1)
     kept = [
-        order[~near_stamp(side.keypoints[order], points[stamped], *sizes)]
+        order[~near_stamp(side.keypoints[order], points[stamped], sizes)]
         for side, order, points in zip(pair, orders, (found.points0, found.points1))
     ]
-    sides = [select(side, index) for side, index in zip(pair, kept)]
+    sides = [side.select(index) for side, index in zip(pair, kept)]
     return Screened(int(fit.inliers.sum()), kept, sides)
 
 
-def select(side: Features, index: Union[slice, np.ndarray]) -> Features:
-    return side._replace(records=side.records[index])
-
-
 def consistent(
-    points0: np.ndarray, points1: np.ndarray, units: Tuple[float, float] = (1.0, 1.0)
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[geometry.Size, geometry.Size]
 ) -> np.ndarray:
     """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without
     a geometry.
 
-    units: `geometry.unit_of` of both images for RESIZE, at which EXACT_PX was chosen.
+    sizes: of both images. EXACT_PX was chosen at RESIZE.
     """
-    points0 = points0 / units[0]
-    points1 = points1 / units[1]
+    points0 = points0 / geometry.unit_of(sizes[0], RESIZE)
+    points1 = points1 / geometry.unit_of(sizes[1], RESIZE)
     F = geometry.fit_fundamental(points0, points1, EXACT_PX).model
     if F is None:
         return np.ones(len(points0), bool)
@@ -148,7 +144,7 @@ def finish(
 
     Returns indices of the keypoints before screening, in the order of image 0.
     """
-    one, other = (side_of(side.records, side.size, resize) for side in screened.sides)
+    one, other = (side_of(side, resize) for side in screened.sides)
     pair = fill(found.matches, found.scores, threshold, (one, other), rules)
     kept0, kept1 = screened.kept
     matches = np.stack([kept0[pair.matches[:, 0]], kept1[pair.matches[:, 1]]], axis=1)

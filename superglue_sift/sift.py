@@ -49,7 +49,7 @@ def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
     rank; the first orientation is the one of smaller angle. (0,) for an image without structure.
     """
     points = detector().detect(gray)
-    values = _geometry(values_of(points))
+    values = values_of(points)
     order, first = _by_position(values)
     # orientations of one point follow each other
     second = order[np.minimum(first + 1, max(len(order) - 1, 0))]
@@ -129,14 +129,9 @@ def detector() -> cv2.SIFT:
 
 
 def values_of(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
-    """(n, 5) float32: the GEOMETRY of OpenCV's keypoints."""
+    """(n,) records of the GEOMETRY of OpenCV's keypoints."""
     values = [(*p.pt, p.size, p.angle, p.response) for p in points]
-    return np.array(values, np.float32).reshape(-1, len(GEOMETRY))
-
-
-def _geometry(values: np.ndarray) -> np.ndarray:
-    """(n,) records of the columns of `values_of`."""
-    return values.view([(name, np.float32) for name in GEOMETRY]).reshape(-1)
+    return np.array(values, [(name, np.float32) for name in GEOMETRY])
 
 
 def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:

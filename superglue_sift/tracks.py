@@ -35,18 +35,19 @@ def refine_tracks(
 
     Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
     """
-    starts = np.concatenate([[0], np.cumsum([len(points) for points in keypoints])]).astype(
-        np.int64
-    )
+    starts = np.cumsum([0, *map(len, keypoints)])
     systems = []
     units = np.ones(len(keypoints))
     for i, j, result in pairs:
-        if result.deviations is not None:
+        if result.deviations is None:
+            continue
+        aligned = result.only(np.isfinite(result.deviations))
+        if len(aligned.matches) >= MIN_AGREEING:
             units[i] = unit_of(result.size0, RESIZE)
             units[j] = unit_of(result.size1, RESIZE)
-            systems.append(_equations(starts[i], starts[j], result, units[i], units[j]))
+            systems.append(_equations(starts[i], starts[j], aligned, units[i], units[j]))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
-    if sum(len(system[0]) for system in systems):
+    if systems:
         corrections = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*systems)))
         moves = [unit * corrections[a:b] for unit, a, b in zip(units, starts, starts[1:])]
         positions = [points + move for points, move in zip(positions, moves)]
@@ -54,27 +55,18 @@ def refine_tracks(
 
 
 def _equations(
-    start0: int, start1: int, result: MatchResult, unit0: float, unit1: float
+    start0: int, start1: int, aligned: MatchResult, unit0: float, unit1: float
 ) -> Tuple[np.ndarray, ...]:
     """For aligned matches: both keypoints (n,), map (n, 2, 2), shift (n, 2), deviation (n,)."""
-    deviations = np.asarray(result.deviations)
-    aligned = np.isfinite(deviations)
-    if aligned.sum() < MIN_AGREEING:
-        aligned[:] = False
-    index0, index1 = result.matches[aligned].T
-    p = result.points0[aligned].astype(np.float64) / unit0
-    q = result.points1[aligned].astype(np.float64) / unit1
-    before0 = result.keypoints0[index0] / unit0
-    before1 = result.keypoints1[index1] / unit1
-    maps = nearest_affine(p, q, np.ones(len(p), bool)) if len(p) else np.zeros((0, 2, 2))
+    index0, index1 = aligned.matches.T
+    p = aligned.points0.astype(np.float64) / unit0
+    q = aligned.points1.astype(np.float64) / unit1
+    before0 = aligned.keypoints0[index0] / unit0
+    before1 = aligned.keypoints1[index1] / unit1
+    maps = nearest_affine(p, q, np.ones(len(p), bool))
     shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
-    return (
-        start0 + index0,
-        start1 + index1,
-        maps,
-        shift,
-        np.maximum(deviations[aligned] / unit1, MIN_DEVIATION_PX),
-    )
+    deviation = np.maximum(np.asarray(aligned.deviations) / unit1, MIN_DEVIATION_PX)
+    return start0 + index0, start1 + index1, maps, shift, deviation
 
 
 def _solve(

@@ -53,11 +53,6 @@ def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
     return x.square_().addcmul_(y, y)
 
 
-def _not_nan(points: Tensor) -> Tensor:
-    """Replace nan, points on the horizon, by inf: far from everything."""
-    return torch.nan_to_num(points, nan=math.inf, posinf=math.inf, neginf=-math.inf)
-
-
 def _inverse(H: Tensor) -> Tensor:
     """Inverses of (..., 3, 3) from cross products, as in `geometry.inverse`.
 
@@ -67,13 +62,6 @@ def _inverse(H: Tensor) -> Tensor:
     cofactors = torch.cross(rows[..., 1:4, :], rows[..., 2:5, :], dim=-1)
     determinants = (H * cofactors).sum(-1, keepdim=True)  # of each row: the same, up to rounding
     return (cofactors / determinants).transpose(-1, -2)
-
-
-def _inside(mapped: Tensor, size: Tensor) -> Tensor:
-    """(..., N) bool: points (..., N, 2) float64 inside an image of `size` (..., 2) (width,
-    height).
-    """
-    return ((mapped >= -0.5) & (mapped <= size.double().unsqueeze(-2) - 0.5)).all(-1)
 
 
 def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
@@ -95,17 +83,19 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     N = batch.records1.shape[1]
     points = _stack(batch.keypoints(0), batch.keypoints(1))  # (2, B, W, 2), W the larger of M, N
     mapped = transform(points.double(), torch.stack([H, _inverse(H)]))
-    inside = _inside(mapped, torch.stack([batch.image_size1, batch.image_size0]))  # (2, B, W)
+    sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
+    inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
     padded = ~_stack(batch.mask(0).unsqueeze(2), batch.mask(1).unsqueeze(2)).squeeze(3)
     alone = padded
     if batch.cells is not None:
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
         alone = padded | ~_inside_cell(points, cells)
         inside &= _inside_cell(mapped, cells.flip(0))
-    # Padding and other photographs are far from everything. Only one of the two is infinite, since
-    # inf - inf is nan.
-    points = _not_nan(points.float()).masked_fill_(alone.unsqueeze(-1), -FAR)
-    mapped = _not_nan(mapped.float()).masked_fill_(alone.unsqueeze(-1), math.inf)
+    # Padding, other photographs, and points on the horizon, which are nan, are far from everything.
+    # Only one of the two is infinite, since inf - inf is nan.
+    mapped = torch.nan_to_num(mapped.float(), nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    mapped = mapped.masked_fill_(alone.unsqueeze(-1), math.inf)
+    points = points.masked_fill_(alone.unsqueeze(-1), -FAR)
     best = torch.empty(inside.shape, device=batch.device)
     partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
     # on a CPU one pair at a time, whose errors stay in the cache

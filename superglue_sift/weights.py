@@ -26,9 +26,7 @@ from superglue_sift.attention import MLP, TokenBatchNorm
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.system import FileName, RequestError, write_atomic
 
-FORMAT = (  # the only key of the header: safetensors does not keep the order of several
-    "superglue-sift/1"
-)
+FORMAT = "superglue-sift/1"  # the header's only key: safetensors keeps no order of several
 THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
@@ -40,8 +38,7 @@ class BadCheckpoint(Exception):
 
 def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
     digest = hashlib.sha256(text.encode())
-    for name in sorted(arrays):
-        array = np.asarray(arrays[name], order="C")
+    for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()
@@ -49,10 +46,10 @@ def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
 
 def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
     """Bytes of a model file with these tensors and `info` (plain JSON values)."""
-    arrays = {name: tensor.detach().cpu().numpy() for name, tensor in tensors.items()}
+    arrays = {name: t.detach().cpu().contiguous().numpy() for name, t in tensors.items()}
     text = json.dumps(info, sort_keys=True)
     header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
-    return save({k: np.asarray(a, order="C") for k, a in arrays.items()}, metadata=header)
+    return save(arrays, metadata=header)
 
 
 def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:

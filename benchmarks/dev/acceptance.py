@@ -82,7 +82,7 @@ def examine(ours: matcher.Matcher, photo: str, kind: str, pair: places.Made) -> 
     sides = [ours.extract(image) for image in (pair.image0, pair.image1)]
     screened = scenes.screen(sides, ours.resize)
     found = ours.match_first([screened], scenes.NETWORK_KEYPOINTS)[0]
-    one, other = (scenes.side_of(side.records, side.size, ours.resize) for side in screened.sides)
+    one, other = (scenes.side_of(side, ours.resize) for side in screened.sides)
     matched = scenes.matched_of(found.matches, found.scores, (one, other))
     judged = acceptance.judge(matched)
     right = pair.right(found.points0[judged.inliers], found.points1[judged.inliers])

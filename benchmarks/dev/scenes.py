@@ -39,8 +39,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import image_size
 from superglue_sift import geometry
-from superglue_sift.features import reduce
-from superglue_sift.images import read_gray
+from superglue_sift.images import read_gray, reduce
 from superglue_sift.interop.colmap import CENTRE, write_pair
 
 WORK = Path("scenes")  # databases and models

@@ -44,7 +44,7 @@ def write(out: Path, content: Content) -> None:
     for name, lines in {**tables_of(content), **curves}.items():
         write_lines(out / f"{name}.csv", lines)
     for picture in content.pictures:
-        drawing.write(out / "pictures" / f"{picture.name}.png", picture.pixels)
+        drawing.Picture(picture.pixels).save(out / "pictures" / f"{picture.name}.png")
     write_atomic(out / TEXT, summary.text(content) + "\n")
     write_atomic(out / PAGE, page.render(content))
 

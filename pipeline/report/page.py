@@ -39,7 +39,7 @@ def render(content: Content) -> str:
 
 def address(picture: Picture) -> str:
     """A picture as the address of a JPEG inside the page."""
-    return charts.address("jpeg", drawing.encode(".jpg", picture.pixels))
+    return charts.address("jpeg", drawing.Picture(picture.pixels).encode())
 
 
 AXES = {  # first column of a curve -> label of its axis, and caption

@@ -177,21 +177,15 @@ def match_two(args: argparse.Namespace) -> int:
     fitted = found.fits()
     print(found.summarize(fitted))
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
-    files: Dict[Path, bytes] = {}
-    if args.json:
-        about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
-        about["model"] = str(args.model or shipped_weights())
-        files[args.json] = results.json_of(found, fitted, about)
-    if args.out:
-        files[args.out] = found.show(fits=fitted).encode(args.out.suffix.lower())
-    if args.homography:
-        if fitted["homography"].model is None:
-            print("no homography, so no overlay")
-        for ending, content in results.overlays_of(found, fitted["homography"].model).items():
-            files[results.beside(args.out, ending)] = content
-    for path, content in files.items():
-        write_atomic(path, content)
-        print(f"written {path}")
+    if args.homography and fitted["homography"].model is None:
+        print("no homography, so no overlay")
+    about = {f"image{side}": str(path) for side, path in enumerate(args.inputs)}
+    about["model"] = str(args.model or shipped_weights())
+    paths = _paths(args)
+    picture = args.out.suffix.lower() if args.out else ""
+    for ending, content in results.files_of(found, fitted, about, paths, picture).items():
+        write_atomic(paths[ending], content)
+        print(f"written {paths[ending]}")
     return 0
 
 
@@ -220,7 +214,7 @@ def match_database(args: argparse.Namespace) -> int:
         shown = Progress(found, total=len(waiting), desc="matching", unit="pairs")
         for result, pair in zip(shown, waiting):
             stored.add(*pair, result)
-            accepted += result.accepted and len(result.matches) > 0
+            accepted += len(result.matches) > 0
     print(f"{len(waiting)} pairs matched, {accepted} of them with matches: {args.colmap}")
     return 0
 
@@ -318,6 +312,15 @@ def _check_together(args: argparse.Namespace) -> None:
         raise RequestError(f"--frame stored goes with photographs: {reason}")
 
 
+def _paths(args: argparse.Namespace) -> Dict[str, Path]:
+    """The files to write for two images, by the endings of `results`."""
+    paths = {results.PICTURE: args.out, results.JSON: args.json}
+    if args.out and args.homography:
+        for ending in results.OVERLAYS:
+            paths[ending] = args.out.with_name(f"{args.out.stem}_{ending}")
+    return {ending: path for ending, path in paths.items() if path}
+
+
 def _check_files(args: argparse.Namespace) -> None:
     """Check what is written, and optional packages, before any work. Raises RequestError."""
     if args.out and args.out.suffix.lower() not in PICTURES:
@@ -326,9 +329,7 @@ def _check_files(args: argparse.Namespace) -> None:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
     taken = dict.fromkeys((path.resolve() for path in args.inputs), "an input")
-    overlays = results.OVERLAYS if args.out and args.homography else ()
-    beside = [results.beside(args.out, ending) for ending in overlays]
-    for path in filter(None, (args.out, *beside, args.json, args.colmap)):
+    for path in filter(None, (*_paths(args).values(), args.colmap)):
         if path.resolve() in taken:
             what = taken[path.resolve()]
             raise RequestError(f"{path}: is {what}, and would be overwritten; name another")

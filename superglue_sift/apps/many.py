@@ -13,7 +13,7 @@ import collections
 import contextlib
 import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -52,8 +52,8 @@ def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
         if args.colmap:
             from superglue_sift.interop import colmap
 
-            where = (args.colmap, root_of(args))
-            database = colmap.database_of(*where, job.photos, store, args.refine)
+            root = root_of(args)
+            database = colmap.database_of(args.colmap, root, job.photos, store, args.refine)
             adding.append(stack.enter_context(database))
         settings = settings_of(args, matcher)
         run = Run(store, args.out_dir, wanted, settings, args.source == CAMERA, adding)
@@ -105,10 +105,10 @@ class Run:
 
     store: FeatureStore
     folder: Path
-    wanted: Sequence[str] = ()
-    settings: Mapping[str, object] = field(default_factory=dict)
-    overwrite: bool = False
-    adding: Sequence[Adding] = ()
+    wanted: Sequence[str]
+    settings: Mapping[str, object]
+    overwrite: bool
+    adding: Sequence[Adding]
     matched: int = 0
     again: int = 0
     before: int = 0

@@ -8,7 +8,7 @@ import io
 import json
 import os
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Mapping, Optional, Sequence
+from typing import Any, Callable, Collection, Dict, Iterator, Mapping, Optional, Sequence
 
 import cv2
 import numpy as np
@@ -17,7 +17,9 @@ from PIL import Image
 
 from superglue_sift import __version__, drawing, geometry, scenes
 from superglue_sift.geometry import Fit, Size
+from superglue_sift.images import reduce
 from superglue_sift.match_result import MatchResult
+from superglue_sift.refine import Aligned
 from superglue_sift.system import DAMAGED
 
 OVERLAY_SIDE = 4096  # at most, longer side of the warped pictures in pixels
@@ -35,8 +37,7 @@ ENDINGS = (JSON, PICTURE, *OVERLAYS)  # beside MATCHES
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip
-# Fields of `MatchResult` after alignment
-ALIGNED = ("aligned0", "aligned1", "deviations", "correlations")
+ALIGNED = Aligned._fields  # of `MatchResult`, after alignment
 
 
 def json_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> bytes:
@@ -200,32 +201,30 @@ def files_of(
     found: MatchResult,
     fitted: Mapping[str, Fit],
     about: Mapping[str, Any],
-    endings: Sequence[str] = ENDINGS,
+    endings: Collection[str] = ENDINGS,
+    picture: str = ".jpg",
 ) -> Dict[str, bytes]:
-    """The files of a pair by their endings, without MATCHES. fitted, about: see `json_of`."""
+    """The files of a pair by their endings, without MATCHES; no overlays without a homography.
+
+    fitted, about: see `json_of`. picture: extension of the picture, which is its format.
+    """
     files: Dict[str, bytes] = {}
     if JSON in endings:
         files[JSON] = json_of(found, fitted, about)
     if PICTURE in endings:
-        files[PICTURE] = found.show(fits=fitted).encode()
-    if OVERLAY in endings or BLINK in endings:
-        files.update(overlays_of(found, fitted["homography"].model))
+        files[PICTURE] = found.show(fits=fitted).encode(picture)
+    H = fitted["homography"].model
+    if H is not None and (OVERLAY in endings or BLINK in endings):
+        files.update(_overlays(found, H))
     return files
 
 
-def beside(picture: Path, ending: str) -> Path:
-    """The file of an overlay, beside the picture of two images."""
-    return picture.with_name(f"{picture.stem}_{ending}")
-
-
-def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, bytes]:
-    """Image 0 warped onto image 1: half transparent, and both blinking; none without homography."""
-    if H_0to1 is None:
-        return {}
+def _overlays(found: MatchResult, H_0to1: np.ndarray) -> Dict[str, bytes]:
+    """Image 0 warped onto image 1: half transparent, and both blinking."""
     images = []
     to_shown = []
     for photo in found.photos():
-        image, _ = drawing.shrink(photo.pixels, OVERLAY_SIDE)
+        image = reduce(photo.pixels, OVERLAY_SIDE)
         sizes = (photo.pixels.shape[1::-1], image.shape[1::-1])
         to_shown.append(geometry.compose(geometry.resizing(*sizes), photo.to_shown))
         images.append(image)
@@ -235,11 +234,11 @@ def overlays_of(found: MatchResult, H_0to1: Optional[np.ndarray]) -> Dict[str, b
     warped = cv2.warpPerspective(image0, H_shown, size)
     whole = np.full(image0.shape[:2], 255, np.uint8)
     covered = cv2.warpPerspective(whole, H_shown, size) == 255
-    frames = []
-    for opacity in (1.0, 0.0):
-        frame = drawing.overlay(warped, image1, covered, opacity)
-        frames.append(Image.fromarray(drawing.shrink(frame, BLINK_SIDE)[0][..., ::-1]))
+    laid = np.where(covered[..., None], warped, image1)
+    half = cv2.addWeighted(laid, 0.5, image1, 0.5, 0)
+    shown, under = (
+        Image.fromarray(reduce(frame, BLINK_SIDE)[..., ::-1]) for frame in (laid, image1)
+    )
     blink = io.BytesIO()
-    frames[0].save(blink, "GIF", save_all=True, append_images=frames[1:], duration=BLINK_MS, loop=0)
-    half = drawing.overlay(warped, image1, covered, 0.5)
-    return {OVERLAY: drawing.encode(".jpg", half), BLINK: blink.getvalue()}
+    shown.save(blink, "GIF", save_all=True, append_images=[under], duration=BLINK_MS, loop=0)
+    return {OVERLAY: drawing.Picture(half).encode(), BLINK: blink.getvalue()}

@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from superglue_sift import geometry, scenes, tracks
 from superglue_sift.extractors import kind_of
 from superglue_sift.feature_store import FeatureStore, Item
 from superglue_sift.features import Features
-from superglue_sift.images import AXES, inverse, to_upright
+from superglue_sift.images import inverse, to_upright, turn_size
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 from superglue_sift.sift import positions, root_sift_of
@@ -58,7 +58,7 @@ class ColmapDatabase:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
 
-    def infer_cameras(self, names: Sequence[str]) -> None:
+    def infer_cameras(self, names: Iterable[str]) -> None:
         """Read the focal lengths of photographs; name those on stderr that COLMAP cannot read."""
         unread = []
         images = self._images
@@ -89,53 +89,49 @@ class ColmapDatabase:
         names: of files below the folder of the photographs. New images are added. Of a rejected
         pair (`MatchResult.accepted`) nothing else is written, and of one already there nothing.
         """
-        id0, camera0 = self._image(name0, features0)
-        id1, camera1 = self._image(name1, features1)
-        if not result.accepted or self._database.exists_matches(id0, id1):
+        side0 = self._image(name0, features0)
+        side1 = self._image(name1, features1)
+        if not result.accepted or self._database.exists_matches(side0[0], side1[0]):
             return 0
         matches = result.matches[~result.find_stamps()].astype(np.uint32)
-        points0, points1 = (_points(side).astype(np.float64) for side in (features0, features1))
-        sides = ((id0, camera0, points0), (id1, camera1, points1))
-        return write_pair(self._pycolmap, self._database, sides, matches)
+        return write_pair(self._pycolmap, self._database, (side0, side1), matches)
 
-    def _image(self, name: str, features: Features) -> Tuple[int, Any]:
-        """Id and camera of an image; writes new images with their keypoints."""
+    def _image(self, name: str, features: Features) -> Tuple[int, Any, np.ndarray]:
+        """Id, camera and positions of an image; writes new images with their keypoints."""
+        points = _points(features)
         if name not in self._known:
             if name not in self._inferred:
                 self.infer_cameras([name])
-            camera = self._write_camera(
-                self._inferred.get(name) or self._guess_camera(_stored_size(features))
-            )
+            camera = self._inferred.get(name)
+            if camera is None:
+                size = turn_size(features.size, features.turned)
+                create = self._pycolmap.Camera.create_from_model_name
+                camera = create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
+            self._write_camera(camera)
             image = self._pycolmap.Image(name=name, camera_id=camera.camera_id)
             image.image_id = self._database.write_image(image)
             frame = self._pycolmap.Frame()
             frame.rig_id = camera.camera_id
             frame.add_data_id(image.data_id)
             self._database.write_frame(frame)
-            self._database.write_keypoints(image.image_id, _points(features))
+            self._database.write_keypoints(image.image_id, points)
             if kind_of(features.records.dtype)[0] == "sift":
                 # RootSIFT in bytes, as COLMAP keeps its own SIFT
-                rows = np.clip(
-                    np.rint(512.0 * root_sift_of(features.records["descriptor"])), 0, 255
-                ).astype(np.uint8)
+                roots = root_sift_of(features.records["descriptor"])
+                rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
                 sift = self._pycolmap.FeatureExtractorType.__members__["SIFT"]
                 self._database.write_descriptors(
                     image.image_id, self._pycolmap.FeatureDescriptors(sift, rows)
                 )
             self._known[name] = image.image_id, camera
-        return self._known[name]
+        return (*self._known[name], points.astype(np.float64))
 
-    def _guess_camera(self, size: geometry.Size) -> Any:
-        create = self._pycolmap.Camera.create_from_model_name
-        return create(0, "SIMPLE_RADIAL", FOCAL * max(size), *size)
-
-    def _write_camera(self, camera: Any) -> Any:
+    def _write_camera(self, camera: Any) -> None:
         """Write a camera on a rig of its own, with the same id."""
         camera.camera_id = self._database.write_camera(camera)
         rig = self._pycolmap.Rig(rig_id=camera.camera_id)
         rig.add_ref_sensor(camera.sensor_id)
         self._database.write_rig(rig, use_rig_id=True)
-        return camera
 
 
 def write_pair(
@@ -160,7 +156,7 @@ def write_pair(
 
 @contextlib.contextmanager
 def database_of(
-    path: Path, root: Path, photos: Sequence[Item], store: FeatureStore, refine: bool = True
+    path: Path, root: Path, photos: Sequence[Item], store: FeatureStore, refine: bool
 ) -> Iterator[Callable[..., None]]:
     """A function that adds pairs of `photos` below `root` to a database, created at the end.
 
@@ -189,18 +185,15 @@ def database_of(
         pairs.append((photo0, photo1, result._replace(keypoints0=shared0, keypoints1=shared1)))
 
     with ColmapDatabase(partial, root) as database:
-        database.infer_cameras(
-            list(name.values())
-        )  # before hours of work, names what it cannot read
+        database.infer_cameras(name.values())  # before hours of work, names what it cannot read
         yield add
         moved = exact_keypoints(keypoints, pairs, store) if refine else keypoints
         for photo0, photo1, result in pairs:
             if refine and result.pair_score is not None:
                 points0 = moved[photo0][result.matches[:, 0]]
                 points1 = moved[photo1][result.matches[:, 1]]
-                unit0 = geometry.unit_of(result.size0, scenes.RESIZE)
-                unit1 = geometry.unit_of(result.size1, scenes.RESIZE)
-                result = result.only(scenes.consistent(points0, points1, (unit0, unit1)))
+                sizes = (result.size0, result.size1)
+                result = result.only(scenes.consistent(points0, points1, sizes))
             side0, side1 = (store(photo).move(moved[photo]) for photo in (photo0, photo1))
             database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)
@@ -233,9 +226,3 @@ def _points(features: Features) -> np.ndarray:
     to_stored = to_upright(inverse(features.turned), features.size)
     points = geometry.transform(positions(features.records).astype(np.float64), to_stored)
     return points.astype(np.float32) + np.float32(CENTRE)
-
-
-def _stored_size(features: Features) -> geometry.Size:
-    """(width, height) of the stored image."""
-    width, height = features.size
-    return (width, height) if AXES[features.turned][0][0] else (height, width)

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import sqlite3
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Tuple
+from typing import Any, Iterator, List, Tuple
 
 import numpy as np
 
@@ -59,12 +59,8 @@ class StoredFeatures:
             found = {number for (number,) in self._reader.execute(described)}
             pairs = "SELECT pair_id FROM matches UNION SELECT pair_id FROM two_view_geometries"
             self._matched = {number for (number,) in self._reader.execute(pairs)}
-        self.without = [name for number, name, *_ in rows if number not in found]
-        self._images: Dict[str, Tuple[int, Tuple[int, int], int]] = {
-            name: (number, (width, height), camera)
-            for number, name, width, height, camera in rows
-            if number in found
-        }
+        self.without = [row["name"] for row in rows if row["image_id"] not in found]
+        self._images = {row["name"]: row for row in rows if row["image_id"] in found}
         if not self._images:
             raise RequestError(f"{path}: has no features; {EXTRACT}")
         self.photos = [Item(name, Path(name)) for name in self._images]
@@ -96,30 +92,30 @@ class StoredFeatures:
     def add(self, photo0: Item, photo1: Item, result: MatchResult) -> None:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
         sides: List[Tuple[int, Any, np.ndarray]] = []
-        matches = result.matches[~result.find_stamps()] if result.accepted else result.matches[:0]
-        kept = matches.astype(np.uint32)
+        kept = result.matches[~result.find_stamps()].astype(np.uint32)
         for side, photo in enumerate((photo0, photo1)):
-            number, _, camera = self._images[photo.name]
+            row = self._images[photo.name]
             _, order, points = self._read(photo.name)
             kept[:, side] = order[kept[:, side]]
-            sides.append((number, self._writer.read_camera(camera), points))
+            camera = self._writer.read_camera(row["camera_id"])
+            sides.append((row["image_id"], camera, points))
         write_pair(self._pycolmap, self._writer, sides, kept)
         self._matched.add(self._pair_id(photo0, photo1))
 
     def _pair_id(self, photo0: Item, photo1: Item) -> int:
-        numbers = (self._images[photo.name][0] for photo in (photo0, photo1))
+        numbers = (self._images[photo.name]["image_id"] for photo in (photo0, photo1))
         return self._pycolmap.image_pair_to_pair_id(*numbers)
 
     def _read_image(self, name: str) -> Tuple[Features, np.ndarray, np.ndarray]:
         """Features, their rows in the database, and the positions (n, 2) float64 of all its rows in
         COLMAP's coordinates.
         """
-        number, size, _ = self._images[name]
+        image = self._images[name]
         columns = "k.cols AS columns, k.data AS points, d.*"
         found = self._reader.execute(
             f"SELECT {columns} FROM keypoints k JOIN descriptors d USING (image_id)"
             " WHERE image_id = ?",
-            (number,),
+            (image["image_id"],),
         )
         row = dict(found.fetchone())
         kind = row.get("type", SIFT[1])  # not in older versions
@@ -130,12 +126,12 @@ class StoredFeatures:
         keypoints = np.frombuffer(row["points"] or b"", np.float32).reshape(-1, row["columns"] or 4)
         if keypoints.shape[1] < 4:
             raise RequestError(f"{self.path}: {name} has keypoints without scale and orientation")
-        features = Features.of_colmap(
-            keypoints, np.frombuffer(row["data"] or b"", np.uint8).reshape(-1, 128), size
-        )
+        descriptors = np.frombuffer(row["data"] or b"", np.uint8).reshape(-1, 128)
+        size = (image["width"], image["height"])
+        features = Features.of_colmap(keypoints, descriptors, size)
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
         points = keypoints[:, :2].astype(np.float64)
-        return features._replace(records=features.records[order]), order, points
+        return features.select(order), order, points
 
     @contextlib.contextmanager
     def _explain(self) -> Iterator[None]:

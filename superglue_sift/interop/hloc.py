@@ -34,6 +34,7 @@ from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
 ARRAYS = ("keypoints", "scores", "descriptors", "scales", "oris")  # of an image
+MATCHES = ("matches0", "matching_scores0")  # arrays of a pair
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
@@ -67,11 +68,7 @@ def _features_of(data: Mapping[str, Any]) -> Features:
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
     output = arrays.to_lightglue_matches(found)
-    _write(
-        path,
-        _pair(name0, name1),
-        {k: output[k][0].numpy() for k in ("matches0", "matching_scores0")},
-    )
+    _write(path, _pair(name0, name1), {name: output[name][0].numpy() for name in MATCHES})
 
 
 def read_matches(
@@ -127,10 +124,7 @@ class MatcherForHloc:
             height, width = data["image" + side].shape[-2:]
             sides.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
         output = arrays.to_lightglue_matches(self.matcher.match(*sides))
-        return {
-            name: output[name].to(data["keypoints0"].device)
-            for name in ("matches0", "matching_scores0")
-        }
+        return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}
 
 
 def register() -> Type:

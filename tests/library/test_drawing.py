@@ -16,9 +16,9 @@ def rows(*heights):
     return np.array([[150.0, height] for height in heights]).reshape(-1, 2)
 
 
-def panel(heights, scores, wrong=None, **more):
-    wrong = None if wrong is None else np.array(wrong, bool)
-    return Panel("", rows(*heights), rows(*heights), np.array(scores, float), wrong, **more)
+def panel(heights, scores, wrong=False):
+    wrong = np.broadcast_to(wrong, len(heights))
+    return Panel("", rows(*heights), rows(*heights), np.array(scores, float), wrong)
 
 
 def crossing(picture, height):

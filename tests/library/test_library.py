@@ -16,9 +16,9 @@ from made_scenes import TURN, write_model
 from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, drawing, sift, weights
-from superglue_sift.features import extract, reduce
+from superglue_sift.features import extract
 from superglue_sift.geometry import corner_error, epipolar_distances, transform
-from superglue_sift.images import read_gray
+from superglue_sift.images import read_gray, reduce
 from superglue_sift.sift import positions
 from superglue_sift.weights import save_model_file
 

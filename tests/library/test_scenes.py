@@ -124,14 +124,16 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
     sides, _ = made_pair(right=100, wrong=0)
     points0, points1 = (side.points.astype(np.float32) for side in sides)
     points1[3:90:9, 1] += 1.5
-    kept = scenes.consistent(points0, points1)
+    size = sides[0].size
+    kept = scenes.consistent(points0, points1, (size, size))
     off = np.zeros(100, bool)
     off[3:90:9] = True
     # one whose line runs up and down may still lie on it
     assert kept[~off].all() and (off & ~kept).sum() >= 8
-    assert scenes.consistent(points0[:5], points1[:5]).all()
+    assert scenes.consistent(points0[:5], points1[:5], (size, size)).all()
     # a photograph three times as large, in which keypoints scatter three times as far
-    np.testing.assert_array_equal(scenes.consistent(3 * points0, points1, (3.0, 1.0)), kept)
+    large = (3 * scenes.RESIZE, 3 * scenes.RESIZE)
+    np.testing.assert_array_equal(scenes.consistent(3 * points0, points1, (large, size)), kept)
 
 
 def test_a_pair_below_the_limit_gives_nothing():
