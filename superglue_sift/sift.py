@@ -11,7 +11,7 @@ Choices and the measurements behind them:
   the true matches of COCO views (22 % in oxford_affine), and their descriptors have nothing in
   common; with the choice of `orientation` it is 5 % (13 %).
 - The keypoints of highest `rank` are kept, not those of highest response: of the right matches of
-  COCO views, 52 % have both keypoints among the 512 kept, in place of 47 % (`benchmarks.dev.rank`).
+  COCO views, 52 % have both keypoints among the 512 kept, in place of 47 %.
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 

@@ -74,7 +74,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     threshold = "minimum confidence of a match; 0: the model's own"
     add("--threshold", type=float, default=0.0, help=threshold)
-    resize = "--pairs, --poses: shorter side in pixels; 0: keep the size"
+    resize = "--pairs, --poses: shorter side in pixels (default: 480); 0: keep the size"
     add("--resize", type=int, default=480, help=resize)
     usual = f"default: {','.join(estimators.DEFAULT)}; --paper: all"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
