@@ -88,7 +88,8 @@ def test_chunks_of_rows_choose_as_whole_pairs_do(counts, seed):
 
 def test_a_turned_view_turns_both_angles():
     view = View(keypoints((one_hot(1), one_hot(2))), np.eye(3), SIZE)
-    records, H, *_ = Augmentation(rotation_deg=180.0).apply(view, 3, 0)
+    turned = Augmentation(rotation_deg=180.0).apply(view, 3, 0, others=None, min_scale=0.0, limit=2)
+    records, H, *_ = turned
     turn = np.degrees(np.arctan2(H[1, 0], H[0, 0]))
     assert np.isclose((records["angle"][0] - 10.0 - turn + 180) % 360, 180, atol=1e-3)
     assert np.isclose((records["second_angle"][0] - 90.0 - turn + 180) % 360, 180, atol=1e-3)
