@@ -120,13 +120,16 @@ class Run:
         matcher.side_by_side()
         on_gpu = matcher.device.startswith("cuda")
         size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
-        started: collections.deque = collections.deque()  # pairs in progress, and their `made_from`
+        # pairs in their order, with the `made_from` of those in progress, "" of those done before
+        started: collections.deque = collections.deque()
         with Progress(total=total, desc="matching", unit="pairs") as shown:
             for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
+                self._add_done(started)
                 pair, made = started.popleft()
                 self._write(pair, made, found)
                 self.matched += 1
                 shown.update(1)
+            self._add_done(started)
 
     def report(self, total: Optional[int]) -> str:
         """Numbers of matched and existing pairs, and of other pairs in the folder."""
@@ -157,6 +160,8 @@ class Run:
                 self.before += 1
                 shown.initial += 1
                 shown.update(1)
+                started.append((pair, ""))
+                self._add_done(started)
                 continue
             sides = features(pair[0]), features(pair[1])
             # After reading the features, which are of this content
@@ -167,7 +172,7 @@ class Run:
         return results.made_from([self.store.digest(item) for item in pair], self.settings)
 
     def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
-        """Whether a pair's result is of the same inputs as now; writes its missing files."""
+        """Whether a pair's result is of the same inputs as now."""
         path = self._file(pair, MATCHES)
         arrays = results.read_arrays(path)
         now = self._made_from(pair)
@@ -179,12 +184,19 @@ class Run:
             if self.again == 1:
                 shown.say(f"{path}: {why}; it is computed again, as are others that do not fit")
             return False
-        missing = [ending for ending in self.wanted if not self._file(pair, ending).is_file()]
-        if missing or self.adding:
-            size0, size1 = (self.store(item).size for item in pair)
-            found = results.from_arrays(arrays, size0, size1)
-            self.completed += self._complete(pair, now, found, missing)
         return True
+
+    def _add_done(self, started: collections.deque) -> None:
+        """Complete the pairs done before, up to the first in progress: all are added in order."""
+        while started and not started[0][1]:
+            pair, _ = started.popleft()
+            missing = [ending for ending in self.wanted if not self._file(pair, ending).is_file()]
+            if missing or self.adding:
+                arrays = results.read_arrays(self._file(pair, MATCHES))
+                assert arrays is not None  # `_done` has read it
+                size0, size1 = (self.store(item).size for item in pair)
+                found = results.from_arrays(arrays, size0, size1)
+                self.completed += self._complete(pair, self._made_from(pair), found, missing)
 
     def _write(self, pair: Tuple[Item, Item], made: str, found: MatchResult) -> None:
         """Write all files of a pair, the matches last; an earlier result is removed first."""

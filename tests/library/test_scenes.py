@@ -209,7 +209,11 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
         small = cv2.resize(image, (768, 512), interpolation=cv2.INTER_AREA)
         cv2.imwrite(str(tmp_path / "photos" / name), small)
     words = f"{tmp_path}/photos --out-dir {tmp_path}/found --json-files --max-keypoints 2000"
-    for name in ("first.db", "again.db"):  # again, from what is done
+    tables = []
+    keypoints = []
+    for name in ("first.db", "again.db", "resumed.db"):  # from all that is done, and from a part
+        if name == "resumed.db":
+            min((tmp_path / "found").glob("*_matches.npz")).unlink()
         command = [*words.split(), "--device", "cpu", "--colmap", str(tmp_path / name)]
         assert system.exit_code(cli.main, command) == 0
         with (tmp_path / "found/pairs.csv").open(newline="") as file:
@@ -225,6 +229,12 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
             # a few do not fit any more where the pixels agree
             assert 0.9 < database.num_matches() / int(rows[0]["matches"]) <= 1
             assert database.num_verified_image_pairs() == 1
+            images = database.read_all_images()
+            keypoints.append([database.read_keypoints(each.image_id) for each in images])
+        tables.append((tmp_path / "found/pairs.csv").read_bytes())
+    assert tables == [tables[0]] * 3
+    for again in keypoints[1:]:
+        assert all(map(np.array_equal, again, keypoints[0]))
     about = sorted((tmp_path / "found").glob("*_*.json"))
     about = [read_json(path) for path in about]
     assert [each["accepted"] for each in about] == [True, False, False]
