@@ -131,7 +131,8 @@ how to match
 --frame upright|stored  frame of coordinates: upright (default), rotated according to EXIF, like
   cv2.imread; or stored, as in the file. Pictures are always upright, a COLMAP database is always of
   stored pixels
---[no-]refine  align matches, and keypoints of --colmap, by the pixels of the images (default)
+--[no-]refine  align matches (but not with --scene), and keypoints of --colmap, by the pixels of the
+  images (default)
 --precision float32|bfloat16  of the network's layers; bfloat16 is faster on GPUs and on CPUs with
   AMX
 
