@@ -193,7 +193,8 @@ class Run:
             missing = [ending for ending in self.wanted if not self._file(pair, ending).is_file()]
             if missing or self.adding:
                 arrays = results.read_arrays(self._file(pair, MATCHES))
-                assert arrays is not None  # `_done` has read it
+                # read by `_done`, too: those of all pairs that wait would fill the memory
+                assert arrays is not None
                 size0, size1 = (self.store(item).size for item in pair)
                 found = results.from_arrays(arrays, size0, size1)
                 self.completed += self._complete(pair, self._made_from(pair), found, missing)
