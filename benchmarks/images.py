@@ -77,8 +77,8 @@ def files(setting: Setting) -> Iterator[Row]:
 
 
 def aligned(setting: Setting) -> Iterator[Row]:
-    """Alignment of 250 matches by the pixels, and two JPEG files to matches at 1,024 keypoints, one
-    thread each.
+    """Alignment of 250 matches by the pixels, and two JPEG files to matches at 1,024 of 4,096
+    keypoints, one thread each.
     """
     matcher = Matcher(fuse_for_inference(setting.model()), setting.device, refine=False)
     with two_files() as paths, one_thread():
@@ -91,7 +91,7 @@ def aligned(setting: Setting) -> Iterator[Row]:
             "align": lambda: found.align(*sides, str(setting.device)),
         }
         taken = setting.time(ways)
-    other = "two JPEG files to matches, 1,024 keypoints, one thread"
+    other = "two JPEG files to matches, 1,024 of 4,096 keypoints, one thread"
     yield compare(f"aligning {ALIGNED} matches", taken["align"], taken["files"], other)
 
 

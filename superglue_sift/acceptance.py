@@ -40,8 +40,8 @@ SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 
 FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.19, 4.97, 0.47, 0.87])
-BIAS = -7.11
+WEIGHTS = np.array([0.31, 5.64, 0.29, 0.79])
+BIAS = -7.57
 
 
 class Matched(NamedTuple):

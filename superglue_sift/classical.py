@@ -103,23 +103,27 @@ def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.sqrt(nearer / farther)
 
 
-def ratio_matches(side0: Described, side1: Described) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2) int64 of keypoints, each at most once, and their scores (K,)."""
+def ratio_matches(
+    side0: Described, side1: Described, ratio: float = RATIO
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Matches (K, 2) int64 of keypoints, each at most once, and their scores (K,), above 1 - ratio.
+
+    ratio: maximum ratio of distances, in both directions.
+    """
     rows = side0.rows
     others = side1.rows
     if min(len(rows), len(others)) < 2:
         return np.empty((0, 2), np.int64), np.empty(0, np.float32)
+
+    def is_distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
+        return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratio_of(cosine, second) < ratio)
+
     nearest, cosine, second = rank(rows, others)
-    kept = np.flatnonzero(_is_distinct(cosine, second))
+    kept = np.flatnonzero(is_distinct(cosine, second))
     back, _, rival = rank(others[nearest[kept]], rows)
-    kept = kept[(back == kept) & _is_distinct(cosine[kept], rival)]
+    kept = kept[(back == kept) & is_distinct(cosine[kept], rival)]
     scores = 1.0 - ratio_of(cosine[kept], second[kept])
     return one_each(np.stack([side0.owner[kept], side1.owner[nearest[kept]]], axis=1), scores)
-
-
-def _is_distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(n,) bool: neighbours that are near and pass the ratio test."""
-    return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratio_of(cosine, second) < RATIO)
 
 
 def one_each(matches: np.ndarray, scores: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:

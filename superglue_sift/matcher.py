@@ -20,30 +20,20 @@ import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import (
-    Any,
-    Callable,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Sequence,
-    Tuple,
-    Union,
-)
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
 
 from superglue_sift import scenes, system
-from superglue_sift.batch import Pair, from_pairs, size_class
+from superglue_sift.batch import Pair
 from superglue_sift.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.match_result import MatchResult
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.pair_matches import match_pairs
+from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.system import FileName, RequestError, check_range
 from superglue_sift.torch_compat import no_compiler
 from superglue_sift.weights import (
@@ -55,38 +45,10 @@ from superglue_sift.weights import (
     shipped_weights,
 )
 
-MAX_KEYPOINTS = 1024
+MAX_KEYPOINTS = 4096
+NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
 PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
-
-
-class PairMatches(NamedTuple):
-    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,), 0 to 1."""
-
-    matches0: np.ndarray
-    scores0: np.ndarray
-
-    def above(self, threshold: float) -> PairMatches:
-        """The matches with a score above `threshold`."""
-        keep = self.scores0 > threshold
-        return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
-
-
-@torch.no_grad()
-def match_pairs(model: SuperGlue, pairs: Sequence[Pair], device: str) -> List[PairMatches]:
-    """All mutual matches of the network for each pair, whatever their scores, in one batch."""
-    order, batches = from_pairs(pairs).to(device).size_classes()
-    if model.compiled:
-        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
-    rows = []
-    for log_P in model.assign(batches)[0]:
-        matches = mutual_matches(log_P, threshold=0.0)
-        rows += zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
-    found = dict(zip(order, rows))
-    return [
-        PairMatches(*(values[: len(pair.records0)] for values in found[place]))
-        for place, pair in enumerate(pairs)
-    ]
 
 
 @dataclasses.dataclass(eq=False)
@@ -99,6 +61,8 @@ class Matcher:
 
     model: on `device`, for inference, as `fuse_for_inference` returns it.
     max_keypoints: maximum number of keypoints per image.
+    network_keypoints: maximum number of them that the network sees, the likely ones of each pair
+        (`likely`); time and memory grow with its square.
     resize: longer side in pixels to which images are reduced for SIFT; those below
         `features.ENLARGED_TO` are enlarged to it. 0: neither. Keypoints are always in pixels of the
         original image.
@@ -114,6 +78,7 @@ class Matcher:
     model: SuperGlue = dataclasses.field(repr=False)
     device: str = "cpu"
     max_keypoints: int = MAX_KEYPOINTS
+    network_keypoints: int = NETWORK_KEYPOINTS
     resize: int = RESIZE
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
@@ -126,6 +91,7 @@ class Matcher:
     def __post_init__(self) -> None:
         _check_choice("frame", self.frame, FRAMES)
         check_range("max_keypoints", self.max_keypoints, 1)
+        check_range("network_keypoints", self.network_keypoints, 1)
         check_range("resize", self.resize, 0)
         check_range("threshold", self.threshold, 0, 1)
 
@@ -136,6 +102,7 @@ class Matcher:
         device: str = "auto",
         *,
         max_keypoints: Optional[int] = None,
+        network_keypoints: int = NETWORK_KEYPOINTS,
         resize: Optional[int] = None,
         threshold: Optional[float] = None,
         precision: str = "float32",
@@ -153,12 +120,11 @@ class Matcher:
         Args:
             path: a trained model or any checkpoint; None: the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints, resize: None: 1,024 each, with `scene` 8,192 and 1,600.
+            max_keypoints, resize: None: 4,096 and 1,024, with `scene` 8,192 and 1,600.
             threshold: None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16.
             compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
-            extractor: required for non-SIFT models: their `module:function`. Naming it here allows
-                its code to run; without it, such a model matches `Features` only.
+            extractor: `module:function` of a non-SIFT model, to let it run; else only `Features`.
             scene: follow `scenes.Rules`; its pairs are not aligned.
             rules: fields of `scenes.Rules`, such as `accept=0.8`.
         """
@@ -172,6 +138,7 @@ class Matcher:
             _prepare(model, precision, compile),
             device,
             sizes[0] if max_keypoints is None else max_keypoints,
+            network_keypoints,
             sizes[1] if resize is None else resize,
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
@@ -320,25 +287,22 @@ class Matcher:
         seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
         with self._turn:
-            answers = match_pairs(self.model, pairs, self.device) if pairs else []
+            most = self.network_keypoints
+            answers = match_pairs(self.model, pairs, self.device, most) if pairs else []
         return [MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers)]
 
-    def match_first(
-        self, screened: Sequence[scenes.Screened], network_keypoints: int
-    ) -> List[MatchResult]:
-        """All matches of the network of the first keypoints of each pair, without its stamps."""
-        few = slice(network_keypoints)
-        pairs = (each.sides for each in screened)
-        sides = [(one.select(few), other.select(few)) for one, other in pairs]
-        return [found.only(~found.find_stamps()) for found in self._ask(sides)]
+    def match_likely(self, screened: Sequence[scenes.Screened]) -> List[MatchResult]:
+        """All matches of the network for each pair, without its stamps."""
+        found = self._ask([(one, other) for one, other in (each.sides for each in screened)])
+        return [each.only(~each.find_stamps()) for each in found]
 
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(pair, self.resize) for pair in sides]
-        likely = [each for each in screened if each.agreeing >= rules.likely]
-        matched = iter(self.match_first(likely, rules.network_keypoints))
+        asked = [each for each in screened if each.agreeing >= rules.likely]
+        matched = iter(self.match_likely(asked))
         results = []
         for pair, each in zip(sides, screened):
             found = scenes.NOTHING

@@ -3,8 +3,8 @@ their geometry.
 
 0. The classical matcher matches the first keypoints, in a thirtieth of the network's time. A
    pair is skipped if very few of these matches agree with one fundamental matrix (MAGSAC++).
-1. The network matches the first keypoints. A pair is rejected if, by these matches, the
-   probability of one place is too low (`acceptance`).
+1. The network matches the likely keypoints (`likely`). A pair is rejected if, by these matches,
+   the probability of one place is too low (`acceptance`).
 2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`).
    The geometry is fitted again to its matches and those of the network that agreed. The network's
    matches are judged by it once more: this probability is the pair's score.
@@ -32,7 +32,6 @@ SKIPPED = 0.0  # the score of a pair of which the network was not run; those of 
 LIKELY_KEYPOINTS = 2048  # first keypoints that the classical matcher matches first
 BAND_PX = 2.0  # distance to the epipolar line up to which a match is kept, in both images
 EXACT_PX = 0.8  # the same for keypoints that the pixels of all pairs aligned
-NETWORK_KEYPOINTS = 1024
 MAX_KEYPOINTS = 8192
 RESIZE = 1600  # px, longer side to which photographs are reduced
 
@@ -44,19 +43,16 @@ class Rules:
     accept: minimum probability that an accepted pair shows one place.
     likely: pairs with fewer classical matches of one geometry, among the first keypoints, are
     skipped.
-    network_keypoints: number of the first keypoints that the network matches. guided: also
-    match the others.
+    guided: also match the keypoints that the network does not see.
     """
 
     accept: float = ACCEPT
     likely: int = LIKELY
-    network_keypoints: int = NETWORK_KEYPOINTS
     guided: bool = True
 
     def __post_init__(self) -> None:
         check_range("accept", self.accept, 0, 1)
         check_range("likely", self.likely, 0)
-        check_range("network_keypoints", self.network_keypoints, 1)
 
 
 class Side(NamedTuple):
@@ -140,7 +136,7 @@ NOTHING = Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), SKIPPED)
 def finish(
     screened: Screened, found: MatchResult, threshold: float, resize: int, rules: Rules
 ) -> Filled:
-    """`fill` a pair that was screened, from the matches of its first keypoints.
+    """`fill` a pair that was screened, from the matches of the network.
 
     Returns indices of the keypoints before screening, in the order of image 0.
     """

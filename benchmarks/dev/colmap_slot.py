@@ -111,7 +111,8 @@ def answers(
     images, views = load(source, options.every)
     stored, own = extract_and_match(images, views, options.keypoints)
     slot = colmap.load_slot(options.file)
-    matcher = Matcher.load(device="cpu", max_keypoints=options.keypoints, refine=False)
+    most = options.keypoints
+    matcher = Matcher.load(device="cpu", max_keypoints=most, network_keypoints=most, refine=False)
     features = {name: matcher.extract_gray(image) for name, image in images.items()}
     for view, ratio in zip(views, own):
         sides = [stored[name] for name in (view.first, view.second)]

@@ -44,12 +44,15 @@ from pipeline.report.document import Content
 from superglue_sift import extractors
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import Extractor
-from superglue_sift.matcher import PairMatches
+from superglue_sift.pair_matches import PairMatches
 from superglue_sift.system import check_range
 from superglue_sift.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
-LEAST = {"max_keypoints": 1, "paper": 1, "robustness": 0, "resize": 0}  # of whole numbers
+LEAST = {  # of whole numbers
+    **dict.fromkeys(("max_keypoints", "network_keypoints", "paper"), 1),
+    **dict.fromkeys(("robustness", "resize"), 0),
+}
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
@@ -72,6 +75,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     run = "reports/train/log.jsonl, to add the results to the run of the training"
     add("--mlflow-run", type=Path, help=run)
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
+    seen = "of them that a network sees, the likely ones of each pair (default: all)"
+    add("--network-keypoints", type=int, help=seen)
     threshold = "minimum confidence of a match; 0: the model's own"
     add("--threshold", type=float, default=0.0, help=threshold)
     resize = "--pairs, --poses: shorter side in pixels (default: 480); 0: keep the size"
@@ -165,7 +170,8 @@ def choose_source(
     args: argparse.Namespace, section: EvaluateParams, chosen: unseen.Choice
 ) -> Named:
     """The source of pairs, by default held-out photographs, and the title of its table."""
-    keypoints = f"{section.max_keypoints} keypoints"
+    few = f"{args.network_keypoints} of " if args.network_keypoints else ""
+    keypoints = f"{few}{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
@@ -254,7 +260,8 @@ def evaluate(args: argparse.Namespace) -> Tuple[Dict[str, Content], Mapping[str,
     ours = networks[OURS]
     chosen = choose_photographs(args, {name: network.file for name, network in networks.items()})
     compared = {name: networks[name] for name in chosen.models}
-    matched = Matchers(compared, device, args.further, args.poses is not None)
+    is_scene = args.poses is not None
+    matched = Matchers(compared, device, args.further, is_scene, args.network_keypoints)
     settings = Settings(
         section,
         args.estimators,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
-from superglue_sift.matcher import PairMatches, match_pairs
+from superglue_sift.pair_matches import PairMatches, match_pairs
 from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import fuse_for_inference, load_model, match_threshold
@@ -53,13 +53,14 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
 @dataclass(frozen=True)
 class Matchers:
     """All compared matchers. networks: ours first; further: baselines by name; scene: add a row
-    SCENE.
+    SCENE; network_keypoints: of an image that a network sees, None: all.
     """
 
     networks: Mapping[str, Network]
     device: str
     further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
     scene: bool = False
+    network_keypoints: Optional[int] = None
 
     @property
     def thresholds(self) -> Dict[str, float]:
@@ -76,7 +77,8 @@ class Matchers:
         answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
         for name, network in self.networks.items():
             for start in range(0, len(pairs), batch):
-                found = match_pairs(network.model, pairs[start : start + batch], self.device)
+                part = pairs[start : start + batch]
+                found = match_pairs(network.model, part, self.device, self.network_keypoints)
                 for by_name, matches in zip(answers[start:], found):
                     by_name[name] = matches
         for by_name, pair in zip(answers, pairs):

@@ -26,7 +26,7 @@ from pipeline.processes.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
 from superglue_sift import extractors
-from superglue_sift.matcher import PairMatches
+from superglue_sift.pair_matches import PairMatches
 from superglue_sift.progress import Progress
 
 # Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO
@@ -133,6 +133,8 @@ class Evaluation:
             "estimators": words,
         }
         found_by = "SIFT" if extractor is extractors.DEFAULT else extractor.name
+        few = self.matchers.network_keypoints
+        seen = f", of which a network sees {few}" if few else ""
         models = {
             name: {
                 "file": network.file.name,
@@ -150,7 +152,7 @@ class Evaluation:
         return {
             "pairs_from": where,
             "views": views,
-            "keypoints": f"{found_by}, at most {params.max_keypoints} in each view",
+            "keypoints": f"{found_by}, at most {params.max_keypoints} in each view{seen}",
             **(poses.RULES if isinstance(source, poses.PosePairs) else rules),
             **({"aligned": scoring.ALIGNMENT} if self.settings.refine else {}),
             "params": params.model_dump(),

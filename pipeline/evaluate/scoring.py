@@ -20,7 +20,7 @@ from pipeline.report.rows import Measure
 from superglue_sift import extractors, geometry, refine, sift
 from superglue_sift.batch import Pair, from_pairs
 from superglue_sift.extractors import Extractor
-from superglue_sift.matcher import PairMatches
+from superglue_sift.pair_matches import PairMatches
 from superglue_sift.truth import UNMATCHED, ground_truth
 
 ALIGNMENT = (

@@ -31,7 +31,8 @@ from superglue_sift.images import UPRIGHT, BadImage, decode_gray
 WEIGHTS = "weights"  # name of the artifact
 MAX_KEYPOINTS = 4096  # of an image, in any request
 MAX_PIXELS = 50_000_000  # of an image given as pixels
-PARAMS = {"threshold": 0.0, "max_keypoints": 1024, "refine": True}  # threshold 0: the model's own
+# threshold 0: the model's own
+PARAMS = {"threshold": 0.0, "max_keypoints": MAX_KEYPOINTS, "refine": True}
 
 
 def signature() -> ModelSignature:

@@ -42,7 +42,7 @@ from superglue_sift.apps import many, pairing, results
 from superglue_sift.apps.pairing import CAMERA, DATABASE, FILES, FOLDER, LIST, PAGE, TWO, VIDEO
 from superglue_sift.features import ENLARGED_TO
 from superglue_sift.images import EXTENSIONS, STORED, UPRIGHT
-from superglue_sift.matcher import MAX_KEYPOINTS, Matcher
+from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.progress import Progress
 from superglue_sift.system import (
     RequestError,
@@ -54,7 +54,7 @@ from superglue_sift.system import (
 from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-RULES = ("accept", "likely", "network_keypoints")  # fields of `scenes.Rules`
+RULES = ("accept", "likely")  # fields of `scenes.Rules`
 
 GOES_WITH = {  # option: sources
     "every": (VIDEO, CAMERA),
@@ -75,8 +75,8 @@ NEEDS = {  # option: options, of which it needs one
     "port": ("serve",),
 }
 RANGES = {
-    **dict.fromkeys(("max_keypoints", "k", "every", "frames"), (1, math.inf)),
-    "network_keypoints": (1, math.inf),
+    **dict.fromkeys(("max_keypoints", "network_keypoints"), (1, math.inf)),
+    **dict.fromkeys(("k", "every", "frames"), (1, math.inf)),
     **dict.fromkeys(("resize", "likely"), (0, math.inf)),
     **dict.fromkeys(("threshold", "accept"), (0, 1)),
     "port": (0, 65535),  # 0: any free one
@@ -85,7 +85,13 @@ RANGES = {
 # The help is the definition: heading, `--option VALUE  text`. VALUE chooses the type; without it
 # the option is a flag, and `--[no-]option` is one with two sides.
 TYPES = {"FILE": Path, "DIR": Path, "N": int, "P": float}
-DEFAULTS = {"device": "auto", "frame": UPRIGHT, "refine": True, "precision": "float32"}
+DEFAULTS = {
+    "device": "auto",
+    "frame": UPRIGHT,
+    "refine": True,
+    "precision": "float32",
+    "network_keypoints": NETWORK_KEYPOINTS,
+}
 PORT = 8010
 OPTIONS = f"""
 what to match
@@ -115,7 +121,10 @@ what to write
 
 how to match
 --model FILE  model file (default: the shipped weights)
---max-keypoints N  maximum number of keypoints per image (default 1024, with --scene 8192)
+--max-keypoints N  maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene
+  {scenes.MAX_KEYPOINTS})
+--network-keypoints N  maximum number of them that the network sees, the likely ones of each pair
+  (default {NETWORK_KEYPOINTS})
 --threshold P  minimum probability of a match (default: the model's own, else 0.2)
 --resize N  reduce images to this longer side (default 1024, with --scene 1600), and enlarge those
   below {ENLARGED_TO} px; 0: neither
@@ -124,8 +133,6 @@ how to match
 --accept P  with --scene: minimum probability that both show one place (default {scenes.ACCEPT})
 --likely N  with --scene: skip pairs with fewer classical matches of one geometry (default
   {scenes.LIKELY}; 0: none)
---network-keypoints N  with --scene: number of keypoints that the network sees (default
-  {scenes.NETWORK_KEYPOINTS})
 --extractor MODULE:FUNCTION  required for non-SIFT models: allows this code to run
 --device NAME  auto (default: a GPU if there is one), cpu, cuda or cuda:N
 --frame upright|stored  frame of coordinates: upright (default), rotated according to EXIF, like

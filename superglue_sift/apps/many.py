@@ -30,7 +30,8 @@ from superglue_sift.progress import Progress
 from superglue_sift.system import WorkError, file_sha256, write_atomic, write_csv
 from superglue_sift.weights import shipped_weights
 
-SETTINGS = ("max_keypoints", "resize", "threshold", "refine", "frame")  # of `Matcher`
+# Of `Matcher`
+SETTINGS = ("max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame")
 BAD_IMAGES = "bad_images.csv"  # of --out-dir
 BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch

@@ -20,7 +20,7 @@ from pipeline.evaluate.matchers import OURS
 from pipeline.report.rows import Measure
 from superglue_sift.batch import Pair
 from superglue_sift.geometry import corner_error, transform
-from superglue_sift.matcher import PairMatches
+from superglue_sift.pair_matches import PairMatches
 
 SIZE = (320, 240)
 RANSAC = Measure("error", "ransac")

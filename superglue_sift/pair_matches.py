@@ -1,0 +1,69 @@
+"""Matches of pairs of images by the network, from their keypoints."""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Optional, Sequence
+
+import numpy as np
+import torch
+
+from superglue_sift import likely
+from superglue_sift.batch import Pair, from_pairs, size_class
+from superglue_sift.superglue import SuperGlue, mutual_matches
+
+
+class PairMatches(NamedTuple):
+    """Matches of one pair. matches0: (M,) int64, index in image 1 or -1; scores0: (M,), 0 to 1."""
+
+    matches0: np.ndarray
+    scores0: np.ndarray
+
+    def above(self, threshold: float) -> PairMatches:
+        """The matches with a score above `threshold`."""
+        keep = self.scores0 > threshold
+        return PairMatches(np.where(keep, self.matches0, -1), np.where(keep, self.scores0, 0.0))
+
+
+@torch.no_grad()
+def match_pairs(
+    model: SuperGlue, pairs: Sequence[Pair], device: str, most: Optional[int] = None
+) -> List[PairMatches]:
+    """All mutual matches of the network for each pair, whatever their scores, in one batch.
+
+    most: maximum number of keypoints of an image that the network sees, chosen by `likely`; None:
+    all.
+    """
+    if most is not None and any(len(records) > most for pair in pairs for records in pair[:2]):
+        return _match_likely(model, pairs, device, most)
+    order, batches = from_pairs(pairs).to(device).size_classes()
+    if model.compiled:
+        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
+    rows = []
+    for log_P in model.assign(batches)[0]:
+        matches = mutual_matches(log_P, threshold=0.0)
+        rows += zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
+    found = dict(zip(order, rows))
+    return [
+        PairMatches(*(values[: len(pair.records0)] for values in found[place]))
+        for place, pair in enumerate(pairs)
+    ]
+
+
+def _match_likely(
+    model: SuperGlue, pairs: Sequence[Pair], device: str, most: int
+) -> List[PairMatches]:
+    """`match_pairs` of the likely keypoints, with the indices of all."""
+    chosen = [likely.choose(pair[:2], most) for pair in pairs]
+    seen = [
+        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
+        for pair, (index0, index1) in zip(pairs, chosen)
+    ]
+    results = []
+    for found, pair, (index0, index1) in zip(match_pairs(model, seen, device), pairs, chosen):
+        matches0 = np.full(len(pair.records0), -1)
+        scores0 = np.zeros(len(pair.records0), np.float32)
+        # the last index is for -1, no match
+        matches0[index0] = np.append(index1, -1)[found.matches0]
+        scores0[index0] = found.scores0
+        results.append(PairMatches(matches0, scores0))
+    return results

@@ -1,0 +1,91 @@
+"""The choice of the keypoints that the network sees."""
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from superglue_sift import Matcher, RequestError, geometry, likely
+from superglue_sift.batch import Pair
+from superglue_sift.pair_matches import match_pairs
+from superglue_sift.sift import KEYPOINT
+
+
+def records_of(entries, ranks):
+    """Keypoints whose descriptors have one entry each, so that others are at a right angle."""
+    records = np.zeros(len(entries), KEYPOINT)
+    records["x"] = np.arange(len(entries))
+    records["scale"] = 2.0
+    records["score"] = ranks
+    records["descriptor"][np.arange(len(entries)), entries] = 255
+    return records
+
+
+def test_matched_keypoints_come_first_and_others_by_rank():
+    one = records_of([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.2, 0.8, 0.7, 0.3])
+    other = records_of([5, 9, 10, 0], [0.1, 0.3, 0.2, 0.4])
+    chosen0, chosen1 = likely.choose((one, other), 3)
+    assert chosen0.tolist() == [0, 1, 5]  # 0 and 5 are also in the other image; 1 has the best rank
+    assert chosen1.tolist() == [0, 1, 3]
+    chosen0, chosen1 = likely.choose((one, other), 6)  # no choice
+    assert chosen0.tolist() == list(range(6)) and chosen1.tolist() == list(range(4))
+
+
+def test_the_choice_is_among_the_keypoints_of_highest_rank():
+    one = records_of(range(9), np.arange(9, 0, -1))  # the last has the lowest rank
+    chosen = likely.choose((one, records_of([8, 7], [1, 2])), 2)
+    assert chosen[0].tolist() == [0, 7]  # of the first 8 = 4 x 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 9))
+def test_any_numbers_of_keypoints(count0, count1, most, seed):
+    rng = np.random.default_rng(seed)
+    sides = []
+    for count in (count0, count1):
+        records = records_of(np.zeros(count, int), rng.random(count))
+        records["descriptor"] = rng.integers(0, 256, (count, 128))
+        sides.append(records)
+    chosen = likely.choose(sides, most)
+    swapped = likely.choose(sides[::-1], most)
+    for side, index, again in zip(sides, chosen, swapped[::-1]):
+        limit = most if max(count0, count1) > most else len(side)
+        assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
+        assert set(index) <= set(range(len(side)))
+        np.testing.assert_array_equal(index, again)
+
+
+def test_the_network_matches_the_chosen_keypoints(photo, untrained):
+    sides = [untrained.extract(image) for image in (photo, cv2.rotate(photo, cv2.ROTATE_180))]
+    records = [side.records for side in sides]
+    sizes = [side.size for side in sides]
+    assert min(map(len, records)) > 300
+    found = match_pairs(untrained.model, [Pair(*records, *sizes)], "cpu", 300)[0]
+    index0, index1 = likely.choose(records, 300)
+    few = Pair(records[0][index0], records[1][index1], *sizes)
+    alone = match_pairs(untrained.model, [few], "cpu")[0]
+    assert (alone.matches0 >= 0).sum() > 100
+    at = alone.matches0 >= 0
+    assert np.flatnonzero(found.matches0 >= 0).tolist() == index0[at].tolist()
+    assert found.matches0[index0[at]].tolist() == index1[alone.matches0[at]].tolist()
+    np.testing.assert_array_equal(found.scores0[index0], alone.scores0)
+    assert found.matches0.shape == found.scores0.shape == (len(records[0]),)
+
+
+def test_of_a_magnified_part_more_right_matches_are_found(photo, untrained):
+    """Keypoints of highest rank are large: in the whole view and in its part not the same ones."""
+    H = np.array([[3.0, 0, -600], [0, 3, -400], [0, 0, 1]])
+    part = cv2.warpPerspective(photo, H, (600, 400), flags=cv2.INTER_CUBIC)
+    right = {}
+    for name, most in (("by rank", 200), ("chosen", 4096)):
+        matcher = Matcher(untrained.model, max_keypoints=most, network_keypoints=200, refine=False)
+        found = matcher.match(photo, part)
+        away = np.linalg.norm(geometry.transform(found.points0, H) - found.points1, axis=1)
+        right[name] = int((away < 3).sum())
+    assert right["chosen"] > 1.5 * right["by rank"]
+
+
+def test_the_number_must_be_one_or_more(untrained):
+    with pytest.raises(RequestError, match="network_keypoints 0: must be 1 or more"):
+        Matcher(untrained.model, network_keypoints=0)
