@@ -3,7 +3,7 @@
 A match needs its keypoint in both images, and which keypoints are in both depends on the other
 image, above all on its scale. So they are chosen for each pair: the keypoints that the ratio test
 (Lowe 2004, section 7.1) matches at a generous limit, and of the others those of highest rank. With
-1,024 of 4,096 keypoints the network finds 1.7 to 2.1 times the right matches of the 1,024 of
+1,024 of 4,096 keypoints the network finds 1.7 to 2 times the right matches of the 1,024 of
 highest rank (docs/results.md).
 """
 
