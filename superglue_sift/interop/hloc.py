@@ -29,7 +29,7 @@ from superglue_sift.features import Features
 from superglue_sift.images import STORED
 from superglue_sift.interop import arrays
 from superglue_sift.match_result import MatchResult
-from superglue_sift.matcher import Matcher
+from superglue_sift.matcher import NETWORK_KEYPOINTS, Matcher
 from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
@@ -104,6 +104,7 @@ class MatcherForHloc:
     default_conf: ClassVar[Dict[str, Any]] = {
         "model": None,
         "threshold": None,
+        "network_keypoints": NETWORK_KEYPOINTS,
         "device": "auto",
         "scene": False,
     }
@@ -112,9 +113,9 @@ class MatcherForHloc:
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        self.matcher = Matcher.load(
-            conf["model"], conf["device"], threshold=conf["threshold"], scene=conf["scene"]
-        )
+        names = ("threshold", "network_keypoints", "scene")
+        settings = {name: conf[name] for name in names}
+        self.matcher = Matcher.load(conf["model"], conf["device"], **settings)
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """hloc's features of two images to matches0 (1, M) and matching_scores0 (1, M)."""
