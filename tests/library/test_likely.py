@@ -47,13 +47,10 @@ def test_any_numbers_of_keypoints(count0, count1, most, seed):
         records = records_of(np.zeros(count, int), rng.random(count))
         records["descriptor"] = rng.integers(0, 256, (count, 128))
         sides.append(records)
-    chosen = likely.choose(sides, most)
-    swapped = likely.choose(sides[::-1], most)
-    for side, index, again in zip(sides, chosen, swapped[::-1]):
+    for side, index in zip(sides, likely.choose(sides, most)):
         limit = most if max(count0, count1) > most else len(side)
         assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
         assert set(index) <= set(range(len(side)))
-        np.testing.assert_array_equal(index, again)
 
 
 def test_the_network_matches_the_chosen_keypoints(photo, untrained):
