@@ -128,15 +128,17 @@ def end(process):
     return process.returncode, out
 
 
-def wait_for_a_step(bench):
-    """Wait until the curve of the training has a point."""
-    wait_until((bench.folder / "run-r/curves/train.csv").is_file, PATIENCE)
+def wait_for_a_step(bench, process):
+    """Wait until the curve of the training has a point. Fails if the process ends before."""
+    curve = bench.folder / "run-r/curves/train.csv"
+    wait_until(lambda: curve.is_file() or process.poll() is not None, PATIENCE)
+    assert curve.is_file(), process.communicate()[0]
 
 
 def test_sigterm_leaves_a_checkpoint_and_143(bench):
     keys = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
     process = launcher(bench.training("run", keys))
-    wait_for_a_step(bench)
+    wait_for_a_step(bench, process)
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
     assert code == 143 and "Traceback" not in out, out
@@ -212,7 +214,7 @@ class TestFaults:
         command = [sys.executable, "-m", "dvc"]
         subprocess.run([*command, "init", "-q", "--no-scm"], cwd=workspace, check=True)
         dvc = subprocess.Popen([*command, "repro"], cwd=workspace)
-        wait_for_a_step(bench)
+        wait_for_a_step(bench, dvc)
         dvc.kill()
         dvc.wait()
         wait_until(lambda: not ranks_of(bench.folder), PATIENCE)  # they save, and hand on their log
@@ -224,14 +226,14 @@ class TestFaults:
     def test_a_rank_that_hangs_is_named(self, bench):
         faults = {"SG_FAULT": "stop:rank=1,step=3", "SG_TIMEOUT": "10", "SG_MAX_RESTARTS": "0"}
         process = launcher(bench.training("run"), **faults)
-        wait_for_a_step(bench)  # step 2
+        wait_for_a_step(bench, process)  # step 2
         code, out = end(process)
         assert code == 1, out
         assert "rank 1, last seen at step 3, died or hung" in out
 
     def test_no_rank_outlives_a_killed_launcher(self, bench):
         process = launcher(bench.training("run", (("steps", 100000),)))
-        wait_for_a_step(bench)
+        wait_for_a_step(bench, process)
         process.kill()
         process.wait()
         wait_until(lambda: not ranks_of(bench.folder), 10)
