@@ -6,7 +6,7 @@ import psutil
 
 
 def wait_until(true, seconds=120):
-    """Wait until `true()`. AssertionError after so many seconds: a guard, for a busy machine."""
+    """Wait until `true()`. AssertionError after `seconds`: a guard, for a busy machine."""
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline, f"not so within {seconds} s"
