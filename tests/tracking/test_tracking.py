@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -92,7 +93,9 @@ def write_weights(path, name="trained"):
 
 
 def resend(folder, *more):
-    """The exit code of the command on the reports in a folder."""
+    """The exit code of the command on the reports in a folder, as in a process of its own."""
+    # A sender that gave up may still be in a request
+    wait_until(lambda: all(thread.name != "tracking" for thread in threading.enumerate()))
     return command.main(["resend", "--reports", str(folder), *more])
 
 
