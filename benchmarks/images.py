@@ -101,11 +101,17 @@ def filled(setting: Setting) -> Iterator[Row]:
     """
     large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
     views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
-    sides = tuple(scenes.side_of(extract(view, scenes.MAX_KEYPOINTS), 0) for view in views)
-    matches, scores = classical.ratio_matches(*(side.described for side in sides))
+    features = [extract(view, scenes.MAX_KEYPOINTS) for view in views]
+    records = [side.records for side in features]
+    sides = tuple(scenes.side_of(side, 0) for side in features)
+    matches, scores = classical.ratio_matches(*records)
     surest = matches[np.argsort(-scores)[:ALIGNED]]
-    given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.Rules()
-    taken = setting.time({"fill": lambda: scenes.fill(*given)})
+    given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.ACCEPT
+
+    def fill() -> None:
+        scenes.fill(*given, classical.ratio_matches(*records))
+
+    taken = setting.time({"fill": fill})
     sizes = " and ".join(f"{len(side.points):,}" for side in sides)
     yield of_seconds(f"filling a pair of {sizes} keypoints", taken["fill"])
 

@@ -36,22 +36,31 @@ class Neighbours(NamedTuple):
     mutual: np.ndarray
 
 
-class Described(NamedTuple):
-    """Unit descriptors of one image, (m, D) float32, and the keypoint of each, (m,) int64."""
+class Matches(NamedTuple):
+    """matches (K, 2) int64 of keypoints, each at most once, in the order of image 0, and their
+    scores (K,) float32.
+    """
 
-    rows: np.ndarray
-    owner: np.ndarray
+    matches: np.ndarray
+    scores: np.ndarray
+
+    def above(self, score: float) -> Matches:
+        """The matches with a greater score."""
+        kept = self.scores > score
+        return Matches(self.matches[kept], self.scores[kept])
 
 
-def describe(records: np.ndarray) -> Described:
-    """Unit descriptors of records (n,): a row for each keypoint, and for its second orientation."""
+def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Unit descriptors (m, D) float32 of records (n,), a row for each keypoint and for its second
+    orientation, and the keypoint of each, (m,) int64.
+    """
     rows = unit_rows(records)
     owner = np.arange(len(records))
     if records.dtype == ORIENTED:
         two = np.flatnonzero(records["second_descriptor"].any(axis=1))
         rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
         owner = np.concatenate([owner, two])
-    return Described(rows, owner)
+    return rows, owner
 
 
 def unit_rows(records: np.ndarray) -> np.ndarray:
@@ -103,17 +112,16 @@ def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.sqrt(nearer / farther)
 
 
-def ratio_matches(
-    side0: Described, side1: Described, ratio: float = RATIO
-) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2) int64 of keypoints, each at most once, and their scores (K,), above 1 - ratio.
+def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RATIO) -> Matches:
+    """Matches of two images' records that pass the ratio test, with scores above 1 - ratio.
 
-    ratio: maximum ratio of distances, in both directions.
+    The score is one minus the larger ratio of both directions: the order of the images does not
+    matter. ratio: its maximum.
     """
-    rows = side0.rows
-    others = side1.rows
+    rows, owner = _describe(records0)
+    others, other_owner = _describe(records1)
     if min(len(rows), len(others)) < 2:
-        return np.empty((0, 2), np.int64), np.empty(0, np.float32)
+        return Matches(np.empty((0, 2), np.int64), np.empty(0, np.float32))
 
     def is_distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
         return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratio_of(cosine, second) < ratio)
@@ -121,18 +129,17 @@ def ratio_matches(
     nearest, cosine, second = rank(rows, others)
     kept = np.flatnonzero(is_distinct(cosine, second))
     back, _, rival = rank(others[nearest[kept]], rows)
-    kept = kept[(back == kept) & is_distinct(cosine[kept], rival)]
-    scores = 1.0 - ratio_of(cosine[kept], second[kept])
-    return one_each(np.stack([side0.owner[kept], side1.owner[nearest[kept]]], axis=1), scores)
+    mutual = (back == kept) & is_distinct(cosine[kept], rival)
+    kept = kept[mutual]
+    scores = 1.0 - ratio_of(cosine[kept], np.maximum(second[kept], rival[mutual]))
+    return one_each(np.stack([owner[kept], other_owner[nearest[kept]]], axis=1), scores)
 
 
-def one_each(matches: np.ndarray, scores: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2), scores (K,) without those that share a keypoint with a better one, in the
-    order of image 0.
-    """
+def one_each(matches: np.ndarray, scores: np.ndarray) -> Matches:
+    """Of matches (K, 2) with scores (K,), those that share no keypoint with a better one."""
     kept = surest_each(matches[:, 0], matches[:, 1], scores)
     kept = kept[np.argsort(matches[kept, 0])]
-    return matches[kept], scores[kept].astype(np.float32)
+    return Matches(matches[kept], scores[kept].astype(np.float32))
 
 
 def surest_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:

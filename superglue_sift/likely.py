@@ -9,7 +9,7 @@ highest rank (docs/results.md).
 
 from __future__ import annotations
 
-from typing import List, Sequence
+from typing import List, Optional, Sequence
 
 import numpy as np
 
@@ -23,20 +23,28 @@ POOL = 4
 RATIO = 0.95
 
 
-def choose(records: Sequence[np.ndarray], most: int) -> List[np.ndarray]:
+def choose(
+    records: Sequence[np.ndarray], most: int, found: Optional[classical.Matches] = None
+) -> List[np.ndarray]:
     """Indices (m,) and (n,), ascending, of the keypoints of both images that the network sees, at
     most `most` each.
 
     records: of both images, of one dtype. All keypoints are chosen if neither image has more.
+    found: matches of all keypoints by the ratio test at RATIO; None: of those of highest rank,
+    computed here.
     """
     if max(map(len, records)) <= most:
         return [np.arange(len(each)) for each in records]
-    pools = [np.argsort(-sift.rank(each), kind="stable")[: POOL * most] for each in records]
-    one, other = (classical.describe(each[pool]) for each, pool in zip(records, pools))
-    matches, scores = classical.ratio_matches(one, other, RATIO)
-    surest = matches[np.argsort(-scores, kind="stable")[:most]]
+    orders = [np.argsort(-sift.rank(each), kind="stable") for each in records]
+    if found is None:
+        pools = [order[: POOL * most] for order in orders]
+        one, other = (each[pool] for each, pool in zip(records, pools))
+        found = classical.ratio_matches(one, other, RATIO)
+        ends = [pool[index] for pool, index in zip(pools, found.matches.T)]
+        found = found._replace(matches=np.stack(ends, axis=1))
+    surest = found.matches[np.argsort(-found.scores, kind="stable")[:most]]
     chosen = []
-    for pool, likely in zip(pools, surest.T):
-        others = np.setdiff1d(np.arange(len(pool)), likely)  # by falling rank
-        chosen.append(np.sort(pool[np.concatenate([likely, others])[:most]]))
+    for order, likely in zip(orders, surest.T):
+        others = order[~np.isin(order, likely)]
+        chosen.append(np.sort(np.concatenate([likely, others])[:most]))
     return chosen

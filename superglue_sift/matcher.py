@@ -25,8 +25,9 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, 
 import numpy as np
 import torch
 
-from superglue_sift import scenes, system
+from superglue_sift import likely, scenes, system
 from superglue_sift.batch import Pair
+from superglue_sift.classical import Matches, ratio_matches
 from superglue_sift.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
@@ -279,22 +280,38 @@ class Matcher:
             return results
         return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
 
-    def _ask(self, sides: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+    def _ask(
+        self,
+        sides: Sequence[Tuple[Features, Features]],
+        classical: Sequence[Optional[Matches]] = (),
+    ) -> List[MatchResult]:
         """All matches of the network for each pair, whatever their scores.
 
+        classical: of all keypoints of each pair, if known (`likely.choose`).
         It sees the reduced images: in pixels of the files, it would see a zoom that is not there.
         """
         seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
+        chosen = [
+            likely.choose(pair[:2], self.network_keypoints, found)
+            for pair, found in itertools.zip_longest(pairs, classical)
+        ]
         with self._turn:
-            most = self.network_keypoints
-            answers = match_pairs(self.model, pairs, self.device, most) if pairs else []
+            answers = match_pairs(self.model, pairs, self.device, chosen) if pairs else []
         return [MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers)]
 
-    def match_likely(self, screened: Sequence[scenes.Screened]) -> List[MatchResult]:
-        """All matches of the network for each pair, without its stamps."""
-        found = self._ask([(one, other) for one, other in (each.sides for each in screened)])
-        return [each.only(~each.find_stamps()) for each in found]
+    def match_screened(
+        self, screened: Sequence[scenes.Screened]
+    ) -> List[Tuple[MatchResult, Matches]]:
+        """All matches of the network for each pair, without its stamps, and those of the classical
+        matcher.
+        """
+        sides = [(one, other) for one, other in (each.sides for each in screened)]
+        classical = [
+            ratio_matches(one.records, other.records, likely.RATIO) for one, other in sides
+        ]
+        found = [each.only(~each.find_stamps()) for each in self._ask(sides, classical)]
+        return list(zip(found, classical))
 
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
@@ -302,12 +319,13 @@ class Matcher:
         """Run the network only where the classical matcher finds something in common."""
         screened = [scenes.screen(pair, self.resize) for pair in sides]
         asked = [each for each in screened if each.agreeing >= rules.likely]
-        matched = iter(self.match_likely(asked))
+        matched = iter(self.match_screened(asked))
         results = []
         for pair, each in zip(sides, screened):
             found = scenes.NOTHING
             if each.agreeing >= rules.likely:
-                found = scenes.finish(each, next(matched), self.threshold, self.resize, rules)
+                settings = self.threshold, self.resize, rules.accept
+                found = scenes.finish(each, *next(matched), *settings)
             result = MatchResult.of(*pair, found.matches, found.scores)
             results.append(result._replace(pair_score=found.score))
         return results

@@ -7,7 +7,6 @@ from typing import List, NamedTuple, Optional, Sequence
 import numpy as np
 import torch
 
-from superglue_sift import likely
 from superglue_sift.batch import Pair, from_pairs, size_class
 from superglue_sift.superglue import SuperGlue, mutual_matches
 
@@ -26,15 +25,18 @@ class PairMatches(NamedTuple):
 
 @torch.no_grad()
 def match_pairs(
-    model: SuperGlue, pairs: Sequence[Pair], device: str, most: Optional[int] = None
+    model: SuperGlue,
+    pairs: Sequence[Pair],
+    device: str,
+    chosen: Optional[Sequence[Sequence[np.ndarray]]] = None,
 ) -> List[PairMatches]:
     """All mutual matches of the network for each pair, whatever their scores, in one batch.
 
-    most: maximum number of keypoints of an image that the network sees, chosen by `likely`; None:
-    all.
+    chosen: for each pair, ascending indices of the keypoints of both images that the network sees
+    (`likely.choose`); None: all.
     """
-    if most is not None and any(len(records) > most for pair in pairs for records in pair[:2]):
-        return _match_likely(model, pairs, device, most)
+    if chosen is not None:
+        return _match_chosen(model, pairs, device, chosen)
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
@@ -49,11 +51,10 @@ def match_pairs(
     ]
 
 
-def _match_likely(
-    model: SuperGlue, pairs: Sequence[Pair], device: str, most: int
+def _match_chosen(
+    model: SuperGlue, pairs: Sequence[Pair], device: str, chosen: Sequence[Sequence[np.ndarray]]
 ) -> List[PairMatches]:
-    """`match_pairs` of the likely keypoints, with the indices of all."""
-    chosen = [likely.choose(pair[:2], most) for pair in pairs]
+    """`match_pairs` of the chosen keypoints, with the indices of all."""
     seen = [
         Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
         for pair, (index0, index1) in zip(pairs, chosen)

@@ -3,18 +3,18 @@ their geometry.
 
 0. The classical matcher matches the first keypoints, in a thirtieth of the network's time. A
    pair is skipped if very few of these matches agree with one fundamental matrix (MAGSAC++).
-1. The network matches the likely keypoints (`likely`). A pair is rejected if, by these matches,
-   the probability of one place is too low (`acceptance`).
-2. The classical matcher matches all keypoints, several times as many (`classical.ratio_matches`).
-   The geometry is fitted again to its matches and those of the network that agreed. The network's
-   matches are judged by it once more: this probability is the pair's score.
+1. The classical matcher matches all keypoints, several times as many as the network, which
+   matches the likely ones (`likely`). A pair is rejected if, by the network's matches, the
+   probability of one place is too low (`acceptance`).
+2. The geometry is fitted again to all classical matches and those of the network that agreed. The
+   network's matches are judged by it once more: this probability is the pair's score.
 3. All matches near their epipolar lines are kept.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -43,12 +43,10 @@ class Rules:
     accept: minimum probability that an accepted pair shows one place.
     likely: pairs with fewer classical matches of one geometry, among the first keypoints, are
     skipped.
-    guided: also match the keypoints that the network does not see.
     """
 
     accept: float = ACCEPT
     likely: int = LIKELY
-    guided: bool = True
 
     def __post_init__(self) -> None:
         check_range("accept", self.accept, 0, 1)
@@ -60,7 +58,6 @@ class Side(NamedTuple):
 
     points: np.ndarray
     size: Tuple[float, float]
-    described: classical.Described
 
 
 def side_of(features: Features, resize: int) -> Side:
@@ -68,7 +65,7 @@ def side_of(features: Features, resize: int) -> Side:
     width, height = features.size
     unit = geometry.unit_of(features.size, resize)
     points = features.keypoints.astype(np.float64) / unit
-    return Side(points, (width / unit, height / unit), classical.describe(features.records))
+    return Side(points, (width / unit, height / unit))
 
 
 class Screened(NamedTuple):
@@ -89,7 +86,7 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     orders = [np.argsort(-rank(side.records), kind="stable") for side in pair]
     few = [side.select(order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side, resize) for side in few)
-    matches, scores = classical.ratio_matches(one.described, other.described)
+    matches, scores = classical.ratio_matches(few[0].records, few[1].records)
     found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.find_stamps()
     index0, index1 = found.matches[~stamped].T
@@ -134,14 +131,20 @@ NOTHING = Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), SKIPPED)
 
 
 def finish(
-    screened: Screened, found: MatchResult, threshold: float, resize: int, rules: Rules
+    screened: Screened,
+    found: MatchResult,
+    more: classical.Matches,
+    threshold: float,
+    resize: int,
+    accept: float,
 ) -> Filled:
-    """`fill` a pair that was screened, from the matches of the network.
+    """`fill` a pair that was screened, from the matches of the network and the classical ones.
 
     Returns indices of the keypoints before screening, in the order of image 0.
     """
     one, other = (side_of(side, resize) for side in screened.sides)
-    pair = fill(found.matches, found.scores, threshold, (one, other), rules)
+    more = more.above(1.0 - classical.RATIO)
+    pair = fill(found.matches, found.scores, threshold, (one, other), accept, more)
     kept0, kept1 = screened.kept
     matches = np.stack([kept0[pair.matches[:, 0]], kept1[pair.matches[:, 1]]], axis=1)
     order = np.argsort(matches[:, 0])
@@ -153,12 +156,14 @@ def fill(
     scores: np.ndarray,
     threshold: float,
     sides: Tuple[Side, Side],
-    rules: Rules,
+    accept: float,
+    more: Optional[classical.Matches] = None,
 ) -> Filled:
-    """Accept or reject a pair, and add classical matches to those of the network.
+    """Accept or reject a pair, and add the classical matches `more` to those of the network.
 
     matches (K, 2), scores (K,): of the network, `threshold` the minimum score that counts in an
-    accepted pair. The score of a classical match is one minus its ratio of distances, 0.2 to 1.
+    accepted pair. accept: see `Rules`. The score of a classical match is one minus its ratio of
+    distances.
     """
     found = matched_of(matches, scores, sides)
     judged = acceptance.judge(found)
@@ -166,16 +171,16 @@ def fill(
     above = scores > threshold
     matches = matches[above]
     scores = scores[above]
-    if judged.probability >= rules.accept and rules.guided:
-        more = classical.ratio_matches(sides[0].described, sides[1].described)
+    if judged.probability >= accept and more is not None:
         # those of the network alone may be few in wide views, and lie along a row of windows
-        both = _points(sides, np.unique(np.concatenate([agreeing, more[0]]), axis=0))
+        both = _points(sides, np.unique(np.concatenate([agreeing, more.matches]), axis=0))
         F = geometry.fit_fundamental(*both, INLIER_PX).model
         judged = acceptance.judge(found, judged.F if F is None else F)
         # a match of both matchers keeps the network's score
-        matches, at = np.unique(np.concatenate([matches, more[0]]), axis=0, return_index=True)
-        scores = np.concatenate([scores, more[1]])[at]
-    if judged.F is None or judged.probability < rules.accept:
+        both = np.concatenate([matches, more.matches])
+        matches, at = np.unique(both, axis=0, return_index=True)
+        scores = np.concatenate([scores, more.scores])[at]
+    if judged.F is None or judged.probability < accept:
         return Filled(matches[:0], scores[:0], judged.probability)
     away = geometry.epipolar_distances(judged.F, *_points(sides, matches))
     kept = away <= BAND_PX

@@ -81,7 +81,7 @@ def examine(ours: matcher.Matcher, photo: str, kind: str, pair: places.Made) -> 
     """A made pair as a scene that skips none sees it; None if one is right and no geometry fits."""
     sides = [ours.extract(image) for image in (pair.image0, pair.image1)]
     screened = scenes.screen(sides, ours.resize)
-    found = ours.match_likely([screened])[0]
+    found, _ = ours.match_screened([screened])[0]
     one, other = (scenes.side_of(side, ours.resize) for side in screened.sides)
     matched = scenes.matched_of(found.matches, found.scores, (one, other))
     judged = acceptance.judge(matched)

@@ -120,7 +120,7 @@ def answers(
         both = [features[name] for name in (view.first, view.second)]
         ours = [side.keypoints for side in both]
         found = matcher.match(*both)
-        tested = classical.ratio_matches(*(classical.describe(side.records) for side in both))
+        tested = classical.ratio_matches(*(side.records for side in both))
         table = {
             "slot": Found(theirs, *colmap.match(slot, *sides)),
             "ratio": Found(theirs, ratio, np.ones(len(ratio))),

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 import numpy as np
 
 from pipeline.errors import RequestError
-from superglue_sift import classical, scenes
+from superglue_sift import classical, likely, scenes
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
@@ -78,7 +78,9 @@ class Matchers:
         for name, network in self.networks.items():
             for start in range(0, len(pairs), batch):
                 part = pairs[start : start + batch]
-                found = match_pairs(network.model, part, self.device, self.network_keypoints)
+                most = self.network_keypoints
+                chosen = [likely.choose(pair[:2], most) for pair in part] if most else None
+                found = match_pairs(network.model, part, self.device, chosen)
                 for by_name, matches in zip(answers[start:], found):
                     by_name[name] = matches
         for by_name, pair in zip(answers, pairs):
@@ -126,19 +128,16 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
     return match
 
 
-UNGUIDED = scenes.Rules(guided=False)
-
-
 def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatches:
     """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
     accepted.
     """
-    none = classical.Described(np.empty((0, 128), np.float32), np.empty(0, np.int64))  # no guiding
-    side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0, none)
-    side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1, none)
+    side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0)
+    side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1)
     index0 = np.flatnonzero(answer.matches0 >= 0)
     matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    accepted = scenes.fill(matches, answer.scores0[index0], threshold, (side0, side1), UNGUIDED)
+    given = matches, answer.scores0[index0], threshold, (side0, side1)
+    accepted = scenes.fill(*given, scenes.ACCEPT)
     kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
     return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
 

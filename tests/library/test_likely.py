@@ -47,10 +47,13 @@ def test_any_numbers_of_keypoints(count0, count1, most, seed):
         records = records_of(np.zeros(count, int), rng.random(count))
         records["descriptor"] = rng.integers(0, 256, (count, 128))
         sides.append(records)
-    for side, index in zip(sides, likely.choose(sides, most)):
+    chosen = likely.choose(sides, most)
+    for side, index in zip(sides, chosen):
         limit = most if max(count0, count1) > most else len(side)
         assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
         assert set(index) <= set(range(len(side)))
+    for index, swapped in zip(chosen, likely.choose(sides[::-1], most)[::-1]):
+        assert index.tolist() == swapped.tolist()  # the order of the images does not matter
 
 
 def test_the_network_matches_the_chosen_keypoints(photo, untrained):
@@ -58,8 +61,9 @@ def test_the_network_matches_the_chosen_keypoints(photo, untrained):
     records = [side.records for side in sides]
     sizes = [side.size for side in sides]
     assert min(map(len, records)) > 300
-    found = match_pairs(untrained.model, [Pair(*records, *sizes)], "cpu", 300)[0]
     index0, index1 = likely.choose(records, 300)
+    pair = Pair(*records, *sizes)
+    found = match_pairs(untrained.model, [pair], "cpu", [(index0, index1)])[0]
     few = Pair(records[0][index0], records[1][index1], *sizes)
     alone = match_pairs(untrained.model, [few], "cpu")[0]
     assert (alone.matches0 >= 0).sum() > 100

@@ -47,7 +47,7 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    sides = [classical.describe(records_of(each)) for each in (one, other)]
+    sides = [records_of(each) for each in (one, other)]
     found, scores = classical.ratio_matches(*sides)
     rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
     matches = set(map(tuple, found.tolist()))
@@ -63,10 +63,10 @@ def test_the_second_orientation_matches_too():
     one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
     second = np.zeros_like(other)
     second[7] = one[3]
-    sides = classical.describe(records_of(one)), classical.describe(records_of(other, second))
+    sides = records_of(one), records_of(other, second)
     found, _ = classical.ratio_matches(*sides)
     assert found.tolist() == [[3, 7]]
-    alone = classical.describe(records_of(one[:1]))
+    alone = records_of(one[:1])
     assert len(classical.ratio_matches(alone, alone)[0]) == 0  # no ratio
 
 
@@ -97,31 +97,29 @@ def made_pair(right, wrong, seed=0):
     descriptors = rng.gamma(0.6, 40, (count, 128)).clip(0, 255).astype(np.uint8)
     other = descriptors.copy()
     other[right:] = rng.gamma(0.6, 40, (wrong, 128)).clip(0, 255)
-    sides = tuple(
-        scenes.Side(v, (640, 640), classical.describe(records_of(d)))
-        for v, d in zip(views, (descriptors, other))
-    )
-    return sides, np.stack([np.arange(count)] * 2, axis=1)
+    more = classical.ratio_matches(records_of(descriptors), records_of(other))
+    sides = tuple(scenes.Side(points, (640, 640)) for points in views)
+    return sides, np.stack([np.arange(count)] * 2, axis=1), more
 
 
 def test_matches_that_agree_open_a_pair_and_all_that_agree_fill_it():
-    sides, matches = made_pair(right=200, wrong=100)
+    sides, matches, more = made_pair(right=200, wrong=100)
     # The other 160 are left to the classical matcher
     network = np.concatenate([matches[:40], matches[200:220]])
     scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(20, 0.4)])
     scores = scores.astype(np.float32)
-    found = scenes.fill(network, scores, 0.28, sides, scenes.Rules())
+    found = scenes.fill(network, scores, 0.28, sides, 0.5, more)
     assert 0.9 < found.score < 1
     right = found.matches[:, 0] < 200
     # Of 20 at random places few lie on their lines
     assert right.sum() == 200 and (~right).sum() < 3
     assert (found.matches[:, 0] == found.matches[:, 1]).all()
-    alone = scenes.fill(network, scores, 0.28, sides, scenes.Rules(guided=False))
+    alone = scenes.fill(network, scores, 0.28, sides, 0.5)
     assert (alone.matches[:, 0] < 200).sum() == 40
 
 
 def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
-    sides, _ = made_pair(right=100, wrong=0)
+    sides, *_ = made_pair(right=100, wrong=0)
     points0, points1 = (side.points.astype(np.float32) for side in sides)
     points1[3:90:9, 1] += 1.5
     size = sides[0].size
@@ -137,16 +135,15 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
 
 
 def test_a_pair_below_the_limit_gives_nothing():
-    sides, matches = made_pair(right=200, wrong=100)
+    sides, matches, more = made_pair(right=200, wrong=100)
     scores = np.full(300, 0.6, np.float32)
-    found = scenes.fill(matches[200:], scores[200:], 0.28, sides, scenes.Rules())
+    found = scenes.fill(matches[200:], scores[200:], 0.28, sides, scenes.ACCEPT, more)
     assert 0 < found.score < scenes.ACCEPT
     assert found.matches.shape == (0, 2) and found.scores.shape == (0,)
     right = matches[:200], scores[:200], 0.28, sides
-    assert len(scenes.fill(*right, scenes.Rules(accept=1.0)).matches) == 0
-    assert len(scenes.fill(*right, scenes.Rules(accept=0.9)).matches) == 200
-    rules = scenes.Rules(accept=0.0, guided=False)
-    none = scenes.fill(matches[:0], scores[:0], 0.28, sides, rules)
+    assert len(scenes.fill(*right, 1.0, more).matches) == 0
+    assert len(scenes.fill(*right, 0.9, more).matches) == 200
+    none = scenes.fill(matches[:0], scores[:0], 0.28, sides, 0.0)
     assert none.matches.shape == (0, 2) and none.score > scenes.SKIPPED
 
 
