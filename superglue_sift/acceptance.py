@@ -104,7 +104,7 @@ def features_of(matched: Matched, inliers: np.ndarray) -> np.ndarray:
         return np.zeros(len(FEATURES))
     near0 = _neighbours(agreeing.points0)
     near1 = _neighbours(agreeing.points1)
-    maps, smooth = _maps_around(agreeing.points0, agreeing.points1, near0[:, :MAPPED])
+    maps, smooth = _maps_around(agreeing, near0[:, :MAPPED], agreeing)
     digits = significance(len(matched.scores), count, _chance(matched.sizes))
     return np.array(
         [
@@ -153,18 +153,29 @@ def _kept(near: np.ndarray, there: np.ndarray) -> float:
     return float(followed.any(2).mean())
 
 
+def fit_neighbours(known: Matched, matched: Matched) -> np.ndarray:
+    """(K,) bool: matches that are where the nearest of the matches `known` say."""
+    from scipy.spatial import KDTree
+
+    if min(len(known.scores), len(matched.scores)) < MAPPED:
+        return np.zeros(len(matched.scores), bool)
+    near = KDTree(known.points0).query(matched.points0, MAPPED)[1]
+    return _maps_around(known, np.asarray(near), matched)[1]
+
+
 def _maps_around(
-    points0: np.ndarray, points1: np.ndarray, near: np.ndarray
+    known: Matched, near: np.ndarray, matched: Matched
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Affine maps (k, 2, 2) of the neighbours (k, n) of each of k matches (k, 2), and (k,) bool,
-    whether the match itself fits them.
+    """Affine maps (k, 2, 2) of the neighbours (k, n), indices in `known`, of each of k matches, and
+    (k,) bool, whether the match itself fits them.
 
     On surfaces neighbours say where a match is. Matches that fit F by chance are anywhere along
     their lines.
     """
-    middle0, middle1 = (points[near].mean(1) for points in (points0, points1))
-    own = points0[near] - middle0[:, None]
-    theirs = points1[near] - middle1[:, None]
+    points0, points1, *_ = matched
+    middle0, middle1 = (points[near].mean(1) for points in (known.points0, known.points1))
+    own = known.points0[near] - middle0[:, None]
+    theirs = known.points1[near] - middle1[:, None]
     normal = np.einsum("kni,knj->kij", own, own) + PRIOR_PX**2 * np.eye(2)
     maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
     expected = middle1 + np.einsum("kij,kj->ki", maps, points0 - middle0)

@@ -44,10 +44,13 @@ class Matches(NamedTuple):
     matches: np.ndarray
     scores: np.ndarray
 
+    def only(self, chosen: np.ndarray) -> Matches:
+        """The chosen matches. chosen: (K,) bool."""
+        return Matches(self.matches[chosen], self.scores[chosen])
+
     def above(self, score: float) -> Matches:
         """The matches with a greater score."""
-        kept = self.scores > score
-        return Matches(self.matches[kept], self.scores[kept])
+        return self.only(self.scores > score)
 
 
 def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:

@@ -42,6 +42,7 @@ def choose(
         found = classical.ratio_matches(one, other, RATIO)
         ends = [pool[index] for pool, index in zip(pools, found.matches.T)]
         found = found._replace(matches=np.stack(ends, axis=1))
+    found = found.above(1.0 - RATIO)
     surest = found.matches[np.argsort(-found.scores, kind="stable")[:most]]
     chosen = []
     for order, likely in zip(orders, surest.T):

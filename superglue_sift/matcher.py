@@ -307,9 +307,7 @@ class Matcher:
         matcher.
         """
         sides = [(one, other) for one, other in (each.sides for each in screened)]
-        classical = [
-            ratio_matches(one.records, other.records, likely.RATIO) for one, other in sides
-        ]
+        classical = [ratio_matches(one.records, other.records, ratio=1.0) for one, other in sides]
         found = [each.only(~each.find_stamps()) for each in self._ask(sides, classical)]
         return list(zip(found, classical))
 

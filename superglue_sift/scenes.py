@@ -8,7 +8,8 @@ their geometry.
    probability of one place is too low (`acceptance`).
 2. The geometry is fitted again to all classical matches and those of the network that agreed. The
    network's matches are judged by it once more: this probability is the pair's score.
-3. All matches near their epipolar lines are kept.
+3. All matches near their epipolar lines are kept. Mutual nearest neighbours that fail the ratio
+   test must also be where the matches around them say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy as np
 
 from superglue_sift import acceptance, classical, geometry
 from superglue_sift.acceptance import INLIER_PX
+from superglue_sift.classical import Matches
 from superglue_sift.features import Features
 from superglue_sift.match_result import MatchResult, near_stamp
 from superglue_sift.sift import rank
@@ -133,7 +135,7 @@ NOTHING = Filled(np.empty((0, 2), np.int64), np.empty(0, np.float32), SKIPPED)
 def finish(
     screened: Screened,
     found: MatchResult,
-    more: classical.Matches,
+    more: Matches,
     threshold: float,
     resize: int,
     accept: float,
@@ -143,7 +145,6 @@ def finish(
     Returns indices of the keypoints before screening, in the order of image 0.
     """
     one, other = (side_of(side, resize) for side in screened.sides)
-    more = more.above(1.0 - classical.RATIO)
     pair = fill(found.matches, found.scores, threshold, (one, other), accept, more)
     kept0, kept1 = screened.kept
     matches = np.stack([kept0[pair.matches[:, 0]], kept1[pair.matches[:, 1]]], axis=1)
@@ -157,34 +158,47 @@ def fill(
     threshold: float,
     sides: Tuple[Side, Side],
     accept: float,
-    more: Optional[classical.Matches] = None,
+    more: Optional[Matches] = None,
 ) -> Filled:
-    """Accept or reject a pair, and add the classical matches `more` to those of the network.
+    """Accept or reject a pair, and add classical matches to those of the network.
 
     matches (K, 2), scores (K,): of the network, `threshold` the minimum score that counts in an
-    accepted pair. accept: see `Rules`. The score of a classical match is one minus its ratio of
-    distances.
+    accepted pair. accept: see `Rules`. more: of the classical matcher, at a ratio up to 1; their
+    scores are one minus the ratio of distances.
     """
     found = matched_of(matches, scores, sides)
     judged = acceptance.judge(found)
     agreeing = matches[judged.inliers]
-    above = scores > threshold
-    matches = matches[above]
-    scores = scores[above]
+    pair = Matches(matches, scores).above(threshold)
     if judged.probability >= accept and more is not None:
+        sure = more.above(1.0 - classical.RATIO)
         # those of the network alone may be few in wide views, and lie along a row of windows
-        both = _points(sides, np.unique(np.concatenate([agreeing, more.matches]), axis=0))
+        both = _points(sides, np.unique(np.concatenate([agreeing, sure.matches]), axis=0))
         F = geometry.fit_fundamental(*both, INLIER_PX).model
         judged = acceptance.judge(found, judged.F if F is None else F)
-        # a match of both matchers keeps the network's score
-        both = np.concatenate([matches, more.matches])
-        matches, at = np.unique(both, axis=0, return_index=True)
-        scores = np.concatenate([scores, more.scores])[at]
+        pair = _join(pair, sure)
     if judged.F is None or judged.probability < accept:
         return Filled(matches[:0], scores[:0], judged.probability)
-    away = geometry.epipolar_distances(judged.F, *_points(sides, matches))
-    kept = away <= BAND_PX
-    return Filled(*classical.one_each(matches[kept], scores[kept]), judged.probability)
+    pair = _near_lines(judged.F, pair, sides)
+    if more is not None:
+        unsure = _near_lines(judged.F, more, sides)
+        known, others = (matched_of(*each, sides) for each in (pair, unsure))
+        fitting = acceptance.fit_neighbours(known, others)
+        pair = classical.one_each(*_join(pair, unsure.only(fitting)))
+    return Filled(*pair, judged.probability)
+
+
+def _join(first: Matches, second: Matches) -> Matches:
+    """Both; a match of both has the score of the first."""
+    both = np.concatenate([first.matches, second.matches])
+    matches, at = np.unique(both, axis=0, return_index=True)
+    return Matches(matches, np.concatenate([first.scores, second.scores])[at])
+
+
+def _near_lines(F: np.ndarray, pair: Matches, sides: Tuple[Side, Side]) -> Matches:
+    """The matches near their epipolar lines, of those of one keypoint the surest."""
+    away = geometry.epipolar_distances(F, *_points(sides, pair.matches))
+    return classical.one_each(*pair.only(away <= BAND_PX))
 
 
 def matched_of(

@@ -118,6 +118,20 @@ def test_matches_that_agree_open_a_pair_and_all_that_agree_fill_it():
     assert (alone.matches[:, 0] < 200).sum() == 40
 
 
+def test_an_unsure_match_is_kept_where_its_neighbours_say():
+    """Sliding along its epipolar line, a wrong match fits the geometry, but no surface."""
+    sides, matches, _ = made_pair(right=200, wrong=0)
+    epipole = np.array([1000.0, 0.0])  # the first camera's centre, in image 1
+    sides[1].points[150:] += 0.1 * (epipole - sides[1].points[150:])  # some 100 px
+    scores = np.repeat(np.float32([0.5, 0.05]), 100)
+    network = matches[:40], np.full(40, 0.6, np.float32)
+    found = scenes.fill(*network, 0.28, sides, 0.5, classical.Matches(matches, scores))
+    kept = np.bincount(found.matches[:, 0] // 50, minlength=4)  # of each 50
+    assert kept[:2].tolist() == [50, 50]  # sure
+    assert kept[2] > 40 and kept[3] < 5
+    assert set(found.scores) == set(np.float32([0.6, 0.5, 0.05]))
+
+
 def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
     sides, *_ = made_pair(right=100, wrong=0)
     points0, points1 = (side.points.astype(np.float32) for side in sides)
