@@ -80,21 +80,35 @@ def unit_rows(records: np.ndarray) -> np.ndarray:
 
 
 def neighbours(rows: np.ndarray, others: np.ndarray) -> Neighbours:
-    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), float32."""
+    """Neighbours of each of `rows` (n, D) float32 among `others` (m, D), unit vectors."""
     count = len(rows)
     if count == 0 or len(others) == 0:
         nothing = np.full(count, -1, np.int64)
         return Neighbours(nothing, np.ones(count, np.float32), np.zeros(count, bool))
-    nearest, cosine, second = rank(rows, others)
-    mutual = rank(others, rows)[0][nearest] == np.arange(count)
+    nearest, cosine, second, rival = rank(rows, others)
     ratio = ratio_of(cosine, second) if len(others) > 1 else np.ones(count, np.float32)
-    return Neighbours(nearest, ratio, mutual)
+    return Neighbours(nearest, ratio, cosine >= rival)
 
 
-def rank(rows: np.ndarray, others: np.ndarray) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The nearest of m others to each of n rows (n,) int64, its cosine, and the second largest."""
+class Ranked(NamedTuple):
+    """The nearest of m others to each of n rows, (n,) each.
+
+    nearest: int64. cosine: of both. second: the second largest cosine of the row. rival: the
+    largest cosine of the nearest one with any other row, infinite if that row is nearer to it; of
+    equally near rows the first has a finite one.
+    """
+
+    nearest: np.ndarray
+    cosine: np.ndarray
+    second: np.ndarray
+    rival: np.ndarray
+
+
+def rank(rows: np.ndarray, others: np.ndarray) -> Ranked:
+    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), by one product."""
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)
+    rest = np.full(len(others), -1.0, np.float32)  # largest cosine with rows nearer to another one
     product = torch.empty((BLOCK, len(others)))
     right = torch.from_numpy(others).T
     for start in range(0, len(rows), BLOCK):
@@ -106,7 +120,14 @@ def rank(rows: np.ndarray, others: np.ndarray) -> Tuple[np.ndarray, np.ndarray, 
         cosine[here] = values[at, best]
         values[at, best] = -1.0
         second[here] = values.max(axis=1)
-    return nearest, cosine, second
+        np.maximum(rest, values.max(axis=0), out=rest)
+    # of the rows with one nearest, all but the first in this order
+    order = np.lexsort((-cosine, nearest))
+    beaten = order[1:][np.diff(nearest[order]) == 0]
+    np.maximum.at(rest, nearest[beaten], cosine[beaten])
+    rival = rest[nearest]
+    rival[beaten] = np.inf
+    return Ranked(nearest, cosine, second, rival)
 
 
 def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -125,17 +146,10 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
     others, other_owner = _describe(records1)
     if min(len(rows), len(others)) < 2:
         return Matches(np.empty((0, 2), np.int64), np.empty(0, np.float32))
-
-    def is_distinct(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-        return (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratio_of(cosine, second) < ratio)
-
-    nearest, cosine, second = rank(rows, others)
-    kept = np.flatnonzero(is_distinct(cosine, second))
-    back, _, rival = rank(others[nearest[kept]], rows)
-    mutual = (back == kept) & is_distinct(cosine[kept], rival)
-    kept = kept[mutual]
-    scores = 1.0 - ratio_of(cosine[kept], np.maximum(second[kept], rival[mutual]))
-    return one_each(np.stack([owner[kept], other_owner[nearest[kept]]], axis=1), scores)
+    nearest, cosine, second, rival = rank(rows, others)
+    ratios = ratio_of(cosine, np.maximum(second, rival))
+    kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
+    return one_each(np.stack([owner[kept], other_owner[nearest[kept]]], axis=1), 1.0 - ratios[kept])
 
 
 def one_each(matches: np.ndarray, scores: np.ndarray) -> Matches:
