@@ -8,7 +8,8 @@ The library needs torch, numpy, scipy, OpenCV, Pillow, safetensors and tqdm. `on
 HEIC need more, imported on use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
-    pair_matches, likely          keypoints to matches; which keypoints the network sees
+    pair_matches, likely,         keypoints to matches; which keypoints the network sees, and
+    local_maps                    matches of others
     feature_store                 features of many images, kept on disk
     images                        a file to pixels, rotated upright or as stored
     sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units

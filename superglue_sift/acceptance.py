@@ -23,6 +23,7 @@ from typing import NamedTuple, Optional, Tuple
 import numpy as np
 
 from superglue_sift import classical, geometry
+from superglue_sift.local_maps import AROUND, maps_around
 
 COUNTED = 0.2  # confidence above which a match counts
 INLIER_PX = 1.5  # distance from the epipolar lines, in both images
@@ -30,8 +31,6 @@ SEVEN = 7  # matches give a fundamental matrix
 # Neighbours of an inlier, among the inliers
 FOLLOWED = 5  # the nearest, which are looked for
 NEAR = 10  # the nearest in the other image, among which they are looked for
-MAPPED = 8  # give the map
-PRIOR_PX = 5.0  # if squared distances of neighbours add up to its square, maps shrink by half
 # A match is where its neighbours say to this part of their spread, and these pixels
 SMOOTH = 0.3
 SMOOTH_PX = 3.0
@@ -40,8 +39,8 @@ SMOOTH_BY_CHANCE = 0.35
 MIRRORED_BY_CHANCE = 0.5
 
 FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.31, 5.64, 0.29, 0.79])
-BIAS = -7.57
+WEIGHTS = np.array([0.39, 6.24, 0.27, 0.86])
+BIAS = -8.17
 
 
 class Matched(NamedTuple):
@@ -104,7 +103,10 @@ def features_of(matched: Matched, inliers: np.ndarray) -> np.ndarray:
         return np.zeros(len(FEATURES))
     near0 = _neighbours(agreeing.points0)
     near1 = _neighbours(agreeing.points1)
-    maps, smooth = _maps_around(agreeing, near0[:, :MAPPED], agreeing)
+    points = agreeing.points0, agreeing.points1
+    maps, away, spread = maps_around(points, near0[:, :AROUND], points)
+    # Matches that fit F by chance are anywhere along their lines
+    smooth = away <= SMOOTH * spread + SMOOTH_PX
     digits = significance(len(matched.scores), count, _chance(matched.sizes))
     return np.array(
         [
@@ -151,34 +153,3 @@ def _kept(near: np.ndarray, there: np.ndarray) -> float:
     """Part of the nearest neighbours in one image that are neighbours in the other, too."""
     followed = near[:, :FOLLOWED, None] == there[:, None, :]
     return float(followed.any(2).mean())
-
-
-def fit_neighbours(known: Matched, matched: Matched) -> np.ndarray:
-    """(K,) bool: matches that are where the nearest of the matches `known` say."""
-    from scipy.spatial import KDTree
-
-    if min(len(known.scores), len(matched.scores)) < MAPPED:
-        return np.zeros(len(matched.scores), bool)
-    near = KDTree(known.points0).query(matched.points0, MAPPED)[1]
-    return _maps_around(known, np.asarray(near), matched)[1]
-
-
-def _maps_around(
-    known: Matched, near: np.ndarray, matched: Matched
-) -> Tuple[np.ndarray, np.ndarray]:
-    """Affine maps (k, 2, 2) of the neighbours (k, n), indices in `known`, of each of k matches, and
-    (k,) bool, whether the match itself fits them.
-
-    On surfaces neighbours say where a match is. Matches that fit F by chance are anywhere along
-    their lines.
-    """
-    points0, points1, *_ = matched
-    middle0, middle1 = (points[near].mean(1) for points in (known.points0, known.points1))
-    own = known.points0[near] - middle0[:, None]
-    theirs = known.points1[near] - middle1[:, None]
-    normal = np.einsum("kni,knj->kij", own, own) + PRIOR_PX**2 * np.eye(2)
-    maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
-    expected = middle1 + np.einsum("kij,kj->ki", maps, points0 - middle0)
-    spread = np.sqrt((theirs**2).sum(2).mean(1))
-    away = np.linalg.norm(expected - points1, axis=1)
-    return maps, away <= SMOOTH * spread + SMOOTH_PX

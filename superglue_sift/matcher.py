@@ -25,15 +25,15 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, 
 import numpy as np
 import torch
 
-from superglue_sift import likely, scenes, system
+from superglue_sift import scenes, system
 from superglue_sift.batch import Pair
-from superglue_sift.classical import Matches, ratio_matches
+from superglue_sift.classical import Matches
 from superglue_sift.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.extractors import load as load_extractor
 from superglue_sift.features import Features, Image, extract, gray_of
 from superglue_sift.images import FRAMES, STORED, UPRIGHT, decode, read
+from superglue_sift.likely import Likely, match_likely
 from superglue_sift.match_result import MatchResult
-from superglue_sift.pair_matches import match_pairs
 from superglue_sift.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.system import FileName, RequestError, check_range
 from superglue_sift.torch_compat import no_compiler
@@ -275,41 +275,32 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            results = [found.above(self.threshold) for found in self._ask(sides)]
+            likely = [each.confirmed(self.threshold) for each in self._match_likely(sides)]
+            found = [MatchResult.of(*pair, *each) for pair, each in zip(sides, likely)]
+            results = [each.above(self.threshold) for each in found]
         if not aligned:
             return results
         return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
 
-    def _ask(
-        self,
-        sides: Sequence[Tuple[Features, Features]],
-        classical: Sequence[Optional[Matches]] = (),
-    ) -> List[MatchResult]:
-        """All matches of the network for each pair, whatever their scores.
-
-        classical: of all keypoints of each pair, if known (`likely.choose`).
-        It sees the reduced images: in pixels of the files, it would see a zoom that is not there.
+    def _match_likely(self, sides: Sequence[Tuple[Features, Features]]) -> List[Likely]:
+        """The network sees the reduced images: in pixels of the files, it would see a zoom that is
+        not there.
         """
         seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
-        chosen = [
-            likely.choose(pair[:2], self.network_keypoints, found)
-            for pair, found in itertools.zip_longest(pairs, classical)
-        ]
         with self._turn:
-            answers = match_pairs(self.model, pairs, self.device, chosen) if pairs else []
-        return [MatchResult.of(*pair, *answer) for pair, answer in zip(sides, answers)]
+            return match_likely(self.model, pairs, self.device, self.network_keypoints)
 
     def match_screened(
         self, screened: Sequence[scenes.Screened]
     ) -> List[Tuple[MatchResult, Matches]]:
-        """All matches of the network for each pair, without its stamps, and those of the classical
-        matcher.
+        """All matches of the network for each pair, without its stamps, and the mutual nearest
+        neighbours.
         """
         sides = [(one, other) for one, other in (each.sides for each in screened)]
-        classical = [ratio_matches(one.records, other.records, ratio=1.0) for one, other in sides]
-        found = [each.only(~each.find_stamps()) for each in self._ask(sides, classical)]
-        return list(zip(found, classical))
+        likely = self._match_likely(sides)
+        found = [MatchResult.of(*pair, *each.found) for pair, each in zip(sides, likely)]
+        return [(each.only(~each.find_stamps()), of.mutual) for each, of in zip(found, likely)]
 
     def _match_scene(
         self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules

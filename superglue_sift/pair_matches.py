@@ -37,6 +37,8 @@ def match_pairs(
     """
     if chosen is not None:
         return _match_chosen(model, pairs, device, chosen)
+    if not pairs:
+        return []
     order, batches = from_pairs(pairs).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]

@@ -23,6 +23,7 @@ from superglue_sift import acceptance, classical, geometry
 from superglue_sift.acceptance import INLIER_PX
 from superglue_sift.classical import Matches
 from superglue_sift.features import Features
+from superglue_sift.local_maps import confirm
 from superglue_sift.match_result import MatchResult, near_stamp
 from superglue_sift.sift import rank
 from superglue_sift.system import check_range
@@ -182,9 +183,7 @@ def fill(
     pair = _near_lines(judged.F, pair, sides)
     if more is not None:
         unsure = _near_lines(judged.F, more, sides)
-        known, others = (matched_of(*each, sides) for each in (pair, unsure))
-        fitting = acceptance.fit_neighbours(known, others)
-        pair = classical.one_each(*_join(pair, unsure.only(fitting)))
+        pair = _join(pair, confirm(pair, unsure, (sides[0].points, sides[1].points)))
     return Filled(*pair, judged.probability)
 
 

@@ -5,6 +5,7 @@ keypoints.
 from __future__ import annotations
 
 import importlib
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
@@ -12,11 +13,12 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 import numpy as np
 
 from pipeline.errors import RequestError
-from superglue_sift import classical, likely, scenes
+from superglue_sift import classical, scenes
 from superglue_sift.batch import Pair
 from superglue_sift.extractors import kind_of
 from superglue_sift.features import Features
-from superglue_sift.pair_matches import PairMatches, match_pairs
+from superglue_sift.likely import Likely, match_likely
+from superglue_sift.pair_matches import PairMatches
 from superglue_sift.sift import positions
 from superglue_sift.superglue import SuperGlue
 from superglue_sift.weights import fuse_for_inference, load_model, match_threshold
@@ -78,15 +80,13 @@ class Matchers:
         for name, network in self.networks.items():
             for start in range(0, len(pairs), batch):
                 part = pairs[start : start + batch]
-                most = self.network_keypoints
-                chosen = [likely.choose(pair[:2], most) for pair in part] if most else None
-                found = match_pairs(network.model, part, self.device, chosen)
-                for by_name, matches in zip(answers[start:], found):
-                    by_name[name] = matches
+                most = self.network_keypoints or sys.maxsize
+                likely = match_likely(network.model, part, self.device, most)
+                for by_name, found in zip(answers[start:], likely):
+                    by_name[name] = found.confirmed(network.threshold)
+                    if self.scene and name == OURS:
+                        by_name[SCENE] = match_scene(found, network.threshold)
         for by_name, pair in zip(answers, pairs):
-            if self.scene:
-                threshold = self.networks[OURS].threshold
-                by_name[SCENE] = match_scene(pair, by_name[OURS], threshold)
             by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())
         return answers
@@ -128,18 +128,21 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
     return match
 
 
-def match_scene(pair: Pair, answer: PairMatches, threshold: float) -> PairMatches:
-    """Matches of a pair of a scene: those that agree with its geometry; none where the pair is not
-    accepted.
-    """
+def match_scene(likely: Likely, threshold: float) -> PairMatches:
+    """Matches of a pair of a scene as `scenes.fill` finds them; none where it is not accepted."""
+    pair, found, _, mutual = likely
     side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0)
     side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1)
-    index0 = np.flatnonzero(answer.matches0 >= 0)
-    matches = np.stack([index0, answer.matches0[index0]], axis=1)
-    given = matches, answer.scores0[index0], threshold, (side0, side1)
-    accepted = scenes.fill(*given, scenes.ACCEPT)
-    kept = np.isin(np.arange(len(answer.matches0)), accepted.matches[:, 0])
-    return PairMatches(np.where(kept, answer.matches0, -1), np.where(kept, answer.scores0, 0.0))
+    index0 = np.flatnonzero(found.matches0 >= 0)
+    matches = np.stack([index0, found.matches0[index0]], axis=1)
+    given = matches, found.scores0[index0], threshold, (side0, side1)
+    filled = scenes.fill(*given, scenes.ACCEPT, mutual)
+    ends0, ends1 = filled.matches.T
+    matches0 = np.full(len(found.matches0), -1)
+    scores0 = np.zeros(len(matches0), np.float32)
+    matches0[ends0] = ends1
+    scores0[ends0] = filled.scores
+    return PairMatches(matches0, scores0)
 
 
 def match_baselines(pair: Pair) -> Dict[str, PairMatches]:

@@ -15,9 +15,10 @@ import functools
 import hashlib
 import threading
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 from superglue_sift.apps import results
+from superglue_sift.features import Features
 from superglue_sift.images import UPRIGHT, decode_color
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
@@ -57,7 +58,7 @@ def make_app(matcher: Matcher) -> Any:
     # Other names of this machine are refused: pages of other sites could take one (DNS rebinding)
     app.config.update(MAX_CONTENT_LENGTH=MAX_BYTES, TRUSTED_HOSTS=[HOST, "localhost"])
     request = flask.request
-    match = functools.lru_cache(maxsize=1)(functools.partial(match_all, matcher))
+    extract = functools.lru_cache(maxsize=1)(functools.partial(extract_both, matcher))
     lock = threading.Lock()  # one match at a time, which bounds memory
 
     @app.get("/")
@@ -70,7 +71,8 @@ def make_app(matcher: Matcher) -> Any:
         threshold = request.form.get("threshold", matcher.threshold, float)
         check_range("threshold", threshold, 0, 1)
         with lock:
-            return files_of(match(*images).above(threshold), images)
+            found = dataclasses.replace(matcher, threshold=threshold).match(*extract(*images))
+            return files_of(found, images)
 
     @app.before_request
     def refuse_other_sites() -> None:
@@ -90,16 +92,13 @@ def make_app(matcher: Matcher) -> Any:
     return app
 
 
-def match_all(matcher: Matcher, *files: bytes) -> MatchResult:
-    """All matches of two images, whatever their scores; in a scene those above the threshold, since
-    the geometry is fitted to them. Raises RequestError for a bad image.
-    """
+def extract_both(matcher: Matcher, *files: bytes) -> List[Features]:
+    """Features of two images, with their pixels in colour. Raises RequestError for a bad image."""
     sides = []
     for data, name in zip(files, ("first image", "second image")):
         features = matcher.extract_file(data, name)
         sides.append(features._replace(image=decode_color(data, name, UPRIGHT)))
-    threshold = 0.0 if matcher.rules is None else matcher.threshold
-    return dataclasses.replace(matcher, threshold=threshold).match(*sides)
+    return sides
 
 
 def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:

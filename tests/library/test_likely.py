@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from superglue_sift import Matcher, RequestError, geometry, likely
 from superglue_sift.batch import Pair
-from superglue_sift.pair_matches import match_pairs
+from superglue_sift.classical import Matches, ratio_matches
+from superglue_sift.pair_matches import PairMatches, match_pairs
 from superglue_sift.sift import KEYPOINT
 
 
@@ -22,20 +23,18 @@ def records_of(entries, ranks):
     return records
 
 
+def choose(sides, most):
+    return likely.choose(sides, most, ratio_matches(*sides, ratio=1.0))
+
+
 def test_matched_keypoints_come_first_and_others_by_rank():
     one = records_of([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.2, 0.8, 0.7, 0.3])
     other = records_of([5, 9, 10, 0], [0.1, 0.3, 0.2, 0.4])
-    chosen0, chosen1 = likely.choose((one, other), 3)
+    chosen0, chosen1 = choose((one, other), 3)
     assert chosen0.tolist() == [0, 1, 5]  # 0 and 5 are also in the other image; 1 has the best rank
     assert chosen1.tolist() == [0, 1, 3]
-    chosen0, chosen1 = likely.choose((one, other), 6)  # no choice
+    chosen0, chosen1 = choose((one, other), 6)  # no choice
     assert chosen0.tolist() == list(range(6)) and chosen1.tolist() == list(range(4))
-
-
-def test_the_choice_is_among_the_keypoints_of_highest_rank():
-    one = records_of(range(9), np.arange(9, 0, -1))  # the last has the lowest rank
-    chosen = likely.choose((one, records_of([8, 7], [1, 2])), 2)
-    assert chosen[0].tolist() == [0, 7]  # of the first 8 = 4 x 2
 
 
 @settings(max_examples=50, deadline=None)
@@ -47,12 +46,12 @@ def test_any_numbers_of_keypoints(count0, count1, most, seed):
         records = records_of(np.zeros(count, int), rng.random(count))
         records["descriptor"] = rng.integers(0, 256, (count, 128))
         sides.append(records)
-    chosen = likely.choose(sides, most)
+    chosen = choose(sides, most)
     for side, index in zip(sides, chosen):
         limit = most if max(count0, count1) > most else len(side)
         assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
         assert set(index) <= set(range(len(side)))
-    for index, swapped in zip(chosen, likely.choose(sides[::-1], most)[::-1]):
+    for index, swapped in zip(chosen, choose(sides[::-1], most)[::-1]):
         assert index.tolist() == swapped.tolist()  # the order of the images does not matter
 
 
@@ -61,9 +60,8 @@ def test_the_network_matches_the_chosen_keypoints(photo, untrained):
     records = [side.records for side in sides]
     sizes = [side.size for side in sides]
     assert min(map(len, records)) > 300
-    index0, index1 = likely.choose(records, 300)
     pair = Pair(*records, *sizes)
-    found = match_pairs(untrained.model, [pair], "cpu", [(index0, index1)])[0]
+    _, found, (index0, index1), _ = likely.match_likely(untrained.model, [pair], "cpu", 300)[0]
     few = Pair(records[0][index0], records[1][index1], *sizes)
     alone = match_pairs(untrained.model, [few], "cpu")[0]
     assert (alone.matches0 >= 0).sum() > 100
@@ -90,3 +88,28 @@ def test_of_a_magnified_part_more_right_matches_are_found(photo, untrained):
 def test_the_number_must_be_one_or_more(untrained):
     with pytest.raises(RequestError, match="network_keypoints 0: must be 1 or more"):
         Matcher(untrained.model, network_keypoints=0)
+
+
+def test_unseen_keypoints_are_matched_where_the_matches_around_them_say():
+    rng = np.random.default_rng(0)
+    points = rng.uniform(50, 450, (120, 2))
+    A = np.array([[0.8, -0.6], [0.6, 0.8]])
+    one, other = (records_of(np.zeros(120, int), np.ones(120)) for _ in range(2))
+    for records, places in ((one, points), (other, points @ A.T + [300, 20])):
+        records["x"], records["y"] = places.T
+    other["x"][100:110] += 40  # wrong
+    index = np.arange(120)
+    found = PairMatches(np.where(index < 60, index, -1), np.where(index < 60, 0.9, 0).astype("f4"))
+    found.matches0[70], found.scores0[70] = 95, 0.1  # not believed
+    chosen = np.arange(80), np.arange(80)  # the network saw 60 to 79, and did not match them
+    pairs = np.stack([index, index], axis=1)
+    pairs[119] = 119, 3  # image 1's keypoint is matched
+    mutual = Matches(pairs, np.full(120, 0.01, np.float32))
+    size = (800.0, 800.0)
+    pair = likely.Likely(Pair(one, other, size, size), found, chosen, mutual)
+    confirmed = pair.confirmed(0.3)
+    right = (index < 60) | ((index >= 80) & (index < 100)) | ((index >= 110) & (index < 119))
+    np.testing.assert_array_equal(confirmed.matches0, np.where(right, index, -1))
+    np.testing.assert_allclose(confirmed.scores0, np.where(right, 0.9, 0), rtol=1e-6)
+    few = pair._replace(found=found.above(0.95)).confirmed(0.3)
+    assert (few.matches0 < 0).all()  # eight matches are needed

@@ -13,7 +13,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from reading import read_json
 
 from benchmarks.dev import colmap
-from superglue_sift import classical, geometry, matcher, scenes, sift, system
+from superglue_sift import classical, geometry, likely, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
@@ -129,7 +129,8 @@ def test_an_unsure_match_is_kept_where_its_neighbours_say():
     kept = np.bincount(found.matches[:, 0] // 50, minlength=4)  # of each 50
     assert kept[:2].tolist() == [50, 50]  # sure
     assert kept[2] > 40 and kept[3] < 5
-    assert set(found.scores) == set(np.float32([0.6, 0.5, 0.05]))
+    unsure = found.scores[found.matches[:, 0] >= 100]
+    assert unsure.min() >= 0.5 and unsure.max() <= 0.6  # the means of those around them
 
 
 def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
@@ -187,9 +188,9 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     names = ["Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0007.jpg", "entry-P10_0003.jpg"]
     one, near, other = (place.extract(folder / name) for name in names)
     asked = []
-    of_network = matcher.match_pairs
+    of_network = likely.match_pairs
     monkeypatch.setattr(
-        matcher,
+        likely,
         "match_pairs",
         lambda model, pairs, *more: asked.append(len(pairs)) or of_network(model, pairs, *more),
     )

@@ -1,0 +1,70 @@
+"""Affine maps of the matches around a match: on surfaces they say where it is."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Tuple
+
+import numpy as np
+
+from superglue_sift.classical import Matches
+
+AROUND = 8  # matches give a map
+PRIOR_PX = 5.0  # if squared distances of matches add up to its square, maps shrink by half
+# A match is confirmed if it is where those around it say to this part of their spread, and pixels
+CONFIRMED = 0.1
+CONFIRMED_PX = 3.0
+
+
+class Maps(NamedTuple):
+    """Around each of k matches. maps: (k, 2, 2). away: (k,) px from where the map says. spread:
+    (k,) px, of the matches around it in image 1.
+    """
+
+    maps: np.ndarray
+    away: np.ndarray
+    spread: np.ndarray
+
+
+def maps_around(
+    known: Tuple[np.ndarray, np.ndarray], near: np.ndarray, points: Tuple[np.ndarray, np.ndarray]
+) -> Maps:
+    """Maps of the neighbours `near` (k, n), indices in the known positions, of k matches.
+
+    known, points: positions in both images, (m, 2) and (k, 2).
+    """
+    middle0, middle1 = (each[near].mean(1) for each in known)
+    own = known[0][near] - middle0[:, None]
+    theirs = known[1][near] - middle1[:, None]
+    normal = np.einsum("kni,knj->kij", own, own) + PRIOR_PX**2 * np.eye(2)
+    maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
+    expected = middle1 + np.einsum("kij,kj->ki", maps, points[0] - middle0)
+    spread = np.sqrt((theirs**2).sum(2).mean(1))
+    return Maps(maps, np.linalg.norm(expected - points[1], axis=1), spread)
+
+
+def confirm(known: Matches, others: Matches, points: Tuple[np.ndarray, np.ndarray]) -> Matches:
+    """Those of `others` that are where the nearest AROUND of the known matches say, and share no
+    keypoint with a known one. The score of each is the mean of those around it.
+
+    points: (n, 2) px, positions of all keypoints of both images.
+    """
+    from scipy.spatial import KDTree
+
+    used = [np.isin(ends, taken) for ends, taken in zip(others.matches.T, known.matches.T)]
+    others = others.only(~(used[0] | used[1]))
+    if len(known.scores) < AROUND or not len(others.scores):
+        return others.only(np.zeros(len(others.scores), bool))
+    places = _positions(points, known.matches)
+    asked = _positions(points, others.matches)
+    near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
+    found = maps_around(places, near, asked)
+    fits = found.away <= CONFIRMED * found.spread + CONFIRMED_PX
+    return Matches(others.matches, known.scores[near].mean(1)).only(fits)
+
+
+def _positions(
+    points: Tuple[np.ndarray, np.ndarray], matches: np.ndarray
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Both positions, (K, 2) float64 each, of matches (K, 2)."""
+    index0, index1 = matches.T
+    return points[0][index0].astype(np.float64), points[1][index1].astype(np.float64)
