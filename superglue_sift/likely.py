@@ -38,7 +38,7 @@ class Likely(NamedTuple):
     chosen: Sequence[np.ndarray]
     mutual: Matches
 
-    def confirmed(self, threshold: float) -> PairMatches:
+    def extend(self, threshold: float) -> PairMatches:
         """The network's matches, and those that its matches of scores above `threshold` confirm."""
         matches0, scores0 = (values.copy() for values in self.found)
         index0 = np.flatnonzero(scores0 > threshold)

@@ -275,7 +275,7 @@ class Matcher:
         if self.rules is not None:
             results = self._match_scene(sides, self.rules)
         else:
-            likely = [each.confirmed(self.threshold) for each in self._match_likely(sides)]
+            likely = [each.extend(self.threshold) for each in self._match_likely(sides)]
             found = [MatchResult.of(*pair, *each) for pair, each in zip(sides, likely)]
             results = [each.above(self.threshold) for each in found]
         if not aligned:

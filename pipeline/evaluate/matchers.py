@@ -83,7 +83,7 @@ class Matchers:
                 most = self.network_keypoints or sys.maxsize
                 likely = match_likely(network.model, part, self.device, most)
                 for by_name, found in zip(answers[start:], likely):
-                    by_name[name] = found.confirmed(network.threshold)
+                    by_name[name] = found.extend(network.threshold)
                     if self.scene and name == OURS:
                         by_name[SCENE] = match_scene(found, network.threshold)
         for by_name, pair in zip(answers, pairs):

@@ -107,9 +107,9 @@ def test_unseen_keypoints_are_matched_where_the_matches_around_them_say():
     mutual = Matches(pairs, np.full(120, 0.01, np.float32))
     size = (800.0, 800.0)
     pair = likely.Likely(Pair(one, other, size, size), found, chosen, mutual)
-    confirmed = pair.confirmed(0.3)
+    extended = pair.extend(0.3)
     right = (index < 60) | ((index >= 80) & (index < 100)) | ((index >= 110) & (index < 119))
-    np.testing.assert_array_equal(confirmed.matches0, np.where(right, index, -1))
-    np.testing.assert_allclose(confirmed.scores0, np.where(right, 0.9, 0), rtol=1e-6)
-    few = pair._replace(found=found.above(0.95)).confirmed(0.3)
+    np.testing.assert_array_equal(extended.matches0, np.where(right, index, -1))
+    np.testing.assert_allclose(extended.scores0, np.where(right, 0.9, 0), rtol=1e-6)
+    few = pair._replace(found=found.above(0.95)).extend(0.3)
     assert (few.matches0 < 0).all()  # eight matches are needed
