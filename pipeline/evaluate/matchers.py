@@ -5,6 +5,7 @@ keypoints.
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,15 +78,14 @@ class Matchers:
         Those with a threshold return every mutual match (see `above`).
         """
         answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
+        most = self.network_keypoints or sys.maxsize
+        parts = [pairs[start : start + batch] for start in range(0, len(pairs), batch)]
         for name, network in self.networks.items():
-            for start in range(0, len(pairs), batch):
-                part = pairs[start : start + batch]
-                most = self.network_keypoints or sys.maxsize
-                likely = match_likely(network.model, part, self.device, most)
-                for by_name, found in zip(answers[start:], likely):
-                    by_name[name] = found.extend(network.threshold)
-                    if self.scene and name == OURS:
-                        by_name[SCENE] = match_scene(found, network.threshold)
+            found = (match_likely(network.model, part, self.device, most) for part in parts)
+            for by_name, likely in zip(answers, itertools.chain.from_iterable(found)):
+                by_name[name] = likely.extend(network.threshold)
+                if self.scene and name == OURS:
+                    by_name[SCENE] = match_scene(likely, network.threshold)
         for by_name, pair in zip(answers, pairs):
             by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())

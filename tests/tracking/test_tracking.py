@@ -94,8 +94,10 @@ def write_weights(path, name="trained"):
 
 def resend(folder, *more):
     """The exit code of the command on the reports in a folder, as in a process of its own."""
-    # A sender that gave up may still be in a request
-    wait_until(lambda: all(thread.name != "tracking" for thread in threading.enumerate()))
+    senders = [each for each in threading.enumerate() if isinstance(each, sender.Sender)]
+    for each in senders:
+        if each._given_up.is_set():  # it may still be in a request
+            each.join(PATIENCE)
     return command.main(["resend", "--reports", str(folder), *more])
 
 
