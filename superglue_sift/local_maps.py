@@ -54,15 +54,15 @@ def confirm(known: Matches, others: Matches, points: Tuple[np.ndarray, np.ndarra
     others = others.only(~(used[0] | used[1]))
     if len(known.scores) < AROUND or not len(others.scores):
         return others.only(np.zeros(len(others.scores), bool))
-    places = _positions(points, known.matches)
-    asked = _positions(points, others.matches)
+    places = positions_of(points, known.matches)
+    asked = positions_of(points, others.matches)
     near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
     found = maps_around(places, near, asked)
     fits = found.away <= CONFIRMED * found.spread + CONFIRMED_PX
     return Matches(others.matches, known.scores[near].mean(1)).only(fits)
 
 
-def _positions(
+def positions_of(
     points: Tuple[np.ndarray, np.ndarray], matches: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Both positions, (K, 2) float64 each, of matches (K, 2)."""

@@ -23,7 +23,7 @@ from superglue_sift import acceptance, classical, geometry
 from superglue_sift.acceptance import INLIER_PX
 from superglue_sift.classical import Matches
 from superglue_sift.features import Features
-from superglue_sift.local_maps import confirm
+from superglue_sift.local_maps import confirm, positions_of
 from superglue_sift.match_result import MatchResult, near_stamp
 from superglue_sift.sift import rank
 from superglue_sift.system import check_range
@@ -210,4 +210,4 @@ def matched_of(
 
 def _points(sides: Tuple[Side, Side], matches: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     """Both positions, (K, 2) each, of matches (K, 2)."""
-    return sides[0].points[matches[:, 0]], sides[1].points[matches[:, 1]]
+    return positions_of((sides[0].points, sides[1].points), matches)

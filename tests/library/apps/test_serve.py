@@ -13,7 +13,7 @@ import pytest
 from made_scenes import TURN
 from waiting import wait_until
 
-from superglue_sift import RequestError
+from superglue_sift import RequestError, scenes
 from superglue_sift.apps import results, serve
 
 pytest.importorskip("flask", reason="needs Flask")
@@ -58,6 +58,16 @@ def test_two_images_give_the_files_of_the_command(client, untrained, views, thre
     assert cv2.imdecode(np.frombuffer(files["matches.jpg"], np.uint8), 1).shape == picture.shape
     seen = gray(files["overlay.jpg"])[100:-100, 150:-150]  # both are one there
     assert np.abs(seen.astype(int) - gray(views[1])[100:-100, 150:-150]).mean() < 8
+
+
+def test_a_scene_has_the_matches_of_the_command(untrained, views):
+    rules = scenes.Rules(accept=0.0, likely=0)
+    scene = dataclasses.replace(untrained, rules=rules, threshold=0.9)
+    expected = scene.match(*map(gray, views))
+    assert len(expected.matches) > 50
+    answer = post(serve.make_app(scene).test_client(), *views).get_json()
+    found = json.loads(base64.b64decode(answer["files"]["matches.json"]))["matches"]
+    np.testing.assert_array_equal(np.array(found)[:, :2], expected.matches)  # and scores
 
 
 @pytest.mark.parametrize("bad", [b"", b"<svg/>", b"\xff\xd8\xff\xe0" + bytes(100)])
