@@ -1,4 +1,4 @@
-"""Locked pages of batches for a GPU."""
+"""Batches of a step: numbers of keypoints, locked pages for a GPU."""
 
 import dataclasses
 import threading
@@ -46,3 +46,24 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
     assert threads == ({"prefetch"} if locked else set())
     for step, made in enumerate(steps):
         assert all(equal(one, other) for one, other in zip(made, source.load(step)))
+
+
+def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_params):
+    """On both ranks; the numbers differ between the images and between steps."""
+    train = make_params("train", min_keypoints=4, max_keypoints=40, keypoint_drop=0, zoom=0)
+    store = Store(made_store(tmp_path / "store", points=100))
+    sources = [
+        loader.StepBatches(train, store, 8, Context(rank, 2, torch.device("cpu")))
+        for rank in (0, 1)
+    ]
+    seen = set()
+    for step in range(6):
+        parts = [source.load(step)[0] for source in sources]
+        sides = [
+            torch.cat([getattr(part, name) for part in parts]) for name in ("counts0", "counts1")
+        ]
+        # image 001 of the store has no keypoints
+        numbers = [set(side.tolist()) - {0} for side in sides]
+        assert all(len(number) == 1 for number in numbers)
+        seen.add(tuple(number.pop() for number in numbers))
+    assert len(seen) > 4 and len({counts for pair in seen for counts in pair}) > 4

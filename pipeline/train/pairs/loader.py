@@ -30,6 +30,7 @@ def load_batch(
     samples: Sequence[Sample],
     max_keypoints: int,
     augmentation: Augmentation = NO_CHANGE,
+    counts: Optional[Tuple[int, int]] = None,
 ) -> PairBatch:
     """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
 
@@ -37,6 +38,7 @@ def load_batch(
         max_keypoints: number of keypoints to keep of each view, the first.
         augmentation: random changes of each pair, by its `sample.seed`, unless that is
             NO_AUGMENTATION.
+        counts: largest numbers of keypoints of the two views of every pair; None: drawn for each.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
@@ -49,7 +51,7 @@ def load_batch(
     for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        limits = change.counts(max_keypoints, sample.seed)
+        limits = counts or change.counts(max_keypoints, sample.seed)
         for side, view in enumerate(shown):
             view = change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
             sides[side].append(view)
@@ -104,10 +106,16 @@ class StepBatches:
         return split_evenly(self._order.step(step, self.pairs)[mine], self.train.accumulate)
 
     def load(self, step: int) -> List[PairBatch]:
-        """The PairBatches of `samples`, on the host."""
+        """The PairBatches of `samples`, on the host.
+
+        All pairs of a step have the same numbers of keypoints: a GPU computes them padded to the
+        largest, which would be seven times the work if each pair had its own.
+        """
         limit = self.train.max_keypoints
+        counts = self._augmentation.counts(limit, (self.train.seed, step))
         return [
-            load_batch(self.store, part, limit, self._augmentation) for part in self.samples(step)
+            load_batch(self.store, part, limit, self._augmentation, counts)
+            for part in self.samples(step)
         ]
 
     def prefetch(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
