@@ -1,6 +1,4 @@
-"""What `scenes` and `colmap_slot` share: true cameras, COLMAP's own SIFT in a database, our file in
-the place of its matcher.
-"""
+"""True cameras, COLMAP's own SIFT in a database, our file in the place of its matcher."""
 
 from __future__ import annotations
 
@@ -121,10 +119,10 @@ def inputs_of(side: Side) -> Dict[str, np.ndarray]:
     return {name: value.astype(np.float32)[None] for name, value in values.items()}
 
 
-def match(slot: Any, side0: Side, side1: Side) -> Tuple[np.ndarray, np.ndarray]:
-    """Matches (K, 2) and their scores (K,). slot: see `load_slot`."""
+def match(slot: Any, side0: Side, side1: Side) -> np.ndarray:
+    """Matches (K, 2). slot: see `load_slot`."""
     sides = [inputs_of(side) for side in (side0, side1)]
     inputs = {name + side: sides[int(side)][name] for name in onnx.COLMAP_SIDE for side in "01"}
-    matches0, scores0 = slot.run(None, inputs)
+    matches0, _ = slot.run(None, inputs)
     index0 = np.flatnonzero(matches0 >= 0)
-    return np.stack([index0, matches0[index0]], axis=1), scores0[index0]
+    return np.stack([index0, matches0[index0]], axis=1)

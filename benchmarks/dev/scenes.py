@@ -7,7 +7,7 @@ benchmarks.dev.scenes`.
 Ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match --colmap`;
 `colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024 features; `stored`,
 its SIFT matched by `superglue-match --colmap` into that database; `slot`, its SIFT matched by the
-file of --slot, as COLMAP would (`colmap_slot`). Photographs are first reduced to 1,024 px.
+file of --slot, as COLMAP would. Photographs are first reduced to 1,024 px.
 Columns: photographs registered in the largest model; its points, their mean track length and
 reprojection error; mean error of camera centres (in cm if FILE is in metres, and in percent of the
 largest distance between two cameras) and of rotations (degrees) after a similarity; verified pairs,
@@ -139,7 +139,7 @@ def match_by_slot(path: Path, file: Path) -> None:
     slot = colmap.load_slot(file)
     with pycolmap.Database.open(str(path)) as content:
         for pair in itertools.combinations(colmap.read_sides(content).values(), 2):
-            matches, _ = colmap.match(slot, *(side for _, side in pair))
+            matches = colmap.match(slot, *(side for _, side in pair))
             both = []
             for image, side in pair:
                 camera = content.read_camera(image.camera_id)
