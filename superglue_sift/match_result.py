@@ -10,7 +10,7 @@ import numpy as np
 from superglue_sift import drawing, geometry, refine
 from superglue_sift.features import Features, Image, photo_of
 from superglue_sift.geometry import Size
-from superglue_sift.images import UPRIGHT, Photo
+from superglue_sift.images import STORED, UPRIGHT, Photo
 from superglue_sift.pose import POSE_PX, Pose, relative_pose
 from superglue_sift.sift import positions
 from superglue_sift.system import RequestError
@@ -36,7 +36,8 @@ class MatchResult(NamedTuple):
 
     keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
     matches: (K, 2) int64, index into keypoints0 and into keypoints1; each index at most once.
-    scores: (K,) float32, probability of each match.
+    scores: (K,) float32, probability of each match; of one that the network did not see, the mean
+        of those around it, or with `scene` 1 - the ratio of distances.
     size0, size1: (width, height).
 
     After alignment by the pixels (`refine.align`), else None: aligned0, aligned1: (K, 2) float32
@@ -48,7 +49,7 @@ class MatchResult(NamedTuple):
     pair_score: probability that both show one place (`Matcher.load(scene=True)`), 0 of a pair that
         was skipped; None without `scene`.
 
-    threshold: all scores exceed it; None if it is not known.
+    threshold: all scores of the network exceed it; None if it is not known.
     frame: "upright", pixels rotated according to EXIF, or "stored" (`images`); turned: the EXIF
         orientation of each image that was undone.
     images: the matched images, for `show`; None for features without their image.
@@ -109,7 +110,7 @@ class MatchResult(NamedTuple):
             scores,
             features0.size,
             features1.size,
-            frame=features0.frame,
+            frame=STORED if STORED in (features0.frame, features1.frame) else UPRIGHT,
             turned=(features0.turned, features1.turned),
             images=(features0.image, features1.image),
         )

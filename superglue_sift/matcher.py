@@ -67,7 +67,7 @@ class Matcher:
     resize: longer side in pixels to which images are reduced for SIFT; those below
         `features.ENLARGED_TO` are enlarged to it. 0: neither. Keypoints are always in pixels of the
         original image.
-    threshold: minimum probability of a match.
+    threshold: minimum probability of a match of the network.
     extractor: None if it may not be run.
     refine: align matches by the pixels, if available (`MatchResult.aligned1`).
     rules: the images show one place, but not every two of them overlap: each pair is first accepted
@@ -112,7 +112,8 @@ class Matcher:
         refine: bool = True,
         scene: bool = False,
         frame: str = UPRIGHT,
-        **rules: Any,
+        accept: Optional[float] = None,
+        likely: Optional[int] = None,
     ) -> Matcher:
         """Load a model file, with the settings of `Matcher`.
 
@@ -127,11 +128,9 @@ class Matcher:
             compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
             extractor: `module:function` of a non-SIFT model, to let it run; else only `Features`.
             scene: follow `scenes.Rules`; its pairs are not aligned.
-            rules: fields of `scenes.Rules`, such as `accept=0.8`.
+            accept, likely: those of `scenes.Rules`.
         """
-        scene_rules = scenes.Rules(**rules) if rules or scene else None
-        if rules and not scene:
-            raise RequestError(f"{', '.join(rules)}: only with scene=True")
+        rules = _rules(scene, accept=accept, likely=likely)
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
         sizes = (scenes.MAX_KEYPOINTS, scenes.RESIZE) if scene else (MAX_KEYPOINTS, RESIZE)
@@ -144,7 +143,7 @@ class Matcher:
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
             refine and not scene,
-            scene_rules,
+            rules,
             frame,
         )
 
@@ -324,6 +323,16 @@ def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     """Lists of `size` items, read as they are needed; the last may have fewer."""
     waiting = iter(items)
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])
+
+
+def _rules(scene: bool, **limits: Any) -> Optional[scenes.Rules]:
+    """Rules of a scene, with the limits that are not None. Raises RequestError for such without a
+    scene.
+    """
+    given = {name: value for name, value in limits.items() if value is not None}
+    if given and not scene:
+        raise RequestError(f"{', '.join(given)}: only with scene=True")
+    return scenes.Rules(**given) if scene else None
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:

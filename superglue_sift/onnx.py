@@ -317,7 +317,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     args = parser.parse_args(argv)
     check_range("--max-keypoints", args.max_keypoints, 1)
-    check_range("--threshold", args.threshold, 0, 1)
+    if args.threshold is not None:
+        check_range("--threshold", args.threshold, 0, 1)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)
     path = export(args.out, args.model, args.threshold, args.form, args.max_keypoints)
     size = f"{path.stat().st_size / 1e6:.1f} MB"

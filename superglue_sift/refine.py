@@ -72,7 +72,7 @@ def align(
     records1: np.ndarray,
     device: Device = "cpu",
 ) -> Aligned:
-    """Align K matches of two images. Does not raise for any images or matches.
+    """Align K matches of two images. Does not raise for any images and finite positions.
 
     gray0, gray1: (H, W) uint8. records0, records1: (K,) keypoint records (`sift.KEYPOINT`); entry k
     of one matches entry k of the other.

@@ -15,7 +15,7 @@ their geometry.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
@@ -159,7 +159,7 @@ def fill(
     threshold: float,
     sides: Tuple[Side, Side],
     accept: float,
-    more: Optional[Matches] = None,
+    more: Matches,
 ) -> Filled:
     """Accept or reject a pair, and add classical matches to those of the network.
 
@@ -171,7 +171,7 @@ def fill(
     judged = acceptance.judge(found)
     agreeing = matches[judged.inliers]
     pair = Matches(matches, scores).above(threshold)
-    if judged.probability >= accept and more is not None:
+    if judged.probability >= accept:
         sure = more.above(1.0 - classical.RATIO)
         # those of the network alone may be few in wide views, and lie along a row of windows
         both = _points(sides, np.unique(np.concatenate([agreeing, sure.matches]), axis=0))
@@ -181,9 +181,8 @@ def fill(
     if judged.F is None or judged.probability < accept:
         return Filled(matches[:0], scores[:0], judged.probability)
     pair = _near_lines(judged.F, pair, sides)
-    if more is not None:
-        unsure = _near_lines(judged.F, more, sides)
-        pair = _join(pair, confirm(pair, unsure, (sides[0].points, sides[1].points)))
+    unsure = _near_lines(judged.F, more, sides)
+    pair = _join(pair, confirm(pair, unsure, (sides[0].points, sides[1].points)))
     return Filled(*pair, judged.probability)
 
 

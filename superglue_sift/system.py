@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import io
 import math
+import numbers
 import os
 import sys
 import tempfile
@@ -42,10 +43,14 @@ class WorkError(Exception):
 
 
 def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Raise RequestError unless `value` is None or a number from `least` to `most`."""
-    if value is None or (isinstance(value, (int, float)) and least <= value <= most):
+    """Raise RequestError unless `value` is a number from `least` to `most`, whole if there is no
+    `most`.
+    """
+    counts = most == math.inf
+    kind = numbers.Integral if counts else numbers.Real
+    if isinstance(value, kind) and least <= value <= most:  # type: ignore[operator]
         return
-    rule = f"{least} or more" if most == math.inf else f"between {least} and {most}"
+    rule = f"a whole number, {least} or more" if counts else f"between {least} and {most}"
     raise RequestError(f"{name} {value}: must be {rule}")
 
 

@@ -115,7 +115,8 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():
-        check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
+        if getattr(args, name) is not None:
+            check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     every = tuple(estimators.ESTIMATORS) if args.paper else estimators.DEFAULT

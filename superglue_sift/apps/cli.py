@@ -20,7 +20,8 @@
 In --out-dir each pair has a file A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches
 (M,) with -1 for none, match_confidence (M,); aligned0, aligned1 (M, 2), positions aligned by the
 pixels around them, deviations (M,) in px, NaN where alignment failed, and correlations (M,);
-made_from: digests of both images, weights, settings, versions. The same command resumes where it
+with --scene pair_score; frame and turned; made_from: digests of both images, weights,
+settings, versions. The same command resumes where it
 was stopped; pairs with other inputs are computed again. Unreadable images are listed in
 bad_images.csv, the others are matched, and the exit code is 1. DIR is never searched for
 photographs. Keypoints are pixels of the images, rotated upright according to EXIF or, with --frame
@@ -101,7 +102,7 @@ what to match
 --pairing auto|exhaustive|sequential|nearest  pairs of a folder: all; each image with the K before
   it by name, or with the K most similar; or auto (default): all pairs of up to
   {pairing.MAX_EXHAUSTIVE} images, else the K most similar
---k N  for sequential and video (default 5) and nearest (default 20)
+--k N  for sequential and video (default 5) and nearest (default 20); with auto: nearest
 --every N  use every N-th frame of a video or camera (default 1)
 --frames N  use at most N frames of a video or camera
 
@@ -163,10 +164,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 def load(args: argparse.Namespace) -> Matcher:
     """Load the matcher. Raises RequestError if its extractor would have to be allowed."""
-    settings = (*many.SETTINGS, "precision", "extractor", "scene")
+    settings = (*many.SETTINGS, *RULES, "precision", "extractor", "scene")
     asked = {name: getattr(args, name) for name in settings}
-    rules = {name: getattr(args, name) for name in RULES if getattr(args, name) is not None}
-    matcher = Matcher.load(args.model, args.device, **asked, **rules)
+    matcher = Matcher.load(args.model, args.device, **asked)
     if matcher.extractor is None:
         name = matcher.model.config.extractor
         reason = "required, since the model needs this code to find keypoints"
@@ -249,7 +249,8 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.scene = args.colmap is not None if args.scene is None else args.scene
     for name, (least, most) in RANGES.items():
-        check_range(_spell(name), getattr(args, name), least, most)
+        if getattr(args, name) is not None:
+            check_range(_spell(name), getattr(args, name), least, most)
     args.source = _source(args)
     _check_together(args)
     _check_files(args)

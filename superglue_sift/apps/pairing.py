@@ -77,7 +77,7 @@ def choose_job(args: argparse.Namespace, store: FeatureStore) -> Job:
         pairs = [pair for pair in listed if readable.issuperset(pair)]
         return Job(pairs, len(pairs), photos, bad)
     pairing = args.pairing or "auto"
-    if not store.is_sift and pairing == "nearest":
+    if not store.is_sift and (pairing == "nearest" or (pairing == "auto" and args.k)):
         raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
     photos, bad = prepare(named_inputs(args), store)
     if pairing == "auto" and not store.is_sift:
@@ -274,12 +274,12 @@ def choose_pairs(
 ) -> Tuple[Pairs, int]:
     """Pairs of photos, and their number.
 
-    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto: one of
-    them by number. nearest compares SIFT.
+    pairing: exhaustive; sequential or nearest with `k` others each (None: NEIGHBOURS); auto:
+    nearest with `k` or for many photos, else exhaustive. nearest compares SIFT.
     """
     count = len(photos)
     if pairing == "auto":
-        pairing = "nearest" if count > MAX_EXHAUSTIVE else "exhaustive"
+        pairing = "nearest" if k or count > MAX_EXHAUSTIVE else "exhaustive"
     if pairing == "exhaustive":
         return exhaustive(photos), count * (count - 1) // 2
     k = k or NEIGHBOURS[pairing]

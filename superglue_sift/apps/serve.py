@@ -72,7 +72,7 @@ def make_app(matcher: Matcher) -> Any:
         check_range("threshold", threshold, 0, 1)
         with lock:
             found = dataclasses.replace(matcher, threshold=threshold).match(*extract(*images))
-            return files_of(found, images)
+            return files_of(found, images, threshold)
 
     @app.before_request
     def refuse_other_sites() -> None:
@@ -101,12 +101,12 @@ def extract_both(matcher: Matcher, *files: bytes) -> List[Features]:
     return sides
 
 
-def files_of(found: MatchResult, images: Any) -> Dict[str, Any]:
+def files_of(found: MatchResult, images: Any, threshold: float) -> Dict[str, Any]:
     """For the page: the threshold, a summary, and by name the files of the command, base64."""
     fits = found.fits()
     digests = [hashlib.sha256(data).hexdigest() for data in images]
-    made = results.made_from(digests, {"threshold": found.threshold, "frame": found.frame})
+    made = results.made_from(digests, {"threshold": threshold, "frame": found.frame})
     files = results.files_of(found, fits, dict(zip(("image0", "image1"), digests)))
     files[results.MATCHES] = results.npz_of(found, made)
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    return {"threshold": found.threshold, "summary": found.summarize(fits), "files": encoded}
+    return {"threshold": threshold, "summary": found.summarize(fits), "files": encoded}

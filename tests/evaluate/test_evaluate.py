@@ -282,7 +282,7 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
         (["--images", "nowhere"], "no manifest here"),
         (["--pairs", "nowhere"], "no such folder"),
         (["--params", "nowhere.yaml"], "nowhere.yaml: no such file"),
-        (["--max-keypoints", "0"], "--max-keypoints 0: must be 1 or more"),
+        (["--max-keypoints", "0"], "--max-keypoints 0: must be a whole number, 1 or more"),
         (["--threshold", "1"], "--threshold 1.0: must be at least 0 and below 1"),
         (["--device", "cuda:99"], "device cuda:99: not available here"),
         (["--out", __file__], "is a file; name a folder"),

@@ -86,7 +86,9 @@ def test_of_a_magnified_part_more_right_matches_are_found(photo, untrained):
 
 
 def test_the_number_must_be_one_or_more(untrained):
-    with pytest.raises(RequestError, match="network_keypoints 0: must be 1 or more"):
+    with pytest.raises(
+        RequestError, match="network_keypoints 0: must be a whole number, 1 or more"
+    ):
         Matcher(untrained.model, network_keypoints=0)
 
 

@@ -114,7 +114,7 @@ def test_matches_that_agree_open_a_pair_and_all_that_agree_fill_it():
     # Of 20 at random places few lie on their lines
     assert right.sum() == 200 and (~right).sum() < 3
     assert (found.matches[:, 0] == found.matches[:, 1]).all()
-    alone = scenes.fill(network, scores, 0.28, sides, 0.5)
+    alone = scenes.fill(network, scores, 0.28, sides, 0.5, more.only([]))
     assert (alone.matches[:, 0] < 200).sum() == 40
 
 
@@ -158,7 +158,7 @@ def test_a_pair_below_the_limit_gives_nothing():
     right = matches[:200], scores[:200], 0.28, sides
     assert len(scenes.fill(*right, 1.0, more).matches) == 0
     assert len(scenes.fill(*right, 0.9, more).matches) == 200
-    none = scenes.fill(matches[:0], scores[:0], 0.28, sides, 0.0)
+    none = scenes.fill(matches[:0], scores[:0], 0.28, sides, 0.0, more.only([]))
     assert none.matches.shape == (0, 2) and none.score > scenes.SKIPPED
 
 

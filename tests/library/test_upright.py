@@ -148,3 +148,13 @@ def test_a_colmap_database_is_of_stored_pixels_in_any_case(
         assert np.median(nearest) < 0.1
     assert len(database.read_matches(1, 2)) > 30
     database.close()
+
+
+def test_a_result_of_stored_and_unrotated_pixels_is_of_stored_ones(model, turned_files, tmp_path):
+    """In either order: the pixels of an image without rotation are both."""
+    plain = tmp_path / "plain.png"
+    cv2.imwrite(str(plain), cv2.imread(str(turned_files[0])))  # upright, without EXIF
+    matcher = Matcher.load(model, "cpu", refine=False)
+    stored = Matcher.load(model, "cpu", frame=STORED).extract(turned_files[0])
+    for pair in ((matcher.extract(plain), stored), (stored, matcher.extract(plain))):
+        assert matcher.match(*pair).frame == STORED

@@ -190,8 +190,9 @@ def test_the_output_is_never_input(work, capsys):
     assert "is the folder of the photographs" in capsys.readouterr().err
 
 
-def test_nearest_finds_the_other_view_of_each_scene(work):
-    assert match(work, "found", "--pairing", "nearest", "--k", "1") == 0
+@pytest.mark.parametrize("words", [("--pairing", "nearest", "--k", "1"), ("--k", "1")])
+def test_nearest_finds_the_other_view_of_each_scene(work, words):
+    assert match(work, "found", *words) == 0
     assert npz_names(work / "found") == {"cats-cat0_cats-cat1_matches.npz", "cup0_cup1_matches.npz"}
 
 
@@ -284,7 +285,7 @@ def test_a_name_of_two_images_means_one_pair(files, names):
         ("nowhere --out-dir x", "nowhere: no such folder or video"),
         ("text.avi --out-dir x", "text.avi: OpenCV cannot open it"),
         ("--pairs nowhere.txt --out-dir x", "nowhere.txt: cannot be read: No such file"),
-        ("--pairs text.avi --out-dir x --k 0", "--k 0: must be 1"),
+        ("--pairs text.avi --out-dir x --k 0", "--k 0: must be a whole number, 1 or more"),
         ("a.png b.png --accept 0.3", "--accept goes with --scene"),
         ("a.png b.png --scene --accept 12", "--accept 12.0: must be between 0 and 1"),
         ("photos --out-dir x --dry-run", "--dry-run goes with"),

@@ -66,6 +66,7 @@ def test_a_scene_has_the_matches_of_the_command(untrained, views):
     expected = scene.match(*map(gray, views))
     assert len(expected.matches) > 50
     answer = post(serve.make_app(scene).test_client(), *views).get_json()
+    assert answer["threshold"] == 0.9  # what the page's slider shows
     found = json.loads(base64.b64decode(answer["files"]["matches.json"]))["matches"]
     np.testing.assert_array_equal(np.array(found)[:, :2], expected.matches)  # and scores
 
