@@ -6,13 +6,13 @@ Four numbers tell this from one place, and a logistic regression weighs them:
 - significance: log(1 + s). Wrong matches give as many inliers, for any choice of seven matches,
   once in 10^s pairs (a contrario; Moisan and Stival 2004).
 - order: part of the neighbours of an inlier that are near it in the other image, too.
-- smoothness: how many more inliers are where their neighbours say than of wrong matches.
 - orientation: how many fewer of the maps around inliers are those of a mirror image than of wrong
-  matches. Matches of a photograph and its mirror image fit one fundamental matrix, too.
+  matches, times the square root of their number, as the certainty of a share grows. Matches of a
+  photograph and its mirror image fit one fundamental matrix, too.
+- agreement: part of the confidence of all matches that the inliers have. Where nothing is in both
+  photographs, the network finds few matches; so this is high, too, if they share little.
 
-The last two grow with the square root of the number of inliers, as the certainty of a share does.
-How many of the matches are inliers does not count: it depends on how much of the place is in both
-photographs. `python -m benchmarks.dev.acceptance` learns the weights from made pairs.
+`python -m benchmarks.dev.acceptance` learns the weights from made pairs.
 """
 
 from __future__ import annotations
@@ -31,16 +31,11 @@ SEVEN = 7  # matches give a fundamental matrix
 # Neighbours of an inlier, among the inliers
 FOLLOWED = 5  # the nearest, which are looked for
 NEAR = 10  # the nearest in the other image, among which they are looked for
-# A match is where its neighbours say to this part of their spread, and these pixels
-SMOOTH = 0.3
-SMOOTH_PX = 3.0
-# Parts of wrong matches that are smooth, and that have maps of a mirror image
-SMOOTH_BY_CHANCE = 0.35
-MIRRORED_BY_CHANCE = 0.5
+MIRRORED_BY_CHANCE = 0.5  # part of wrong matches that have maps of a mirror image
 
-FEATURES = ("significance", "order", "smoothness", "orientation")
-WEIGHTS = np.array([0.39, 6.24, 0.27, 0.86])
-BIAS = -8.17
+FEATURES = ("significance", "order", "orientation", "agreement")
+WEIGHTS = np.array([0.35, 2.34, 0.91, 3.92])
+BIAS = -6.33
 
 
 class Matched(NamedTuple):
@@ -104,16 +99,14 @@ def features_of(matched: Matched, inliers: np.ndarray) -> np.ndarray:
     near0 = _neighbours(agreeing.points0)
     near1 = _neighbours(agreeing.points1)
     points = agreeing.points0, agreeing.points1
-    maps, away, spread = maps_around(points, near0[:, :AROUND], points)
-    # Matches that fit F by chance are anywhere along their lines
-    smooth = away <= SMOOTH * spread + SMOOTH_PX
+    maps = maps_around(points, near0[:, :AROUND], points).maps
     digits = significance(len(matched.scores), count, _chance(matched.sizes))
     return np.array(
         [
             math.log1p(digits),
             min(_kept(near0, near1), _kept(near1, near0)),
-            (float(smooth.mean()) - SMOOTH_BY_CHANCE) * math.sqrt(count),
             (MIRRORED_BY_CHANCE - geometry.mirrored_part(maps)) * math.sqrt(count),
+            agreeing.scores.sum() / matched.scores.sum(),
         ]
     )
 

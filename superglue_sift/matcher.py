@@ -49,6 +49,8 @@ from superglue_sift.weights import (
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
+USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
+USUAL_OF_SCENES = (scenes.MAX_KEYPOINTS, scenes.NETWORK_KEYPOINTS, scenes.RESIZE)
 PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
 
 
@@ -103,7 +105,7 @@ class Matcher:
         device: str = "auto",
         *,
         max_keypoints: Optional[int] = None,
-        network_keypoints: int = NETWORK_KEYPOINTS,
+        network_keypoints: Optional[int] = None,
         resize: Optional[int] = None,
         threshold: Optional[float] = None,
         precision: str = "float32",
@@ -122,7 +124,8 @@ class Matcher:
         Args:
             path: a trained model or any checkpoint; None: the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints, resize: None: 4,096 and 1,024, with `scene` 8,192 and 1,600.
+            max_keypoints, network_keypoints, resize: None: 4,096, 1,024 and 1,024, with `scene`
+                8,192, 512 and 1,600.
             threshold: None: the model's own, else 0.2.
             precision: of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16.
             compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
@@ -133,13 +136,13 @@ class Matcher:
         rules = _rules(scene, accept=accept, likely=likely)
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
-        sizes = (scenes.MAX_KEYPOINTS, scenes.RESIZE) if scene else (MAX_KEYPOINTS, RESIZE)
+        most, seen, side = USUAL_OF_SCENES if scene else USUAL
         return cls(
             _prepare(model, precision, compile),
             device,
-            sizes[0] if max_keypoints is None else max_keypoints,
-            network_keypoints,
-            sizes[1] if resize is None else resize,
+            most if max_keypoints is None else max_keypoints,
+            seen if network_keypoints is None else network_keypoints,
+            side if resize is None else resize,
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
             refine and not scene,

@@ -86,13 +86,7 @@ RANGES = {
 # The help is the definition: heading, `--option VALUE  text`. VALUE chooses the type; without it
 # the option is a flag, and `--[no-]option` is one with two sides.
 TYPES = {"FILE": Path, "DIR": Path, "N": int, "P": float}
-DEFAULTS = {
-    "device": "auto",
-    "frame": UPRIGHT,
-    "refine": True,
-    "precision": "float32",
-    "network_keypoints": NETWORK_KEYPOINTS,
-}
+DEFAULTS = {"device": "auto", "frame": UPRIGHT, "refine": True, "precision": "float32"}
 PORT = 8010
 OPTIONS = f"""
 what to match
@@ -125,7 +119,7 @@ how to match
 --max-keypoints N  maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene
   {scenes.MAX_KEYPOINTS})
 --network-keypoints N  maximum number of them that the network sees, the likely ones of each pair
-  (default {NETWORK_KEYPOINTS})
+  (default {NETWORK_KEYPOINTS}, with --scene {scenes.NETWORK_KEYPOINTS})
 --threshold P  minimum probability of a match (default: the model's own, else 0.2)
 --resize N  reduce images to this longer side (default 1024, with --scene 1600), and enlarge those
   below {ENLARGED_TO} px; 0: neither

@@ -29,7 +29,7 @@ from superglue_sift.features import Features
 from superglue_sift.images import STORED
 from superglue_sift.interop import arrays
 from superglue_sift.match_result import MatchResult
-from superglue_sift.matcher import NETWORK_KEYPOINTS, Matcher
+from superglue_sift.matcher import Matcher
 from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
@@ -104,7 +104,7 @@ class MatcherForHloc:
     default_conf: ClassVar[Dict[str, Any]] = {
         "model": None,
         "threshold": None,
-        "network_keypoints": NETWORK_KEYPOINTS,
+        "network_keypoints": None,
         "device": "auto",
         "scene": False,
     }

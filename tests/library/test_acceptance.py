@@ -94,9 +94,18 @@ def test_matches_that_slide_along_their_lines_are_less_probable():
     slid = points1 + along * np.random.default_rng(1).uniform(-150, 150, (60, 1))
     found = acceptance.judge(matched(points0, slid), judged.F)
     assert found.inliers.mean() > 0.9
-    smoothness = acceptance.FEATURES.index("smoothness")
-    assert found.features[smoothness] < 0 < 4 < judged.features[smoothness]
+    order = acceptance.FEATURES.index("order")
+    assert found.features[order] < 0.5 < 0.8 < judged.features[order]
     assert found.probability < judged.probability
+
+
+def test_known_agreement():
+    """Half of the matches agree, with three quarters of the confidence."""
+    points = [np.concatenate(each) for each in zip(surface(40), anywhere(40))]
+    scores = np.repeat([0.9, 0.3], 40)
+    inliers = np.arange(80) < 40
+    found = acceptance.features_of(Matched(*points, scores, SIZES), inliers)
+    assert found[acceptance.FEATURES.index("agreement")] == pytest.approx(0.75)
 
 
 @settings(max_examples=30)

@@ -291,7 +291,6 @@ def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
             lambda matcher: Matcher.load(max_keypoints=2.5),
             "max_keypoints 2.5: must be a whole number",
         ),
-        (lambda matcher: Matcher.load(network_keypoints=None), "network_keypoints None: must be"),
         (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
         (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
         (
