@@ -13,7 +13,7 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from reading import read_json
 
 from benchmarks.dev import colmap
-from superglue_sift import classical, geometry, likely, scenes, sift, system
+from superglue_sift import Matcher, classical, geometry, likely, scenes, sift, system
 from superglue_sift.apps import cli
 from superglue_sift.sift import root_sift_of
 
@@ -273,3 +273,10 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
         apart = geometry.transform(first[index0], TURN) - second[index1]
         errors_px.append(np.median(np.linalg.norm(apart, axis=1)))
     assert errors_px[0] < 0.6 * errors_px[1]
+
+
+def test_a_scene_has_settings_of_its_own():
+    usual, scene = (Matcher.load(device="cpu", scene=each) for each in (False, True))
+    assert (usual.max_keypoints, usual.network_keypoints, usual.resize) == (4096, 1024, 1024)
+    assert (scene.max_keypoints, scene.network_keypoints, scene.resize) == (8192, 512, 1600)
+    assert usual.refine and not scene.refine
