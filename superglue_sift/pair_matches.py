@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -25,21 +25,20 @@ class PairMatches(NamedTuple):
 
 @torch.no_grad()
 def match_pairs(
-    model: SuperGlue,
-    pairs: Sequence[Pair],
-    device: str,
-    chosen: Optional[Sequence[Sequence[np.ndarray]]] = None,
+    model: SuperGlue, pairs: Sequence[Pair], device: str, chosen: Sequence[Sequence[np.ndarray]]
 ) -> List[PairMatches]:
     """All mutual matches of the network for each pair, whatever their scores, in one batch.
 
     chosen: for each pair, ascending indices of the keypoints of both images that the network sees
-    (`likely.choose`); None: all.
+    (`likely.choose`).
     """
-    if chosen is not None:
-        return _match_chosen(model, pairs, device, chosen)
     if not pairs:
         return []
-    order, batches = from_pairs(pairs).to(device).size_classes()
+    seen = [
+        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
+        for pair, (index0, index1) in zip(pairs, chosen)
+    ]
+    order, batches = from_pairs(seen).to(device).size_classes()
     if model.compiled:
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
     rows = []
@@ -48,25 +47,18 @@ def match_pairs(
         rows += zip(matches.matches0.cpu().numpy(), matches.matching_scores0.cpu().numpy())
     found = dict(zip(order, rows))
     return [
-        PairMatches(*(values[: len(pair.records0)] for values in found[place]))
-        for place, pair in enumerate(pairs)
+        _of_all(found[place], len(pair.records0), chosen[place]) for place, pair in enumerate(pairs)
     ]
 
 
-def _match_chosen(
-    model: SuperGlue, pairs: Sequence[Pair], device: str, chosen: Sequence[Sequence[np.ndarray]]
-) -> List[PairMatches]:
-    """`match_pairs` of the chosen keypoints, with the indices of all."""
-    seen = [
-        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
-        for pair, (index0, index1) in zip(pairs, chosen)
-    ]
-    results = []
-    for found, pair, (index0, index1) in zip(match_pairs(model, seen, device), pairs, chosen):
-        matches0 = np.full(len(pair.records0), -1)
-        scores0 = np.zeros(len(pair.records0), np.float32)
-        # the last index is for -1, no match
-        matches0[index0] = np.append(index1, -1)[found.matches0]
-        scores0[index0] = found.scores0
-        results.append(PairMatches(matches0, scores0))
-    return results
+def _of_all(
+    found: Tuple[np.ndarray, np.ndarray], count: int, chosen: Sequence[np.ndarray]
+) -> PairMatches:
+    """Matches and scores of the chosen of `count` keypoints, before padding, as those of all."""
+    index0, index1 = chosen
+    of_chosen, scores = (values[: len(index0)] for values in found)
+    matches0 = np.full(count, -1)
+    scores0 = np.zeros(count, np.float32)
+    matches0[index0] = np.append(index1, -1)[of_chosen]  # the last is for -1, no match
+    scores0[index0] = scores
+    return PairMatches(matches0, scores0)

@@ -63,7 +63,8 @@ def test_the_network_matches_the_chosen_keypoints(photo, untrained):
     pair = Pair(*records, *sizes)
     _, found, (index0, index1), _ = likely.match_likely(untrained.model, [pair], "cpu", 300)[0]
     few = Pair(records[0][index0], records[1][index1], *sizes)
-    alone = match_pairs(untrained.model, [few], "cpu")[0]
+    every = [np.arange(len(index0)), np.arange(len(index1))]
+    alone = match_pairs(untrained.model, [few], "cpu", [every])[0]
     assert (alone.matches0 >= 0).sum() > 100
     at = alone.matches0 >= 0
     assert np.flatnonzero(found.matches0 >= 0).tolist() == index0[at].tolist()

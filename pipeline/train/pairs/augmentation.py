@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Callable, NamedTuple, Optional, Tuple, Union
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -86,13 +86,13 @@ class Augmentation(NamedTuple):
             return "negative"
         return "zoomed" if _zoom(self.zoom, sample.seed)[1] > 1.0 else "changed"
 
-    def counts(self, limit: int, seed: Union[int, Tuple[int, int]]) -> Tuple[int, int]:
-        """Numbers of keypoints that the two views keep, by the seed of a pair or of a step."""
+    def counts(self, limit: int, *seed: int) -> Tuple[int, int]:
+        """Numbers of keypoints that the two views keep."""
         if not 0 < self.min_keypoints < limit:
             return limit, limit
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
-        random = np.random.default_rng((*np.atleast_1d(seed), _COUNTS))
+        random = np.random.default_rng((*seed, _COUNTS))
         n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Generator, List, Optional, Sequence, Tuple
+from typing import Generator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -28,17 +28,16 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 def load_batch(
     store: Store,
     samples: Sequence[Sample],
-    max_keypoints: int,
+    keypoints: Union[int, Tuple[int, int]],
     augmentation: Augmentation = NO_CHANGE,
-    counts: Optional[Tuple[int, int]] = None,
 ) -> PairBatch:
     """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
 
     Args:
-        max_keypoints: number of keypoints to keep of each view, the first.
+        keypoints: largest number of keypoints of a view; those of the two views of every pair, or
+            one number, up to which the augmentation draws those of each pair. The first are kept.
         augmentation: random changes of each pair, by its `sample.seed`, unless that is
             NO_AUGMENTATION.
-        counts: largest numbers of keypoints of the two views of every pair; None: drawn for each.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
@@ -51,7 +50,8 @@ def load_batch(
     for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        limits = counts or change.counts(max_keypoints, sample.seed)
+        drawn = isinstance(keypoints, int)
+        limits = change.counts(keypoints, sample.seed) if drawn else keypoints
         for side, view in enumerate(shown):
             view = change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
             sides[side].append(view)
@@ -112,10 +112,9 @@ class StepBatches:
         largest, which would be seven times the work if each pair had its own.
         """
         limit = self.train.max_keypoints
-        counts = self._augmentation.counts(limit, (self.train.seed, step))
+        counts = self._augmentation.counts(limit, self.train.seed, step)
         return [
-            load_batch(self.store, part, limit, self._augmentation, counts)
-            for part in self.samples(step)
+            load_batch(self.store, part, counts, self._augmentation) for part in self.samples(step)
         ]
 
     def prefetch(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
