@@ -19,14 +19,13 @@
 
 In --out-dir each pair has a file A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches
 (M,) with -1 for none, match_confidence (M,); aligned0, aligned1 (M, 2), positions aligned by the
-pixels around them, deviations (M,) in px, NaN where alignment failed, and correlations (M,);
-with --scene pair_score; frame and turned; made_from: digests of both images, weights,
-settings, versions. The same command resumes where it
-was stopped; pairs with other inputs are computed again. Unreadable images are listed in
-bad_images.csv, the others are matched, and the exit code is 1. DIR is never searched for
-photographs. Keypoints are pixels of the images, rotated upright according to EXIF or, with --frame
-stored, as in the file: x right, y down, (0, 0) the centre of the first pixel. Each result states
-its frame.
+pixels around them, deviations (M,) in px, NaN where alignment failed, and correlations (M,); with
+--scene pair_score; frame and turned; made_from: digests of both images, weights, settings,
+versions. The same command resumes where it was stopped; pairs with other inputs are computed again.
+Unreadable images are listed in bad_images.csv, the others are matched, and the exit code is 1. DIR
+is never searched for photographs. Keypoints are pixels of the images, rotated upright according to
+EXIF or, with --frame stored, as in the file: x right, y down, (0, 0) the centre of the first pixel.
+Each result states its frame.
 """
 
 from __future__ import annotations
