@@ -78,7 +78,7 @@ def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str
 class HeldOut(NamedTuple):
     """Pairs to validate on: the `samples` of `store`, shared by the ranks of `context`.
 
-    max_keypoints, augmentation: see `loader.load_batch`.
+    max_keypoints: largest number of keypoints of a view. augmentation: see `loader.load_batch`.
     """
 
     store: Store

@@ -50,8 +50,9 @@ def load_batch(
     for change, sample, image1 in zip(changes, samples, images1):
         others = functools.partial(_another_view, store, (sample.image, image1))
         shown = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        drawn = isinstance(keypoints, int)
-        limits = change.counts(keypoints, sample.seed) if drawn else keypoints
+        limits = keypoints
+        if isinstance(limits, int):
+            limits = change.counts(limits, sample.seed)
         for side, view in enumerate(shown):
             view = change.apply(view, sample.seed, side, others, store.min_scale, limits[side])
             sides[side].append(view)
