@@ -20,8 +20,8 @@ from benchmarks.timing import Row, Setting
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
-from superglue_sift.superglue import SuperGlueConfig
-from superglue_sift.weights import choose_device
+from superglue_sift.network.superglue import SuperGlueConfig
+from superglue_sift.network.weights import choose_device
 
 GROUPS: Dict[str, Callable[[Setting], Iterable[Row]]] = {
     "sift": images.keypoints,

@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 from pipeline import compat
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 
 BATCH = 32
 # Views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
@@ -50,7 +50,7 @@ def to_view(drawn: Draw, image: Size, view: Size) -> np.ndarray:
     x, y = drawn.corner
     cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
     flip = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
-    return flip @ cut @ geometry.resizing(image, drawn.size)
+    return flip @ cut @ two_view.resizing(image, drawn.size)
 
 
 def between(index: int, image: Size, view: Size) -> np.ndarray:

@@ -20,12 +20,13 @@ from pipeline.evaluate.heldout import add_noise
 from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
 from pipeline.keypoints.image import gray_views
 from pipeline.parameters import params
-from superglue_sift import classical, scenes, sift
-from superglue_sift.batch import Pair
-from superglue_sift.features import extract
+from superglue_sift.features import nearest, sift
+from superglue_sift.features.features import extract
+from superglue_sift.geometry import scenes
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.weights import fuse_for_inference
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.weights import fuse_for_inference
 
 SAMPLE = Path(__file__).resolve().parents[1] / "presets" / "sample.yaml"
 ALIGNED = 250  # matches
@@ -104,12 +105,12 @@ def filled(setting: Setting) -> Iterator[Row]:
     features = [extract(view, scenes.MAX_KEYPOINTS) for view in views]
     records = [side.records for side in features]
     sides = tuple(scenes.side_of(side, 0) for side in features)
-    matches, scores = classical.ratio_matches(*records)
+    matches, scores = nearest.ratio_matches(*records)
     surest = matches[np.argsort(-scores)[:ALIGNED]]
     given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.ACCEPT
 
     def fill() -> None:
-        scenes.fill(*given, classical.ratio_matches(*records))
+        scenes.fill(*given, nearest.ratio_matches(*records))
 
     taken = setting.time({"fill": fill})
     sizes = " and ".join(f"{len(side.points):,}" for side in sides)

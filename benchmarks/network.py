@@ -20,11 +20,11 @@ from benchmarks.synthetic import make_batch
 from benchmarks.timing import Call, Row, Setting, compare
 from pipeline import compat
 from pipeline.train.objective import MatchingObjective
-from superglue_sift import sinkhorn
-from superglue_sift.batch import PairBatch
-from superglue_sift.superglue import SuperGlue, mutual_matches
-from superglue_sift.truth import ground_truth
-from superglue_sift.weights import fuse_for_inference
+from superglue_sift.network import sinkhorn
+from superglue_sift.network.batch import PairBatch
+from superglue_sift.network.ground_truth import ground_truth
+from superglue_sift.network.superglue import SuperGlue, mutual_matches
+from superglue_sift.network.weights import fuse_for_inference
 
 PRECISIONS = ("float32", "bfloat16")
 KEYPOINTS = 512

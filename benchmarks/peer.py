@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from benchmarks.plain import PlainSuperGlue
-from superglue_sift import sift
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.geometry import transform
-from superglue_sift.superglue import SuperGlueConfig
+from superglue_sift.features import sift
+from superglue_sift.geometry.two_view import transform
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.superglue import SuperGlueConfig
 
 KEYPOINTS = 512
 CONFIG = SuperGlueConfig(

@@ -14,15 +14,15 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.batch import Keypoints, choose_orientations, root_sift
-from superglue_sift.superglue import (
+from superglue_sift.network.batch import Keypoints, choose_orientations, root_sift
+from superglue_sift.network.ground_truth import UNMATCHED, Truth
+from superglue_sift.network.superglue import (
     ENCODER_WIDTHS,
     SIFT_DIM,
     SuperGlue,
     SuperGlueConfig,
     geometry_of,
 )
-from superglue_sift.truth import UNMATCHED, Truth
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:

@@ -8,9 +8,9 @@ from typing import List, Tuple
 
 import numpy as np
 
-from superglue_sift.batch import Pair, PairBatch, from_pairs
-from superglue_sift.geometry import transform
-from superglue_sift.sift import ORIENTED
+from superglue_sift.features.sift import ORIENTED
+from superglue_sift.geometry.two_view import transform
+from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
 SIZE = (640, 480)  # px
 SEVERAL = 0.18  # fraction of keypoints with two orientations, as in SIFT

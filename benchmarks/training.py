@@ -33,9 +33,9 @@ from pipeline.processes import distributed
 from pipeline.train import setup
 from pipeline.train.pairs.loader import StepBatches
 from pipeline.train.step import train_step
-from superglue_sift import sift
-from superglue_sift.batch import Pair
-from superglue_sift.superglue import SuperGlueConfig
+from superglue_sift.features import sift
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.superglue import SuperGlueConfig
 
 CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
 IMAGES = 64  # of a synthetic store

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Dict, List, Optional
 
-from superglue_sift.system import Main, RequestError, WorkError, exit_code
+from superglue_sift.errors import Main, RequestError, WorkError, exit_code
 
 EXIT_FOLDER = "SG_EXIT_FOLDER"  # set by pipeline.launch: folder of the ranks' exit codes
 AGENT_PID = "SG_AGENT_PID"  # set by pipeline.launch: the process with which its ranks end

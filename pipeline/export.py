@@ -19,7 +19,7 @@ from pipeline.parameters import params
 from pipeline.parameters.schema import flatten
 from pipeline.provenance import repro, trained_on
 from superglue_sift import __version__
-from superglue_sift.weights import load_model, match_threshold, save_model_file
+from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RequestError
-from superglue_sift.system import file_sha256, write_atomic, write_csv  # noqa: F401
+from superglue_sift.files import file_sha256, write_atomic, write_csv  # noqa: F401
 
 
 def read_json(path: Path, missing: str) -> Any:

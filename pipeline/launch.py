@@ -43,7 +43,7 @@ from pipeline.errors import (
     read_number,
 )
 from pipeline.processes import signals
-from superglue_sift import system
+from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
 AGENT = "--agent"  # first argument of the process in which torchrun runs
@@ -163,7 +163,7 @@ def world_sizes(processes: int) -> List[int]:
 def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
     """Environment of the ranks."""
     values = {
-        "OMP_NUM_THREADS": str(max(1, system.usable_cores() // processes)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
         # a restarted rank must not read a dead peer's address from a shared store: it would hang
         # (pytorch#135712)
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -179,7 +179,7 @@ def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
         **os.environ,
         EXIT_FOLDER: str(exit_folder),
     }
-    system.wait_passively(values)
+    wait_passively(values)
     return values
 
 

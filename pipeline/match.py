@@ -6,10 +6,10 @@ matches.json`
 
 from __future__ import annotations
 
-from superglue_sift import system
+from superglue_sift import environment
 
 if __name__ == "__main__":
-    system.wait_passively()  # before torch is loaded
+    environment.wait_passively()  # before torch is loaded
 
 from pipeline import errors
 from superglue_sift.apps.cli import main

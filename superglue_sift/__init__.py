@@ -8,26 +8,18 @@ The library needs torch, numpy, scipy, OpenCV, Pillow, safetensors and tqdm. `on
 HEIC need more, imported on use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
-    pair_matches, likely,         keypoints to matches; which keypoints the network sees, and
-    local_maps                    matches of others
-    feature_store                 features of many images, kept on disk
-    images                        a file to pixels, rotated upright or as stored
-    sift, features, batch         pixels to keypoints, pairs to a batch: all shapes and units
-    extractors                    other features and the kinds of their descriptors;
-                                  opencv_features: two examples
-    superglue                     the network, with attention, sinkhorn (optimal transport)
-    geometry, pose, truth         homographies and cameras; which keypoints correspond
-    refine, patches, tracks       positions of matches to a fraction of a pixel
-    scenes, acceptance,           photographs of one place: which pairs are accepted, all keypoints
-    classical                     matched
-    weights                       model files
+    likely                        which keypoints the network sees, and matches of the others
+    features/                     files to pixels, pixels to keypoints with descriptors
+    network/                      SuperGlue, optimal transport, ground truth, model files
+    geometry/                     two views, refined positions, photographs of one place
     apps/                         the command line, folders of photographs, the page in the browser
     interop/                      COLMAP, hloc, OpenCV, LightGlue
     onnx                          the network for ONNX Runtime
+    opencv_features               two examples of other features
     drawing, progress             pictures of matches; progress of long work
-    system                        errors for the user, atomic writes, how threads wait
+    errors, files                 errors for the user, atomic writes
+    environment                   the same bytes on every processor, threads that sleep
     torch_compat                  differences from torch 1.10 to 2.x
-    portable                      the same keypoints on every processor
 """
 
 from __future__ import annotations
@@ -35,35 +27,35 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from superglue_sift import portable
+from superglue_sift import environment
 
 if TYPE_CHECKING:
-    from superglue_sift.batch import Pair, PairBatch, from_pairs
-    from superglue_sift.features import Features
+    from superglue_sift.errors import RequestError
+    from superglue_sift.features.features import Features
+    from superglue_sift.features.sift import extract as extract_sift
     from superglue_sift.match_result import MatchResult
     from superglue_sift.matcher import Matcher
-    from superglue_sift.sift import extract as extract_sift
-    from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
-    from superglue_sift.system import RequestError
-    from superglue_sift.weights import load_model
+    from superglue_sift.network.batch import Pair, PairBatch, from_pairs
+    from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+    from superglue_sift.network.weights import load_model
 
 __version__ = "0.1.0"
 
-portable.prepare_opencv()  # before any module imports OpenCV
+environment.prepare_opencv()  # before any module imports OpenCV
 
 _HOMES = {
     "Matcher": "matcher",
     "MatchResult": "match_result",
-    "Features": "features",
-    "RequestError": "system",
-    "SuperGlue": "superglue",
-    "SuperGlueConfig": "superglue",
-    "mutual_matches": "superglue",
-    "load_model": "weights",
-    "extract_sift": "sift",
-    "Pair": "batch",
-    "PairBatch": "batch",
-    "from_pairs": "batch",
+    "Features": "features.features",
+    "RequestError": "errors",
+    "SuperGlue": "network.superglue",
+    "SuperGlueConfig": "network.superglue",
+    "mutual_matches": "network.superglue",
+    "load_model": "network.weights",
+    "extract_sift": "features.sift",
+    "Pair": "network.batch",
+    "PairBatch": "network.batch",
+    "from_pairs": "network.batch",
 }
 
 __all__ = [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 
-from superglue_sift import system
+from superglue_sift import environment
 
-command = functools.partial(system.run, "superglue_sift.apps.cli")
+command = functools.partial(environment.run, "superglue_sift.apps.cli")
 
 if __name__ == "__main__":
     raise SystemExit(command())

@@ -16,9 +16,10 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from superglue_sift.geometry import Size, unit_of
-from superglue_sift.images import reduce
-from superglue_sift.system import FileName, RequestError, write_atomic
+from superglue_sift.errors import RequestError
+from superglue_sift.features.images import reduce
+from superglue_sift.files import FileName, write_atomic
+from superglue_sift.geometry.two_view import Size, unit_of
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)

@@ -14,12 +14,12 @@ from typing import List, NamedTuple, Sequence
 
 import numpy as np
 
-from superglue_sift import sift
-from superglue_sift.batch import Pair
-from superglue_sift.classical import Matches, ratio_matches
-from superglue_sift.local_maps import confirm
-from superglue_sift.pair_matches import PairMatches, match_pairs
-from superglue_sift.superglue import SuperGlue
+from superglue_sift.features import sift
+from superglue_sift.features.nearest import Matches, ratio_matches
+from superglue_sift.geometry.local_maps import confirm
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.pair_matches import PairMatches, match_pairs
+from superglue_sift.network.superglue import SuperGlue
 
 # Of the ratio of distances. At 1 the network only sees keypoints with something similar in the
 # other image, and finds 20 times as many matches in photographs with nothing in common.

@@ -7,16 +7,17 @@ from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional,
 
 import numpy as np
 
-from superglue_sift import drawing, geometry, refine
-from superglue_sift.features import Features, Image, photo_of
-from superglue_sift.geometry import Size
-from superglue_sift.images import STORED, UPRIGHT, Photo
-from superglue_sift.pose import POSE_PX, Pose, relative_pose
-from superglue_sift.sift import positions
-from superglue_sift.system import RequestError
+from superglue_sift import drawing
+from superglue_sift.errors import RequestError
+from superglue_sift.features.features import Features, Image, photo_of
+from superglue_sift.features.images import STORED, UPRIGHT, Photo
+from superglue_sift.features.sift import positions
+from superglue_sift.geometry import refinement, two_view
+from superglue_sift.geometry.pose import POSE_PX, Pose, relative_pose
+from superglue_sift.geometry.two_view import Size
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
-# Distances up to which a match is an inlier, in pixels of an image of `geometry.REFERENCE_PX`
+# Distances up to which a match is an inlier, in pixels of an image of `two_view.REFERENCE_PX`
 INLIER_PX = 3.0  # of a homography or a fundamental matrix
 # Of stamps (`find_stamps`), also in pixels of such an image
 SAME_PX = 1.5  # scatter of the translations of one stamp
@@ -40,8 +41,8 @@ class MatchResult(NamedTuple):
         of those around it, or with `scene` 1 - the ratio of distances.
     size0, size1: (width, height).
 
-    After alignment by the pixels (`refine.align`), else None: aligned0, aligned1: (K, 2) float32
-    px, aligned positions of each match; SIFT's where alignment failed.
+    After alignment by the pixels (`refinement.align`), else None: aligned0, aligned1: (K, 2)
+    float32 px, aligned positions of each match; SIFT's where alignment failed.
     deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where
     alignment failed.
     correlations: (K,) float32, -1 to 1, of both patches; NaN where a patch leaves its image or is
@@ -134,15 +135,16 @@ class MatchResult(NamedTuple):
 
     def only(self, chosen: np.ndarray) -> MatchResult:
         """The chosen matches only. chosen: (K,) bool, or indices."""
-        names = ("matches", "scores", *refine.Aligned._fields)
+        names = ("matches", "scores", *refinement.Aligned._fields)
         given = {name: getattr(self, name) for name in names}
         return self._replace(
             **{name: values[chosen] for name, values in given.items() if values is not None}
         )
 
     def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
-        """Align the positions by the pixels of both images (`refine.align`); without pixels, return
-        self.
+        """Align the positions by the pixels of both images (`refinement.align`).
+
+        Without pixels, return self.
         """
         gray0 = features0.gray
         gray1 = features1.gray
@@ -152,7 +154,7 @@ class MatchResult(NamedTuple):
         small1 = features1.resize(gray1.shape[::-1])
         records0 = small0.records[self.matches[:, 0]]
         records1 = small1.records[self.matches[:, 1]]
-        aligned = refine.align(gray0, gray1, records0, records1, device)
+        aligned = refinement.align(gray0, gray1, records0, records1, device)
         if features0.size == small0.size and features1.size == small1.size:
             return self._replace(**aligned._asdict())
         unit = np.float32(max(features1.size) / max(small1.size))
@@ -191,8 +193,8 @@ class MatchResult(NamedTuple):
                 found |= on_both & near_stamp(self.points1, place1, sizes)
         return found
 
-    def homography(self, threshold_px: Optional[float] = None) -> geometry.Fit:
-        """Robust homography from pixels of image 0 to image 1 (`geometry.fit_homography`).
+    def homography(self, threshold_px: Optional[float] = None) -> two_view.Fit:
+        """Robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Its model is None for fewer than four matches, and where matches only fit a mirror image.
         threshold_px: distance in image 1 up to which a match is an inlier; None: 3 px, in images
@@ -200,23 +202,23 @@ class MatchResult(NamedTuple):
         """
         to0, to1 = self._reductions()
         fit = self._fit(
-            lambda r, px: geometry.fit_homography(r.points0, r.points1, px, r.deviations),
+            lambda r, px: two_view.fit_homography(r.points0, r.points1, px, r.deviations),
             INLIER_PX,
             threshold_px,
         )
         if fit.model is None:
             return fit
-        return fit._replace(model=geometry.compose(geometry.inverse(to1), fit.model, to0))
+        return fit._replace(model=two_view.compose(two_view.inverse(to1), fit.model, to0))
 
-    def fundamental(self, threshold_px: Optional[float] = None) -> geometry.Fit:
-        """Robust fundamental matrix F, x1^T F x0 = 0 (`geometry.fit_fundamental`).
+    def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
+        """Robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
         Its model is None for fewer than eight matches. threshold_px: distance from epipolar lines,
         in pixels of image 1; None: as for `homography`.
         """
         to0, to1 = self._reductions()
         fit = self._fit(
-            lambda r, px: geometry.fit_fundamental(r.points0, r.points1, px),
+            lambda r, px: two_view.fit_fundamental(r.points0, r.points1, px),
             INLIER_PX,
             threshold_px,
         )
@@ -241,8 +243,8 @@ class MatchResult(NamedTuple):
     def _reductions(self) -> Tuple[np.ndarray, np.ndarray]:
         """(3, 3) maps from pixels of both images to those at which lengths were chosen."""
         to0, to1 = (
-            geometry.resizing((unit, unit), (1, 1))
-            for unit in map(geometry.unit_of, (self.size0, self.size1))
+            two_view.resizing((unit, unit), (1, 1))
+            for unit in map(two_view.unit_of, (self.size0, self.size1))
         )
         return to0, to1
 
@@ -260,8 +262,8 @@ class MatchResult(NamedTuple):
         few = self.only(kept)
         found = fit(
             few._replace(
-                aligned0=geometry.transform(few.points0, to0),
-                aligned1=geometry.transform(few.points1, to1),
+                aligned0=two_view.transform(few.points0, to0),
+                aligned1=two_view.transform(few.points1, to1),
                 deviations=None if few.deviations is None else few.deviations * to1[0, 0],
             ),
             usual_px if threshold_px is None else threshold_px * to1[0, 0],
@@ -270,11 +272,11 @@ class MatchResult(NamedTuple):
         inliers[kept] = found.inliers
         return found._replace(inliers=inliers)
 
-    def fits(self) -> Dict[str, geometry.Fit]:
+    def fits(self) -> Dict[str, two_view.Fit]:
         """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
-    def summarize(self, fits: Mapping[str, geometry.Fit]) -> str:
+    def summarize(self, fits: Mapping[str, two_view.Fit]) -> str:
         """Numbers of keypoints, matches, inliers and aligned matches, in two or three lines."""
         keypoints = f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"
         inliers = (f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fits.items())
@@ -290,7 +292,7 @@ class MatchResult(NamedTuple):
         self,
         image0: Optional[Image] = None,
         image1: Optional[Image] = None,
-        fits: Optional[Mapping[str, geometry.Fit]] = None,
+        fits: Optional[Mapping[str, two_view.Fit]] = None,
     ) -> drawing.Picture:
         """Draw the matches (`drawing`), outliers of the fit with more inliers in red.
 
@@ -304,7 +306,7 @@ class MatchResult(NamedTuple):
             f"{int(fit.inliers.sum())} fit one {FIT_NAMES[name]}" for name, fit in fits.items()
         )
         points0, points1 = (
-            geometry.transform(points.astype(np.float64), photo.to_shown)
+            two_view.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
@@ -334,7 +336,7 @@ def near_stamp(points: np.ndarray, stamp: np.ndarray, sizes: Tuple[Size, Size]) 
 
     if not len(stamp):
         return np.zeros(len(points), bool)
-    limit = AROUND_PX * max(map(geometry.unit_of, sizes))
+    limit = AROUND_PX * max(map(two_view.unit_of, sizes))
     return KDTree(stamp).query(points, distance_upper_bound=limit)[0] < np.inf
 
 
@@ -347,7 +349,7 @@ def _translations(
     It is drawn in pixels, or grows with the image that it is drawn on.
     """
     size0, size1 = sizes
-    unit = max(map(geometry.unit_of, sizes))
+    unit = max(map(two_view.unit_of, sizes))
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
         wider = size1[0] - scale * size0[0]

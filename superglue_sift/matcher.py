@@ -25,19 +25,20 @@ from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, 
 import numpy as np
 import torch
 
-from superglue_sift import scenes, system
-from superglue_sift.batch import Pair
-from superglue_sift.classical import Matches
-from superglue_sift.extractors import DEFAULT, Extractor, kind_of
-from superglue_sift.extractors import load as load_extractor
-from superglue_sift.features import Features, Image, extract, gray_of
-from superglue_sift.images import FRAMES, STORED, UPRIGHT, decode, read
+from superglue_sift import environment
+from superglue_sift.errors import RequestError, check_range
+from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
+from superglue_sift.features.extractors import load as load_extractor
+from superglue_sift.features.features import Features, Image, extract, gray_of
+from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
+from superglue_sift.features.nearest import Matches
+from superglue_sift.files import FileName
+from superglue_sift.geometry import scenes
 from superglue_sift.likely import Likely, match_likely
 from superglue_sift.match_result import MatchResult
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.system import FileName, RequestError, check_range
-from superglue_sift.torch_compat import no_compiler
-from superglue_sift.weights import (
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.weights import (
     THRESHOLD,
     choose_device,
     fuse_for_inference,
@@ -45,6 +46,7 @@ from superglue_sift.weights import (
     match_threshold,
     shipped_weights,
 )
+from superglue_sift.torch_compat import no_compiler
 
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
@@ -266,7 +268,7 @@ class Matcher:
         """
         if self.device == "cpu":
             torch.set_num_threads(1)
-            self.workers = system.usable_cores()
+            self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
     def _match(

@@ -33,23 +33,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from superglue_sift import system
-from superglue_sift.batch import Images, Keypoints, Pair, choose_pair
-from superglue_sift.features import Features
+from superglue_sift import errors
+from superglue_sift.errors import RequestError, check_range, import_extra
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import MIN_SCALE, positions
+from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
-from superglue_sift.sift import MIN_SCALE, positions
-from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
-from superglue_sift.system import (
-    FileName,
-    RequestError,
-    check_range,
-    check_writable,
-    import_extra,
-    write_atomic,
-)
+from superglue_sift.network.batch import Images, Keypoints, Pair, choose_pair
+from superglue_sift.network.sinkhorn import log_optimal_transport
+from superglue_sift.network.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
+from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
 from superglue_sift.torch_compat import can_export, sqrt
-from superglue_sift.weights import load_model, match_threshold, shipped_weights
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
 IR_VERSION = 8  # of OPSET; with the exporter's own, 10, ONNX Runtime must be 1.18 or newer
@@ -327,4 +321,4 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(system.exit_code(main))
+    raise SystemExit(errors.exit_code(main))

@@ -9,8 +9,8 @@ from typing import Dict
 import cv2
 import numpy as np
 
-from superglue_sift import sift
-from superglue_sift.system import RequestError
+from superglue_sift.errors import RequestError
+from superglue_sift.features import sift
 
 
 def orb(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:

@@ -25,9 +25,10 @@ CHANGES_NO_OUTPUT = (
     "pipeline.processes.prefetch",  # results of others, in their order
     "pipeline.processes.signals",
     "pipeline.tracking",
-    "superglue_sift.system",
+    "superglue_sift.errors",
+    "superglue_sift.files",
     # The same on every processor: tests/golden/test_processor.py holds its effect
-    "superglue_sift.portable",
+    "superglue_sift.environment",
     "superglue_sift.progress",
 )
 

@@ -17,10 +17,10 @@ from pipeline.compat import grad_scaler
 from pipeline.train import step
 from pipeline.train.muon import Muon
 from pipeline.train.objective import MatchingObjective
-from superglue_sift import attention
-from superglue_sift.batch import PairBatch
-from superglue_sift.sift import ORIENTED
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.features.sift import ORIENTED
+from superglue_sift.network import attention
+from superglue_sift.network.batch import PairBatch
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
 # Beside operators that torch itself declares as views

@@ -1,6 +1,6 @@
 """What COLMAP hands over to the file of `superglue_sift.onnx --for colmap`."""
 
-from superglue_sift.interop.arrays import to_lightglue
+from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.onnx import COLMAP_INPUTS
 
 

@@ -5,9 +5,9 @@ import math
 import numpy as np
 import torch
 
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue
+from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.superglue import SuperGlue
 
 SIZE = (320, 240)
 RAGGED = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))  # numbers of keypoints

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from pipeline.image_sets import manifest, sources
-from superglue_sift.geometry import transform
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.weights import save_model_file
+from superglue_sift.geometry.two_view import transform
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.weights import save_model_file
 
 IDENTITY = np.eye(3)
 SHIFT = np.array([[1.0, 0, 12], [0, 1, -8], [0, 0, 1]])

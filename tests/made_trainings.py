@@ -10,7 +10,7 @@ from pipeline import tracking
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
-from superglue_sift.weights import load_model_file
+from superglue_sift.network.weights import load_model_file
 
 SMALL = {
     "batch": 4,

@@ -5,8 +5,8 @@ import json
 import numpy as np
 
 from pipeline.features import store
-from superglue_sift.geometry import transform
-from superglue_sift.sift import ORIENTED
+from superglue_sift.features.sift import ORIENTED
+from superglue_sift.geometry.two_view import transform
 
 SIZE = (320, 240)
 VIEWS = 3  # of an image of a store

@@ -1,5 +1,6 @@
-"""Learn the weights by which a scene accepts pairs (`superglue_sift.acceptance`): `python -m
-benchmarks.dev.acceptance data/images`.
+"""Learn the weights by which a scene accepts pairs (`superglue_sift.geometry.acceptance`).
+
+`python -m benchmarks.dev.acceptance data/images`.
 
 IMAGES is the folder that `fetch` has written. Pairs are made of its validation photographs
 (`benchmarks.dev.places`), as the second one of two places also of some for training. Printed are
@@ -24,11 +25,12 @@ from benchmarks.dev.command import make_parser
 from pipeline import errors
 from pipeline.image_sets.sources import open_manifest
 from pipeline.views.homography import generator
-from superglue_sift import acceptance, matcher, scenes
+from superglue_sift import matcher
 from superglue_sift.apps import retrieval
-from superglue_sift.images import decode_gray
+from superglue_sift.features.images import decode_gray
+from superglue_sift.features.sift import root_sift_of
+from superglue_sift.geometry import acceptance, scenes
 from superglue_sift.progress import Progress
-from superglue_sift.sift import root_sift_of
 
 OTHERS = 150  # photographs for training that are shown beside those for validation
 DESCRIPTORS = 600  # of each photograph, to find similar ones

@@ -10,8 +10,8 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Pose
 from superglue_sift import onnx
+from superglue_sift.errors import import_extra
 from superglue_sift.interop.colmap import CENTRE
-from superglue_sift.system import import_extra
 
 
 class Camera(NamedTuple):

@@ -20,8 +20,8 @@ from benchmarks.dev.command import make_parser
 from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
-from superglue_sift.batch import Pair, choose_pair
 from superglue_sift.match_result import MatchResult
+from superglue_sift.network.batch import Pair, choose_pair
 
 CORRECT_PX = 3.0
 QUALITY = 85  # of the JPEG

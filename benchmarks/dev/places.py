@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.parameters.schema import Homography, Photometric
 from pipeline.views.homography import sample_view
 from pipeline.views.render import distort, render
-from superglue_sift.geometry import Size, compose, inverse, normalize, transform
+from superglue_sift.geometry.two_view import Size, compose, inverse, normalize, transform
 
 Random = np.random.Generator
 Gray = np.ndarray  # a photograph (H, W) uint8

@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.dev.command import make_parser, print_head, print_row
 from superglue_sift import Matcher
-from superglue_sift.images import UPRIGHT, read_gray, reduce
+from superglue_sift.features.images import UPRIGHT, read_gray, reduce
 
 REFERENCE = 1024  # px, longer side
 SIDES = (384, 512, 640, 768, REFERENCE, 1536, 2048, 4096, 8192, 16384)

@@ -38,8 +38,8 @@ from benchmarks.dev.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import image_size
-from superglue_sift import geometry
-from superglue_sift.images import read_gray, reduce
+from superglue_sift.features.images import read_gray, reduce
+from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE, write_pair
 
 WORK = Path("scenes")  # databases and models
@@ -104,7 +104,7 @@ def write_reduced(source: Path, target: Path, camera: Camera) -> Camera:
     image = read_gray(source)
     small = reduce(image, LONGER)
     cv2.imwrite(str(target), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
-    scaling = geometry.resizing(image_size(image), image_size(small))
+    scaling = two_view.resizing(image_size(image), image_size(small))
     return camera._replace(K=scaling @ camera.K)
 
 
@@ -201,7 +201,7 @@ def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
             keys = pycolmap.pair_id_to_image_pair(pair)
             truth = colmap.pose_between(*(scene.cameras[images[key]] for key in keys))
             both = [points[key][index] for key, index in zip(keys, matches.T)]
-            away = geometry.epipolar_distances(colmap.fundamental(truth), *both)
+            away = two_view.epipolar_distances(colmap.fundamental(truth), *both)
             verified += 1
             false += bool((away <= RIGHT_PX).mean() < 0.5)
     return verified, false

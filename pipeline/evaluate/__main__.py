@@ -12,12 +12,12 @@ from __future__ import annotations
 import sys
 
 from pipeline.parameters import params
-from superglue_sift import portable, system
+from superglue_sift import environment
 
 if __name__ == "__main__":  # before torch is loaded
-    system.wait_passively()
+    environment.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
-        portable.prepare_network()
+        environment.prepare_network()
 
 import argparse
 import json
@@ -41,12 +41,12 @@ from pipeline.parameters.schema import EvaluateParams
 from pipeline.provenance import repro
 from pipeline.report import summary
 from pipeline.report.document import Content
-from superglue_sift import extractors
-from superglue_sift.batch import Pair
-from superglue_sift.extractors import Extractor
-from superglue_sift.pair_matches import PairMatches
-from superglue_sift.system import check_range
-from superglue_sift.weights import choose_device, shipped_weights
+from superglue_sift.errors import check_range
+from superglue_sift.features import extractors
+from superglue_sift.features.extractors import Extractor
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.pair_matches import PairMatches
+from superglue_sift.network.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
 LEAST = {  # of whole numbers

@@ -7,7 +7,7 @@ from typing import Dict, Tuple
 
 import numpy as np
 
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 
 GRID = 32  # samples along each side for the overlap
 BINS: Dict[str, Tuple[float, ...]] = {  # condition -> edges; a pair falls into low <= value < high
@@ -26,7 +26,7 @@ def overlap(H_0to1: np.ndarray, size0: Tuple[int, int], size1: Tuple[int, int]) 
         np.meshgrid(*[(np.arange(GRID) + 0.5) / GRID * side - 0.5 for side in size0]), axis=-1
     )
     with np.errstate(all="ignore"):
-        mapped = geometry.transform(grid.reshape(-1, 2), H_0to1)
+        mapped = two_view.transform(grid.reshape(-1, 2), H_0to1)
         inside = (mapped >= -0.5) & (mapped <= np.array(size1) - 0.5)
     return float(inside.all(axis=1).mean())
 
@@ -41,10 +41,10 @@ def conditions_of(
     corners, 1 for an affine map; overlap: 0..1.
     """
     centre = (np.array([size0]) - 1) / 2
-    left, stretches, right = np.linalg.svd(geometry.jacobians(H_0to1, centre)[0])
+    left, stretches, right = np.linalg.svd(two_view.jacobians(H_0to1, centre)[0])
     rotation = left @ right  # nearest orthogonal map
     scale = np.sqrt(stretches.prod())
-    depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in geometry.corners(size0)])
+    depths = np.abs([H_0to1[2] @ np.array([x, y, 1.0]) for x, y in two_view.corners(size0)])
     with np.errstate(divide="ignore"):  # inf for a degenerate map
         values = {
             "rotation_deg": np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0]))),

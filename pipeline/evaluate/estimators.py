@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import BASELINES
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 
 DEFAULT = ("ransac", "dlt", "surest")
 PX = 3.0  # inlier limit of the robust ones
@@ -23,7 +23,7 @@ SUREST_OF_NETWORK = 0.5
 
 
 class Matches(NamedTuple):
-    """At least `geometry.MIN_POINTS` matches. points0, points1: (K, 2) px; weights: (K,) from
+    """At least `two_view.MIN_POINTS` matches. points0, points1: (K, 2) px; weights: (K,) from
     `weights_of`; surest: (K,) bool from `surest_of`; deviations: (K,) px of aligned matches, else
     None.
     """
@@ -37,9 +37,9 @@ class Matches(NamedTuple):
 
 
 def ransac(found: Matches) -> Optional[np.ndarray]:
-    """RANSAC, as in the paper: see `geometry.fit_ransac`."""
+    """RANSAC, as in the paper: see `two_view.fit_ransac`."""
     points = found.points0, found.points1
-    return geometry.fit_ransac(*points, PX, ITERATIONS, found.seed, found.deviations)
+    return two_view.fit_ransac(*points, PX, ITERATIONS, found.seed, found.deviations)
 
 
 def least_squares(found: Matches) -> Optional[np.ndarray]:
@@ -72,15 +72,15 @@ def fit_dlt(
     """
     weights = np.ones(len(points0)) if weights is None else weights
     used = weights > 0
-    if used.sum() < geometry.MIN_POINTS:
+    if used.sum() < two_view.MIN_POINTS:
         return None
     p0 = points0[used]
     p1 = points1[used]
     w = weights[used]
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
-    homogeneous = geometry.to_homogeneous(geometry.transform(p0, T0))
-    x, y = geometry.transform(p1, T1).T
+    homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
+    x, y = two_view.transform(p1, T1).T
     zeros = np.zeros_like(homogeneous)
     horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
     vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
@@ -89,7 +89,7 @@ def fit_dlt(
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points
-    H = geometry.compose(geometry.inverse(T1), vectors[:, 0].reshape(3, 3), T0)
+    H = two_view.compose(two_view.inverse(T1), vectors[:, 0].reshape(3, 3), T0)
     return H if np.isfinite(H).all() else None
 
 
@@ -97,7 +97,7 @@ def opencv(found: Matches) -> Optional[np.ndarray]:
     """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue,
     glue-factory).
     """
-    options = {"maxIters": ITERATIONS, "confidence": geometry.CONFIDENCE}
+    options = {"maxIters": ITERATIONS, "confidence": two_view.CONFIDENCE}
     return cv2.findHomography(found.points0, found.points1, cv2.RANSAC, PX, **options)[0]
 
 
@@ -113,7 +113,7 @@ def poselib(found: Matches) -> Optional[np.ndarray]:
 
     options = {"max_reproj_error": PX, "max_iterations": ITERATIONS, "seed": found.seed}
     H, info = library.estimate_homography(found.points0, found.points1, options, {})
-    usable = info["num_inliers"] >= geometry.MIN_POINTS and np.isfinite(H).all()
+    usable = info["num_inliers"] >= two_view.MIN_POINTS and np.isfinite(H).all()
     return np.asarray(H) if usable else None
 
 
@@ -152,14 +152,14 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     if matcher in BASELINES:
         return scores**BASELINE_POWER
     odds = scores / (1.0 - scores + MIN_DOUBT)
-    rank = min(DECIDING, max(geometry.MIN_POINTS, len(odds) // 2), len(odds))
+    rank = min(DECIDING, max(two_view.MIN_POINTS, len(odds) // 2), len(odds))
     return np.minimum(odds, np.sort(odds)[-rank])
 
 
 def surest_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     """(K,) bool: the fraction of the matches that `surest` takes, chosen as the weights were."""
     fraction = SUREST.get(matcher, SUREST_OF_NETWORK)
-    count = min(max(geometry.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
+    count = min(max(two_view.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
     return scores >= np.sort(scores)[-count]
 
 

@@ -18,8 +18,8 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import EvaluateParams, Photometric
 from pipeline.views import homography, render
-from superglue_sift.geometry import compose, inverse
-from superglue_sift.images import decode_color, decode_gray
+from superglue_sift.features.images import decode_color, decode_gray
+from superglue_sift.geometry.two_view import compose, inverse
 
 MAX_NEGATIVE_PAIRS = 100
 SEED = 0  # of the pairs: models are compared on the same ones

@@ -17,8 +17,8 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
-from superglue_sift.geometry import compose, inverse, resizing
-from superglue_sift.images import EXTENSIONS, BadImage, decode_color, read_gray
+from superglue_sift.features.images import EXTENSIONS, BadImage, decode_color, read_gray
+from superglue_sift.geometry.two_view import compose, inverse, resizing
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # the image that homographies map from

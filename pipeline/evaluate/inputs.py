@@ -11,8 +11,8 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, 
 
 import numpy as np
 
-from superglue_sift.batch import Pair, choose_pair
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
+from superglue_sift.network.batch import Pair, choose_pair
 
 
 @dataclass(frozen=True)

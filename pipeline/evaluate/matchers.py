@@ -14,20 +14,21 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 import numpy as np
 
 from pipeline.errors import RequestError
-from superglue_sift import classical, scenes
-from superglue_sift.batch import Pair
-from superglue_sift.extractors import kind_of
-from superglue_sift.features import Features
+from superglue_sift.features import nearest
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import positions
+from superglue_sift.geometry import scenes
 from superglue_sift.likely import Likely, match_likely
-from superglue_sift.pair_matches import PairMatches
-from superglue_sift.sift import positions
-from superglue_sift.superglue import SuperGlue
-from superglue_sift.weights import fuse_for_inference, load_model, match_threshold
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.pair_matches import PairMatches
+from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.network.weights import fuse_for_inference, load_model, match_threshold
 
 OURS = "superglue"
 SINKHORN_ITERATIONS = 100  # of the paper, at inference
 RATIO_TEST = "ratio_test"
-RATIO_THRESHOLD = 1.0 - classical.RATIO  # of its confidence
+RATIO_THRESHOLD = 1.0 - nearest.RATIO  # of its confidence
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)
 MATCHERS = (OURS, *BASELINES)  # always compared, in the order of every table
 BOUND = "true_matches"  # no matcher: the true matches, an upper bound with these keypoints
@@ -150,7 +151,7 @@ def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
 
     The ratio test is all mutual ones: its threshold on the confidence chooses, as a network's does.
     """
-    found = classical.neighbours(*map(classical.unit_rows, (pair.records0, pair.records1)))
+    found = nearest.neighbours(*map(nearest.unit_rows, (pair.records0, pair.records1)))
     binary = kind_of(pair.records0.dtype)[0] == "binary"
     # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
     scores = 1.0 - (found.ratio**2 if binary else found.ratio)

@@ -25,8 +25,8 @@ from pipeline.parameters.schema import EvaluateParams
 from pipeline.processes.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
-from superglue_sift import extractors
-from superglue_sift.pair_matches import PairMatches
+from superglue_sift.features import extractors
+from superglue_sift.network.pair_matches import PairMatches
 from superglue_sift.progress import Progress
 
 # Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO

@@ -17,14 +17,16 @@ from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.parameters.schema import EvaluateParams
 from pipeline.report.rows import Measure
-from superglue_sift import extractors, geometry, refine, sift
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.extractors import Extractor
-from superglue_sift.pair_matches import PairMatches
-from superglue_sift.truth import UNMATCHED, ground_truth
+from superglue_sift.features import extractors, sift
+from superglue_sift.features.extractors import Extractor
+from superglue_sift.geometry import refinement, two_view
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
+from superglue_sift.network.pair_matches import PairMatches
 
 ALIGNMENT = (
-    "positions in image 1 moved by superglue_sift.refine, of every matcher alike; truth as detected"
+    "positions in image 1 moved by superglue_sift.geometry.refinement, of every matcher alike;"
+    " truth as detected"
 )
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
@@ -163,8 +165,8 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
 
     points: (K, 2) float64.
     """
-    forward = geometry.transform(points0, H_0to1) - points1
-    backward = geometry.transform(points1, geometry.inverse(H_0to1)) - points0
+    forward = two_view.transform(points0, H_0to1) - points1
+    backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
     worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
     return np.where(np.isfinite(worst), worst, np.inf)
 
@@ -185,7 +187,7 @@ def estimate_errors(
     With `settings.refine` also from matches aligned as `Matcher.match` does.
     """
     points0, points1, scores = matched_points(known.pair, matches)
-    enough = len(scores) >= geometry.MIN_POINTS
+    enough = len(scores) >= two_view.MIN_POINTS
     weights = weights_of(matcher, scores) if enough else scores
     sure = surest_of(matcher, scores) if enough else scores > 0
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
@@ -194,7 +196,7 @@ def estimate_errors(
     if settings.refine and known.images is not None:
         index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
         records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
-        moved = refine.align(*known.images, *records)
+        moved = refinement.align(*known.images, *records)
         variants[True] = detected._replace(
             points0=moved.aligned0.astype(np.float64),
             points1=moved.aligned1.astype(np.float64),
@@ -209,7 +211,7 @@ def estimate_errors(
             continue
         for name in settings.estimators:
             H = ESTIMATORS[name][0](found) if enough else None
-            error = geometry.corner_error(H, known.truth, known.pair.size0)
+            error = two_view.corner_error(H, known.truth, known.pair.size0)
             errors[Measure("error", name, aligned)] = error
     return errors
 

@@ -15,8 +15,8 @@ import numpy as np
 from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, disturb
 from pipeline.evaluate.inputs import Scene, ViewPair, image_size
 from pipeline.views import homography
-from superglue_sift.geometry import compose
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
+from superglue_sift.geometry.two_view import compose
 
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 ROTATIONS_DEG = (45.0, 90.0, 180.0)

@@ -27,9 +27,9 @@ from safetensors.numpy import save
 
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, write_atomic
-from superglue_sift import extractors
-from superglue_sift.extractors import Extractor
-from superglue_sift.sift import MIN_SCALE, ORIENTED
+from superglue_sift.features import extractors
+from superglue_sift.features.extractors import Extractor
+from superglue_sift.features.sift import MIN_SCALE, ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2

@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Optional, Sequence, Union
 from pipeline.errors import RequestError
 from pipeline.image_sets.manifest import DEFLATED, STORED, Entry
 from pipeline.image_sets.sources import file_entry, list_images
-from superglue_sift.images import EXTENSIONS
+from superglue_sift.features.images import EXTENSIONS
 from superglue_sift.progress import Progress
 
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")

@@ -19,7 +19,7 @@ from pipeline.errors import WorkError
 from pipeline.fetch import containers
 from pipeline.fetch.download import MIRROR, Interrupted, Remote, read_note, write_note
 from pipeline.image_sets.sources import unpack
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
 from superglue_sift.progress import Progress
 
 CONNECTIONS = 8  # hides the latency of many small requests

@@ -13,7 +13,7 @@ from pipeline.image_sets.manifest import hash_fraction
 from pipeline.image_sets.sources import ImageSet
 from pipeline.parameters.schema import FetchParams
 from pipeline.views.homography import SECTION_OF, Size
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.features.images import BadImage, decode_gray
 
 SEED = 0  # of the hash of names
 Splits = Dict[str, List[str]]  # names by split

@@ -18,7 +18,7 @@ import numpy as np
 from pipeline.errors import RequestError
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from superglue_sift.images import BadImage, is_plain_jpeg
+from superglue_sift.features.images import BadImage, is_plain_jpeg
 
 BATCH = 32  # images per batch; DALI decodes one batch ahead
 

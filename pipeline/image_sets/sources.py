@@ -18,7 +18,7 @@ from typing import Dict, List, Sequence, Tuple
 from pipeline.errors import RequestError
 from pipeline.image_sets import manifest
 from pipeline.image_sets.manifest import DEFLATED, Entry
-from superglue_sift.images import EXTENSIONS, BadImage
+from superglue_sift.features.images import EXTENSIONS, BadImage
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
 # screenshots. The two motorcycle frames show one scene and so share a split.

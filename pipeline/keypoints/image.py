@@ -13,8 +13,8 @@ from pipeline.image_sets import dali_decoder, torchvision_decoder
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.views import homography, render
-from superglue_sift import extractors
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.features import extractors
+from superglue_sift.features.images import BadImage, decode_gray
 
 Result = Union[ImageViews, BadImage]
 

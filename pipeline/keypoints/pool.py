@@ -24,7 +24,7 @@ from pipeline.keypoints import image
 from pipeline.keypoints.image import Result
 from pipeline.processes.prefetch import in_order
 from pipeline.processes.signals import end_with_parent
-from superglue_sift.system import usable_cores
+from superglue_sift.environment import usable_cores
 
 _IN_FLIGHT = 4  # images per worker
 # glibc's numbers of these settings of malloc

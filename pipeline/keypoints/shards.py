@@ -22,8 +22,8 @@ from pipeline.features.store import ImageViews
 from pipeline.files import write_atomic, write_json
 from pipeline.image_sets.manifest import Entry
 from pipeline.keypoints import image
-from superglue_sift import extractors
-from superglue_sift.images import BadImage
+from superglue_sift.features import extractors
+from superglue_sift.features.images import BadImage
 
 # A kill loses at most the current shard of each process.
 SHARD_IMAGES = 64

@@ -106,7 +106,7 @@ def disk_needed(archives: int, images: int, views: int, keypoints: int) -> int:
     checkpoints.
     """
     # Not at the top: OpenCV may not load on a machine that the doctor checks
-    from superglue_sift.sift import ORIENTED
+    from superglue_sift.features.sift import ORIENTED
 
     # Most photographs give fewer keypoints than the limit; three quarters is a safe mean.
     return archives + 2 * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB

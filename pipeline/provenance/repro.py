@@ -15,7 +15,7 @@ from typing import Dict, Optional, Sequence
 
 from pipeline.files import file_sha256
 from superglue_sift import __version__
-from superglue_sift.portable import CPU_INFO
+from superglue_sift.environment import CPU_INFO
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (

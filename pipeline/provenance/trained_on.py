@@ -14,7 +14,7 @@ from typing import FrozenSet, Iterable, List, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
-from superglue_sift.weights import BadCheckpoint, load_model_file
+from superglue_sift.network.weights import BadCheckpoint, load_model_file
 
 KEY = "trained_on"  # of a model's description
 _UNKNOWN = "unknown"

@@ -26,7 +26,7 @@ from mlflow.types.schema import AnyType
 
 from superglue_sift import Matcher, RequestError
 from superglue_sift.apps.results import aligned_lists
-from superglue_sift.images import UPRIGHT, BadImage, decode_gray
+from superglue_sift.features.images import UPRIGHT, BadImage, decode_gray
 
 WEIGHTS = "weights"  # name of the artifact
 MAX_KEYPOINTS = 4096  # of an image, in any request

@@ -135,7 +135,7 @@ class MlflowStore:
         """Log the weights as a model of the run, and register a version. The first is champion."""
         from mlflow.entities import LoggedModelOutput
 
-        from superglue_sift.weights import load_model_file
+        from superglue_sift.network.weights import load_model_file
 
         load_model_file(files[0])  # not every version of MLflow checks it
         done = self._client.search_model_versions(f"run_id = '{self.run_id}'")

@@ -18,12 +18,12 @@ import os
 import sys
 
 from pipeline.parameters import params
-from superglue_sift import portable, system
+from superglue_sift import environment
 
 if __name__ == "__main__":  # before torch is loaded
-    system.wait_passively()
+    environment.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
-        portable.prepare_network()
+        environment.prepare_network()
     # Of every rank: the flag of `distributed.wrap` is meant
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

@@ -1,4 +1,4 @@
-"""The state of a training, and its checkpoints: files of `superglue_sift.weights`."""
+"""The state of a training, and its checkpoints: files of `superglue_sift.network.weights`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from pipeline.errors import WorkError
 from pipeline.processes import distributed
 from pipeline.train.optimization import optimizer_tensors, restore_optimizer
-from superglue_sift.superglue import SuperGlue
-from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
+from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
 PLAIN = ("step", "best", "best_step", "best_figures", "skipped", "validated")  # of `TrainState`

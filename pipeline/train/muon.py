@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.compat import lerp_
 from pipeline.processes import distributed
-from superglue_sift.superglue import SuperGlue
+from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import sqrt
 
 # Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end

@@ -18,9 +18,9 @@ from typing import Dict, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.batch import ON_HOST, PairBatch
-from superglue_sift.superglue import SuperGlue
-from superglue_sift.truth import UNMATCHED, Truth, ground_truth
+from superglue_sift.network.batch import ON_HOST, PairBatch
+from superglue_sift.network.ground_truth import UNMATCHED, Truth, ground_truth
+from superglue_sift.network.superglue import SuperGlue
 
 
 class PairLoss(NamedTuple):

@@ -13,7 +13,7 @@ from pipeline import compat
 from pipeline.errors import RequestError
 from pipeline.parameters.schema import TrainParams
 from pipeline.train.muon import Muon
-from superglue_sift.superglue import SuperGlue
+from superglue_sift.network.superglue import SuperGlue
 
 # The paper's decay, 0.999998 per step after step 200,000: by this factor in `decay_start` steps.
 DECAY = math.exp(-0.4)

@@ -24,7 +24,7 @@ from pipeline.processes import distributed
 from pipeline.train.checkpoint import BEST, Checkpoints, Saved
 from pipeline.train.curves import CURVES
 from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of
-from superglue_sift.weights import BadCheckpoint, load_model_file
+from superglue_sift.network.weights import BadCheckpoint, load_model_file
 
 # How often torchrun, or SLURM's requeue, has started this training again
 RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

@@ -20,10 +20,11 @@ from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import freeze, make_optimizer
-from superglue_sift import attention, portable, torch_compat
-from superglue_sift.extractors import kind_of
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.weights import BadCheckpoint, load_model_file, weights_of
+from superglue_sift import environment, torch_compat
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.network import attention
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match; keypoints without a neighbour
 # closer than NEGATIVE_PX are unmatched; in between SIFT's positions are too uncertain to teach
@@ -100,7 +101,7 @@ def choose_precision(
         RequestError: `portable` in a process on a CPU that was not prepared for it.
     """
     on_gpu = context.device.type == "cuda"
-    if train.precision == precision.PORTABLE and not on_gpu and not portable.is_prepared():
+    if train.precision == precision.PORTABLE and not on_gpu and not environment.is_prepared():
         raise RequestError(
             "train.precision: portable needs variables that are set before torch is loaded: start"
             " the training by `python -m pipeline.train`, or set float32"

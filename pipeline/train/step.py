@@ -11,7 +11,7 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.batch import PairBatch
+from superglue_sift.network.batch import PairBatch
 
 CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
 

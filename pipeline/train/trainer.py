@@ -34,7 +34,7 @@ from pipeline.train.validation import (
     ratio_test_f1,
     validate,
 )
-from superglue_sift.batch import PairBatch
+from superglue_sift.network.batch import PairBatch
 
 MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
 

@@ -22,10 +22,10 @@ from pipeline.train.objective import MatchingObjective, assignment_loss
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import NO_CHANGE, load_batch
 from pipeline.train.pairs.order import Sample, rank_slice, validation_pairs
-from superglue_sift.batch import PairBatch, choose_orientations
-from superglue_sift.classical import neighbours
-from superglue_sift.superglue import mutual_matches, unit_vectors
-from superglue_sift.truth import IGNORED, Truth
+from superglue_sift.features.nearest import neighbours
+from superglue_sift.network.batch import PairBatch, choose_orientations
+from superglue_sift.network.ground_truth import IGNORED, Truth
+from superglue_sift.network.superglue import mutual_matches, unit_vectors
 
 CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
 # Pairs computed together; fixed, so that metrics do not depend on the number of processes

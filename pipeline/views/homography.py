@@ -17,8 +17,14 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 import numpy as np
 
 from pipeline.parameters.schema import Homography
-from superglue_sift.geometry import corners, inverse, jacobians, through_four_points, transform
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
+from superglue_sift.geometry.two_view import (
+    corners,
+    inverse,
+    jacobians,
+    through_four_points,
+    transform,
+)
 
 Size = Tuple[int, int]  # (width, height)
 

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 
 from pipeline.parameters.schema import Photometric
-from superglue_sift.geometry import compose, corners, inverse, resizing, transform
+from superglue_sift.geometry.two_view import compose, corners, inverse, resizing, transform
 
 SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
 JPEG_QUALITY = (40, 95)

@@ -37,21 +37,17 @@ import time
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
-from superglue_sift import __version__, scenes
-from superglue_sift.apps import many, pairing, results
+from superglue_sift import __version__
+from superglue_sift.apps import folder, pairing, results
 from superglue_sift.apps.pairing import CAMERA, DATABASE, FILES, FOLDER, LIST, PAGE, TWO, VIDEO
-from superglue_sift.features import ENLARGED_TO
-from superglue_sift.images import EXTENSIONS, STORED, UPRIGHT
+from superglue_sift.errors import RequestError, check_range, import_extra
+from superglue_sift.features.features import ENLARGED_TO
+from superglue_sift.features.images import EXTENSIONS, STORED, UPRIGHT
+from superglue_sift.files import check_writable, write_atomic
+from superglue_sift.geometry import scenes
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
+from superglue_sift.network.weights import shipped_weights
 from superglue_sift.progress import Progress
-from superglue_sift.system import (
-    RequestError,
-    check_range,
-    check_writable,
-    import_extra,
-    write_atomic,
-)
-from superglue_sift.weights import shipped_weights
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 RULES = ("accept", "likely")  # fields of `scenes.Rules`
@@ -152,12 +148,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return serve.run(load(args), PORT if args.port is None else args.port)
     if args.source == DATABASE:
         return match_database(args)
-    return many.match_many(args, load(args)) if args.out_dir else match_two(args)
+    return folder.match_many(args, load(args)) if args.out_dir else match_two(args)
 
 
 def load(args: argparse.Namespace) -> Matcher:
     """Load the matcher. Raises RequestError if its extractor would have to be allowed."""
-    settings = (*many.SETTINGS, *RULES, "precision", "extractor", "scene")
+    settings = (*folder.SETTINGS, *RULES, "precision", "extractor", "scene")
     asked = {name: getattr(args, name) for name in settings}
     matcher = Matcher.load(args.model, args.device, **asked)
     if matcher.extractor is None:
@@ -337,13 +333,15 @@ def _check_files(args: argparse.Namespace) -> None:
             raise RequestError(f"{path}: is {what}, and would be overwritten; name another")
         taken[path.resolve()] = "another result"
         check_writable(path)
-    tables = (args.out_dir / name for name in (results.PAIR_LIST, many.BAD_IMAGES) if args.out_dir)
+    tables = (
+        args.out_dir / name for name in (results.PAIR_LIST, folder.BAD_IMAGES) if args.out_dir
+    )
     if args.pairs and args.pairs.resolve() in {path.resolve() for path in tables}:
         raise RequestError(f"{args.pairs}: a table of results would overwrite it; rename it")
     if args.features:
-        check_writable(args.features / many.BAD_IMAGES, named=args.features)
+        check_writable(args.features / folder.BAD_IMAGES, named=args.features)
     if args.out_dir:
-        check_writable(args.out_dir / many.BAD_IMAGES, named=args.out_dir)
+        check_writable(args.out_dir / folder.BAD_IMAGES, named=args.out_dir)
     if args.colmap:
         import_extra("pycolmap", "colmap")
     if args.serve:

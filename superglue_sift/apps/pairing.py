@@ -27,11 +27,11 @@ import cv2
 
 from superglue_sift.apps import retrieval
 from superglue_sift.apps.results import ENDINGS, MATCHES
-from superglue_sift.feature_store import FeatureStore, Item
-from superglue_sift.features import Features
-from superglue_sift.images import EXTENSIONS
+from superglue_sift.errors import RequestError
+from superglue_sift.features.features import Features
+from superglue_sift.features.images import EXTENSIONS
+from superglue_sift.features.store import FeatureStore, Item
 from superglue_sift.progress import Progress
-from superglue_sift.system import RequestError
 
 # What is matched, `args.source`
 TWO = "two images"

@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from PIL import Image
 
-from superglue_sift import __version__, drawing, geometry, scenes
-from superglue_sift.geometry import Fit, Size
-from superglue_sift.images import reduce
+from superglue_sift import __version__, drawing
+from superglue_sift.features.images import reduce
+from superglue_sift.files import DAMAGED
+from superglue_sift.geometry import scenes, two_view
+from superglue_sift.geometry.refinement import Aligned
+from superglue_sift.geometry.two_view import Fit, Size
 from superglue_sift.match_result import MatchResult
-from superglue_sift.refine import Aligned
-from superglue_sift.system import DAMAGED
 
 OVERLAY_SIDE = 4096  # at most, longer side of the warped pictures in pixels
 BLINK_SIDE = 800  # longer side of the GIF in pixels
@@ -226,10 +227,10 @@ def _overlays(found: MatchResult, H_0to1: np.ndarray) -> Dict[str, bytes]:
     for photo in found.photos():
         image = reduce(photo.pixels, OVERLAY_SIDE)
         sizes = (photo.pixels.shape[1::-1], image.shape[1::-1])
-        to_shown.append(geometry.compose(geometry.resizing(*sizes), photo.to_shown))
+        to_shown.append(two_view.compose(two_view.resizing(*sizes), photo.to_shown))
         images.append(image)
     image0, image1 = images
-    H_shown = geometry.compose(to_shown[1], H_0to1, geometry.inverse(to_shown[0]))
+    H_shown = two_view.compose(to_shown[1], H_0to1, two_view.inverse(to_shown[0]))
     size = image1.shape[1::-1]
     warped = cv2.warpPerspective(image0, H_shown, size)
     whole = np.full(image0.shape[:2], 255, np.uint8)

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 import cv2
 import numpy as np
 
-from superglue_sift.sift import root_sift_of
+from superglue_sift.features.sift import root_sift_of
 
 WORDS = 64
 PROPOSED = 10  # pairs of each image in a round of `Expansion`

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Dict, List
 
 from superglue_sift.apps import results
-from superglue_sift.features import Features
-from superglue_sift.images import UPRIGHT, decode_color
+from superglue_sift.errors import RequestError, check_range, import_extra
+from superglue_sift.features.features import Features
+from superglue_sift.features.images import UPRIGHT, decode_color
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.system import RequestError, check_range, import_extra
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images

@@ -19,15 +19,16 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 
 import numpy as np
 
-from superglue_sift import geometry, scenes, tracks
-from superglue_sift.extractors import kind_of
-from superglue_sift.feature_store import FeatureStore, Item
-from superglue_sift.features import Features
-from superglue_sift.images import inverse, to_upright, turn_size
+from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.features import Features
+from superglue_sift.features.images import inverse, to_upright, turn_size
+from superglue_sift.features.sift import positions, root_sift_of
+from superglue_sift.features.store import FeatureStore, Item
+from superglue_sift.files import FileName
+from superglue_sift.geometry import scenes, tracks, two_view
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
-from superglue_sift.sift import positions, root_sift_of
-from superglue_sift.system import FileName, RequestError, import_extra
 
 CENTRE = 0.5  # of the first pixel, in COLMAP's coordinates
 FOCAL = 1.2  # times the longer side: COLMAP's guess without EXIF
@@ -224,5 +225,5 @@ def exact_keypoints(
 def _points(features: Features) -> np.ndarray:
     """(n, 2) float32 positions in COLMAP's coordinates."""
     to_stored = to_upright(inverse(features.turned), features.size)
-    points = geometry.transform(positions(features.records).astype(np.float64), to_stored)
+    points = two_view.transform(positions(features.records).astype(np.float64), to_stored)
     return points.astype(np.float32) + np.float32(CENTRE)

@@ -20,11 +20,11 @@ from typing import Any, Iterator, List, Tuple
 
 import numpy as np
 
-from superglue_sift.feature_store import Item
-from superglue_sift.features import Features
+from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.features.features import Features
+from superglue_sift.features.store import Item
 from superglue_sift.interop.colmap import write_pair
 from superglue_sift.match_result import MatchResult
-from superglue_sift.system import RequestError, import_extra
 
 MAX_FEATURES = 256  # images whose features stay in memory
 SIFT = (0, -1)  # types of descriptors: COLMAP's SIFT, or not stated by older versions

@@ -25,12 +25,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.features import Features
-from superglue_sift.images import STORED
-from superglue_sift.interop import arrays
+from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.features.features import Features
+from superglue_sift.features.images import STORED
+from superglue_sift.files import FileName
+from superglue_sift.interop import convert
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.system import FileName, RequestError, import_extra
 
 NAME = "superglue_sift"
 ARRAYS = ("keypoints", "scores", "descriptors", "scales", "oris")  # of an image
@@ -43,7 +44,7 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
     Units, and RootSIFT as descriptors, are those of hloc's own SIFT.
     """
-    data = {key: value[0].numpy() for key, value in arrays.to_lightglue(features).items()}
+    data = {key: value[0].numpy() for key, value in convert.to_lightglue(features).items()}
     data["scores"] = data.pop("keypoint_scores")
     data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
     data["descriptors"] = data["descriptors"].T
@@ -59,7 +60,7 @@ def read_features(path: FileName, name: str) -> Features:
 def _features_of(data: Mapping[str, Any]) -> Features:
     """Features of hloc's arrays or tensors of one image, batched or not, in stored pixels."""
     units = {"scales": 2 * data["scales"], "oris": data["oris"] * (np.pi / 180)}
-    features = arrays.from_lightglue(
+    features = convert.from_lightglue(
         {**data, **units, "descriptors": data["descriptors"].swapaxes(-1, -2)}
     )
     return features._replace(frame=STORED)
@@ -67,7 +68,7 @@ def _features_of(data: Mapping[str, Any]) -> Features:
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
-    output = arrays.to_lightglue_matches(found)
+    output = convert.to_lightglue_matches(found)
     _write(path, _pair(name0, name1), {name: output[name][0].numpy() for name in MATCHES})
 
 
@@ -75,7 +76,7 @@ def read_matches(
     path: FileName, name0: str, name1: str, features0: Features, features1: Features
 ) -> MatchResult:
     """Read a pair from `write_matches` or `match_features`. Raises RequestError without it."""
-    return arrays.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
+    return convert.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
 
 
 def _pair(name0: str, name1: str) -> str:
@@ -124,7 +125,7 @@ class MatcherForHloc:
             values = {name: data[name + side] for name in ARRAYS}
             height, width = data["image" + side].shape[-2:]
             sides.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
-        output = arrays.to_lightglue_matches(self.matcher.match(*sides))
+        output = convert.to_lightglue_matches(self.matcher.match(*sides))
         return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}
 
 

@@ -13,8 +13,8 @@ from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
 from pipeline.train.objective import assignment_loss
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.truth import ground_truth
+from superglue_sift.network.ground_truth import ground_truth
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 SETTING = Setting(
     torch.device("cpu"),

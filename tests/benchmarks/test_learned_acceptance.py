@@ -7,7 +7,7 @@ import pytest
 from benchmarks.dev import acceptance, places
 from benchmarks.photographs import photographs
 from pipeline.views.homography import generator
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 
 
 @pytest.mark.parametrize("kind", places.KINDS)
@@ -21,7 +21,7 @@ def test_made_pairs_are_the_same_every_time_and_their_truth_is_right(kind):
     assert len(pair.planes) > 0 if is_one_place else len(pair.planes) == 0
     points = np.random.default_rng(0).uniform(0, 470, (50, 2))
     for H in pair.planes:
-        moved = geometry.transform(points, H)
+        moved = two_view.transform(points, H)
         assert pair.right(points, moved).all()
     assert not pair.right(points, points + 1000).any()
 

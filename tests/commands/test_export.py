@@ -11,7 +11,7 @@ from reading import read_json
 from pipeline import errors, export
 from pipeline.parameters import params
 from pipeline.provenance import trained_on
-from superglue_sift.weights import load_model, load_model_file, save_model_file
+from superglue_sift.network.weights import load_model, load_model_file, save_model_file
 
 
 def write_best(folder, **about):

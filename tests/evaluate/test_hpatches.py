@@ -10,7 +10,7 @@ from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.hpatches import HPatchesPairs
-from superglue_sift.geometry import transform
+from superglue_sift.geometry.two_view import transform
 
 
 @pytest.fixture

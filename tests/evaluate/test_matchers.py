@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pipeline.evaluate import matchers
-from superglue_sift import classical, sift
-from superglue_sift.batch import Pair
-from superglue_sift.sift import root_sift_of
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.features import nearest, sift
+from superglue_sift.features.sift import root_sift_of
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
 def pair_of(*views):
@@ -40,11 +40,11 @@ def test_ratio_and_mutual_agree_with_opencv(photo):
 
 
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
-    found = classical.neighbours(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[:1])
+    found = nearest.neighbours(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32)[:1])
     assert found.nearest.tolist() == [0] * 3 and found.ratio.tolist() == [1] * 3
     assert found.mutual.tolist() == [True, False, False]
     row = np.eye(1, 128, dtype=np.float32)
-    assert classical.neighbours(row, np.concatenate([row, row])).ratio[0] == 1.0
+    assert nearest.neighbours(row, np.concatenate([row, row])).ratio[0] == 1.0
 
 
 def test_the_size_of_batches_does_not_matter(photo):

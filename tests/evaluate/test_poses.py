@@ -14,7 +14,7 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import poses
 from pipeline.evaluate.estimators import Matches
 from pipeline.evaluate.inputs import Pose
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
 
@@ -104,8 +104,8 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
 def test_skewed_pixels_of_a_camera_are_read_with_their_skew():
     skewed = K.copy()
     skewed[0, 1] = 40.0
-    rays = [geometry.transform(side, np.linalg.inv(K)) for side in scene()]
-    points = [geometry.transform(side, skewed) for side in rays]
+    rays = [two_view.transform(side, np.linalg.inv(K)) for side in scene()]
+    points = [two_view.transform(side, skewed) for side in rays]
     known = Pose(skewed, skewed, T)
     assert poses.correct_matches(*points, known).all()
     errors = [

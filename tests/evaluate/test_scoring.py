@@ -18,9 +18,9 @@ from pipeline.evaluate.estimators import fit_dlt
 from pipeline.evaluate.inputs import KnownPair
 from pipeline.evaluate.matchers import OURS
 from pipeline.report.rows import Measure
-from superglue_sift.batch import Pair
-from superglue_sift.geometry import corner_error, transform
-from superglue_sift.pair_matches import PairMatches
+from superglue_sift.geometry.two_view import corner_error, transform
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.pair_matches import PairMatches
 
 SIZE = (320, 240)
 RANSAC = Measure("error", "ransac")

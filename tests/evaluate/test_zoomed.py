@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipeline.evaluate import zoomed
 from pipeline.evaluate.conditions import conditions_of
-from superglue_sift.geometry import corners, transform
+from superglue_sift.geometry.two_view import corners, transform
 
 SIZE = (320, 240)
 

@@ -20,7 +20,7 @@ from pipeline import errors, tracking
 from pipeline.launch import free_port
 from pipeline.tracking.run import NullRun
 from pipeline.train import __main__ as train
-from superglue_sift.weights import load_model_file
+from superglue_sift.network.weights import load_model_file
 
 HANG_SECONDS = 180  # of a start; one takes two
 STAGES = ("fetch", "keypoints", "train", "evaluate")

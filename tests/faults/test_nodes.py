@@ -9,7 +9,7 @@ import pytest
 from faults.group import begin, digest, rendezvous, wait
 from pipeline.train import __main__ as train
 from pipeline.train.trainer import Training
-from superglue_sift.weights import load_model_file
+from superglue_sift.network.weights import load_model_file
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from reading import read_json
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.features.store import ImageViews, Store
-from superglue_sift.extractors import Extractor, record_dtype
-from superglue_sift.sift import ORIENTED
+from superglue_sift.features.extractors import Extractor, record_dtype
+from superglue_sift.features.sift import ORIENTED
 
 pytestmark = pytest.mark.cu111
 

@@ -21,7 +21,7 @@ from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
 from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
-from superglue_sift.weights import fuse_for_inference, shipped_weights
+from superglue_sift.network.weights import fuse_for_inference, shipped_weights
 
 FILE = Path(__file__).with_name("golden.json")
 TOLERANCE = 1e-5  # of a loss

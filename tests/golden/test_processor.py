@@ -22,8 +22,8 @@ from ruamel.yaml import YAML
 
 from pipeline.files import file_sha256
 from pipeline.provenance import repro
-from superglue_sift import portable
-from superglue_sift.weights import load_model_file
+from superglue_sift import environment
+from superglue_sift.network.weights import load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = Path(__file__).with_name("processor.json")
@@ -46,7 +46,7 @@ OUTPUTS = {
 }
 SCRIPT = """
 import hashlib
-import superglue_sift.sift
+import superglue_sift.features.sift
 import cv2
 import numpy as np
 from skimage import data
@@ -68,13 +68,13 @@ for name in ("astronaut", "coffee"):
         H = homography.sample_view(rng, size, (320, 240), limits)
         homographies.update(H.tobytes())
         view = render.distort(render.render(gray, H, (320, 240)), rng, light)
-        records = superglue_sift.sift.extract(view, 256)
+        records = superglue_sift.features.sift.extract(view, 256)
         keypoints.update(records.tobytes())
 print(homographies.hexdigest(), keypoints.hexdigest())
 """
 
 
-def environment(processor, folder):
+def environment_of(processor, folder):
     """Variables of a program on `processor`, without those by which libraries choose their code."""
     values = {k: v for k, v in os.environ.items() if not k.startswith(OURS)}
     values.update(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="", MLFLOW_TRACKING_URI="")
@@ -140,7 +140,7 @@ def hash_files(folder, pattern):
 
 def describe_processor():
     """`GenuineIntel, Intel(R) Xeon(R) Processor, family 6, model 207, with AVX-512`."""
-    lines = [line.partition(":") for line in portable.CPU_INFO.read_text().splitlines()]
+    lines = [line.partition(":") for line in environment.CPU_INFO.read_text().splitlines()]
     about = {name.strip(): value.strip() for name, _, value in lines}
     wide = "with" if "avx512vl" in about["flags"].split() else "without"
     kind = f"family {about['cpu family']}, model {about['model']}, {wide} AVX-512"
@@ -164,12 +164,12 @@ def stored():
 
 @pytest.mark.parametrize("processor", [THIS, *IMITATED])
 def test_keypoints_have_the_hashes_of_other_processors(stored, processor, tmp_path):
-    assert compute_keypoints(environment(processor, tmp_path)) == stored["views"]
+    assert compute_keypoints(environment_of(processor, tmp_path)) == stored["views"]
 
 
 @pytest.mark.slow
 def test_the_kernels_of_openblas_do_not_matter(stored, tmp_path):
-    values = environment(THIS, tmp_path)
+    values = environment_of(THIS, tmp_path)
     for kernels in ("Haswell", "Nehalem"):
         assert compute_keypoints({**values, "OPENBLAS_CORETYPE": kernels}) == stored["views"]
 
@@ -177,7 +177,7 @@ def test_the_kernels_of_openblas_do_not_matter(stored, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("processor", [THIS, *IMITATED])
 def test_all_stages_have_the_hashes_of_other_processors(stored, processor, tmp_path, capsys):
-    found = compute_stages(environment(processor, tmp_path), tmp_path / "run")
+    found = compute_stages(environment_of(processor, tmp_path), tmp_path / "run")
     other = [name for name in found if found[name] != stored["stages"][name]]
     with capsys.disabled():
         print(f"\n{describe_processor()}; {processor}: {f'other {other}' if other else 'agrees'}")
@@ -193,7 +193,7 @@ def write():
         folder = Path(name)
         for number, processor in enumerate((THIS, *IMITATED)):
             try:
-                values = environment(processor, folder)
+                values = environment_of(processor, folder)
             except pytest.skip.Exception as reason:
                 print(f"imitating {processor}: SKIP: {reason}")
                 continue

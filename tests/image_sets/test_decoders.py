@@ -12,7 +12,7 @@ from pipeline.errors import RequestError
 from pipeline.image_sets import dali_decoder, torchvision_decoder
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet, file_entry
-from superglue_sift.images import BadImage, decode_gray
+from superglue_sift.features.images import BadImage, decode_gray
 
 
 def find_missing(decoder):

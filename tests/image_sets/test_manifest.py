@@ -9,7 +9,7 @@ from pipeline.errors import RequestError
 from pipeline.fetch import containers
 from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
 
 
 def test_list_images_is_nested_sorted_and_leaves_hidden_files_out(image_folder):

@@ -21,7 +21,7 @@ from pipeline.image_sets import sources
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import image, shards
 from pipeline.keypoints.image import gray_views
-from superglue_sift.images import BadImage, read_gray
+from superglue_sift.features.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.

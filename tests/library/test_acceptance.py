@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from superglue_sift import acceptance
-from superglue_sift.acceptance import Matched
+from superglue_sift.geometry import acceptance
+from superglue_sift.geometry.acceptance import Matched
 
 SIZES = ((640, 480), (640, 480))
 

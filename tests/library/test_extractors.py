@@ -20,16 +20,16 @@ from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.train import __main__ as train
 from pipeline.train import setup
-from superglue_sift import extractors, sift
 from superglue_sift.apps import cli
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.classical import unit_rows
-from superglue_sift.extractors import kind_of
-from superglue_sift.features import Features
-from superglue_sift.interop.arrays import to_lightglue
+from superglue_sift.features import extractors, sift
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.features import Features
+from superglue_sift.features.nearest import unit_rows
+from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, unit_vectors
-from superglue_sift.weights import model_file
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, unit_vectors
+from superglue_sift.network.weights import model_file
 
 ORB = "superglue_sift.opencv_features:orb"
 KAZE = "superglue_sift.opencv_features:kaze"

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageFile, features
 
-from superglue_sift import images as image_files
-from superglue_sift.images import BadImage, decode_gray
-from superglue_sift.system import RequestError
+from superglue_sift.errors import RequestError
+from superglue_sift.features import images as image_files
+from superglue_sift.features.images import BadImage, decode_gray
 
 
 def encode(pixels, extension=".jpg", *options):

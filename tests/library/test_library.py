@@ -15,12 +15,14 @@ import torch
 from made_scenes import TURN, write_model
 from PIL import Image
 
-from superglue_sift import Features, Matcher, RequestError, drawing, sift, weights
-from superglue_sift.features import extract
-from superglue_sift.geometry import corner_error, epipolar_distances, transform
-from superglue_sift.images import read_gray, reduce
-from superglue_sift.sift import positions
-from superglue_sift.weights import save_model_file
+from superglue_sift import Features, Matcher, RequestError, drawing
+from superglue_sift.features import sift
+from superglue_sift.features.features import extract
+from superglue_sift.features.images import read_gray, reduce
+from superglue_sift.features.sift import positions
+from superglue_sift.geometry.two_view import corner_error, epipolar_distances, transform
+from superglue_sift.network import weights
+from superglue_sift.network.weights import save_model_file
 
 
 def test_importing_it_does_not_load_torch():
@@ -82,7 +84,9 @@ def test_files_pixels_and_features_give_the_same_matches(
         matcher.extract(tmp_path / "a.png"),
         matcher.extract(cv2.cvtColor(turned, cv2.COLOR_GRAY2BGR)),
     ]
-    monkeypatch.setattr("superglue_sift.sift.extract", lambda *_: pytest.fail("computed twice"))
+    monkeypatch.setattr(
+        "superglue_sift.features.sift.extract", lambda *_: pytest.fail("computed twice")
+    )
     found = matcher.match(*features)
     assert_same(expected, found)
     np.testing.assert_array_equal(features[0].keypoints, expected.keypoints0)

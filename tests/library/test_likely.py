@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from superglue_sift import Matcher, RequestError, geometry, likely
-from superglue_sift.batch import Pair
-from superglue_sift.classical import Matches, ratio_matches
-from superglue_sift.pair_matches import PairMatches, match_pairs
-from superglue_sift.sift import KEYPOINT
+from superglue_sift import Matcher, RequestError, likely
+from superglue_sift.features.nearest import Matches, ratio_matches
+from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.geometry import two_view
+from superglue_sift.network.batch import Pair
+from superglue_sift.network.pair_matches import PairMatches, match_pairs
 
 
 def records_of(entries, ranks):
@@ -81,7 +82,7 @@ def test_of_a_magnified_part_more_right_matches_are_found(photo, untrained):
     for name, most in (("by rank", 200), ("chosen", 4096)):
         matcher = Matcher(untrained.model, max_keypoints=most, network_keypoints=200, refine=False)
         found = matcher.match(photo, part)
-        away = np.linalg.norm(geometry.transform(found.points0, H) - found.points1, axis=1)
+        away = np.linalg.norm(two_view.transform(found.points0, H) - found.points1, axis=1)
         right[name] = int((away < 3).sum())
     assert right["chosen"] > 1.5 * right["by rank"]
 

@@ -14,10 +14,10 @@ from made_pairs import RAGGED, SIZE, pairs_of, records_at, related, scrambled
 from pipeline.evaluate.estimators import fit_dlt
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
-from superglue_sift import geometry
-from superglue_sift.batch import Pair, from_pairs
-from superglue_sift.superglue import SuperGlueConfig
-from superglue_sift.truth import IGNORED, UNMATCHED, Truth, ground_truth
+from superglue_sift.geometry import two_view
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
+from superglue_sift.network.superglue import SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 IDENTITY = np.eye(3)
@@ -129,25 +129,25 @@ class TestHomography:
     H = np.array([[1.2, 0.1, 5.0], [-0.05, 0.9, -3.0], [1e-4, 2e-4, 1.0]])
 
     def error_of(self, H):
-        return geometry.corner_error(H, self.H, SIZE)
+        return two_view.corner_error(H, self.H, SIZE)
 
     def matches(self, seed, count=200):
         """Exact matches in 300 px, and a generator."""
         rng = np.random.default_rng(seed)
         p = rng.uniform(0, 300, (count, 2))
-        return p, geometry.transform(p, self.H), rng
+        return p, two_view.transform(p, self.H), rng
 
     def test_numpy_and_torch_agree(self):
         p, q, _ = self.matches(0)
         H = torch.from_numpy(self.H)
-        assert np.allclose(geometry.transform(torch.from_numpy(p), H).numpy(), q)
-        assert np.allclose(geometry.transform(q, geometry.inverse(self.H)), p)
+        assert np.allclose(two_view.transform(torch.from_numpy(p), H).numpy(), q)
+        assert np.allclose(two_view.transform(q, two_view.inverse(self.H)), p)
         stack = self.H[None]
-        assert np.allclose(geometry.compose(geometry.inverse(stack), stack)[0], np.eye(3))
+        assert np.allclose(two_view.compose(two_view.inverse(stack), stack)[0], np.eye(3))
 
     # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that
     # at the corners
-    @pytest.mark.parametrize("fit, limit", [(geometry.fit_ransac, 5e-3), (fit_dlt, 1e-4)])
+    @pytest.mark.parametrize("fit, limit", [(two_view.fit_ransac, 5e-3), (fit_dlt, 1e-4)])
     def test_fits_exact_points(self, fit, limit):
         p, q, _ = self.matches(0)
         assert self.error_of(fit(p, q)) < limit
@@ -158,7 +158,7 @@ class TestHomography:
         p, q, rng = self.matches(0)
         q = q + rng.normal(0, 0.5, p.shape)
         q[:140] = rng.uniform(0, 300, (140, 2))
-        found = [geometry.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
+        found = [two_view.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
         assert max(map(self.error_of, found)) < 3.0
         assert self.error_of(fit_dlt(p, q)) > 20.0
         assert np.array_equal(found[0], found[3])
@@ -178,9 +178,9 @@ class TestHomography:
             cv2.setRNGSeed(seed)
             plain = cv2.findHomography(p, q, cv2.RANSAC, 3.0)[0]
             found = SimpleNamespace(points0=p, points1=q, deviations=None)
-            names = {"cv2": cv2, "geometry": geometry, "found": found}
+            names = {"cv2": cv2, "two_view": two_view, "found": found}
             exec(lines, names)
-            errors.append([*map(self.error_of, (geometry.fit_ransac(p, q), names["H"], plain))])
+            errors.append([*map(self.error_of, (two_view.fit_ransac(p, q), names["H"], plain))])
         ours, docs, alone = np.mean(errors, axis=0)
         assert ours < 0.15 and docs < 0.15 and ours < 0.5 * alone
 
@@ -196,7 +196,7 @@ class TestHomography:
             aligned = np.arange(120) < 50
             q = q + np.where(aligned, exact, rough)[:, None] * rng.normal(size=p.shape)
             deviations = np.where(aligned, exact, stated)
-            fits = geometry.fit_ransac(p, q, deviations=deviations), geometry.fit_ransac(p, q)
+            fits = two_view.fit_ransac(p, q, deviations=deviations), two_view.fit_ransac(p, q)
             errors.append([*map(self.error_of, fits)])
         weighed, alike = np.mean(errors, axis=0)
         assert weighed < 0.1 and weighed < limit * alike
@@ -210,5 +210,5 @@ class TestHomography:
 
     def test_corner_error_of_a_shift(self):
         shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
-        assert geometry.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
-        assert geometry.corner_error(None, np.eye(3), (640, 480)) == math.inf
+        assert two_view.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
+        assert two_view.corner_error(None, np.eye(3), (640, 480)) == math.inf

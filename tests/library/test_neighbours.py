@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from superglue_sift.batch import Images
-from superglue_sift.superglue import neighbour_features
+from superglue_sift.network.batch import Images
+from superglue_sift.network.superglue import neighbour_features
 
 pytestmark = pytest.mark.cu111
 

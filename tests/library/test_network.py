@@ -12,14 +12,22 @@ from made_pairs import RAGGED, SIZE, of_pair, pairs_of, records, related, scramb
 from benchmarks import plain
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
-from superglue_sift import attention, sinkhorn, torch_compat
-from superglue_sift import batch as batches
-from superglue_sift.attention import RotaryPositions
-from superglue_sift.batch import Images, Pair, from_pairs, root_sift, similar_sizes, size_class
-from superglue_sift.sinkhorn import log_optimal_transport
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig, mutual_matches
-from superglue_sift.truth import ground_truth
-from superglue_sift.weights import fuse_for_inference
+from superglue_sift import torch_compat
+from superglue_sift.network import attention, sinkhorn
+from superglue_sift.network import batch as batches
+from superglue_sift.network.attention import RotaryPositions
+from superglue_sift.network.batch import (
+    Images,
+    Pair,
+    from_pairs,
+    root_sift,
+    similar_sizes,
+    size_class,
+)
+from superglue_sift.network.ground_truth import ground_truth
+from superglue_sift.network.sinkhorn import log_optimal_transport
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.network.weights import fuse_for_inference
 
 pytestmark = pytest.mark.cu111
 

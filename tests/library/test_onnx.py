@@ -21,9 +21,9 @@ from superglue_sift import (
     onnx,
     torch_compat,
 )
-from superglue_sift.batch import Keypoints, choose_orientations
 from superglue_sift.matcher import extract
-from superglue_sift.weights import shipped_weights
+from superglue_sift.network.batch import Keypoints, choose_orientations
+from superglue_sift.network.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
 IN_TORCH = 1e-4

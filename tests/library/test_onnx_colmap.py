@@ -10,10 +10,10 @@ from made_scenes import TURN
 from test_onnx import IN_ONNX_RUNTIME, needs_onnx, session
 
 from superglue_sift import Features, Matcher, load_model, onnx, torch_compat
-from superglue_sift.features import extract
-from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import TYPICAL_SCORE
-from superglue_sift.weights import shipped_weights
+from superglue_sift.features.features import extract
+from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.network.superglue import TYPICAL_SCORE
+from superglue_sift.network.weights import shipped_weights
 
 needs_sym_min = pytest.mark.skipif(
     not torch_compat.can_export(), reason="needs torch.export of changing shapes"

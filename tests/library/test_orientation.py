@@ -1,4 +1,4 @@
-"""superglue_sift/batch.py: by which of its two orientations a keypoint is matched."""
+"""superglue_sift/network/batch.py: by which of its two orientations a keypoint is matched."""
 
 from unittest import mock
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from pipeline.features.store import View
 from pipeline.train.pairs.augmentation import Augmentation
-from superglue_sift import batch as batches
-from superglue_sift.batch import Pair, choose_orientations, choose_pair, from_pairs
-from superglue_sift.sift import KEYPOINT, ORIENTED
+from superglue_sift.features.sift import KEYPOINT, ORIENTED
+from superglue_sift.network import batch as batches
+from superglue_sift.network.batch import Pair, choose_orientations, choose_pair, from_pairs
 
 SIZE = (320, 240)
 

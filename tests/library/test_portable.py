@@ -13,7 +13,7 @@ import torch
 from pipeline.errors import RequestError
 from pipeline.processes import distributed
 from pipeline.train import setup
-from superglue_sift import portable
+from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[2]
 # Runs a stage as `python -m` does; prints the variables at the moment of each library's import
@@ -37,7 +37,7 @@ except SystemExit:
 
 def run_python(*words, **variables):
     """What a new process prints to stdout, without the variables of this one that count."""
-    names = (*portable.NETWORK, "OPENCV_IPP", "OPENCV_LOG_LEVEL", "OPENCV_CPU_DISABLE")
+    names = (*environment.NETWORK, "OPENCV_IPP", "OPENCV_LOG_LEVEL", "OPENCV_CPU_DISABLE")
     values = {name: value for name, value in os.environ.items() if name not in names}
     values.update(PYTHONPATH=str(ROOT), **variables)
     command = [sys.executable, "-c", *words]
@@ -72,9 +72,9 @@ def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     seen = json.loads(printed.splitlines()[-1])
     assert set(seen) == {"torch", "numpy", "cv2"}
     for values in seen.values():
-        found = {name: values.get(name) for name in portable.NETWORK}
+        found = {name: values.get(name) for name in environment.NETWORK}
         if precision == "portable":
-            assert found == portable.NETWORK
+            assert found == environment.NETWORK
         else:
             assert found["OMP_NUM_THREADS"] == "7" and found["MKL_CBWR"] is None
     assert seen["cv2"]["OPENCV_IPP"] == "disabled"
@@ -88,15 +88,15 @@ def test_libraries_choose_their_code_by_them():
         "print(*{one.get('architecture') for one in threadpoolctl.threadpool_info()"
         " if one['internal_api'] == 'openblas'})"
     )
-    assert run_python(script, **portable.NETWORK).split() == ["AVX2", "1", "Haswell"]
+    assert run_python(script, **environment.NETWORK).split() == ["AVX2", "1", "Haswell"]
 
 
 def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params, monkeypatch):
     train = make_params("train", precision="portable", dim=16, heads=2, layers=1)
     alone = distributed.Context(0, 1, torch.device("cpu"))
-    portable.prepare_network()
+    environment.prepare_network()
     assert setup.choose_precision(train, alone).precision == "float32"
-    for name in portable.NETWORK:
+    for name in environment.NETWORK:
         with monkeypatch.context() as patch:
             patch.setenv(name, "")
             with pytest.raises(RequestError, match=r"portable needs .*python -m pipeline\.train"):

@@ -6,10 +6,11 @@ import pytest
 from made_pairs import records_at
 from made_scenes import IDENTITY, MILD, places_shown
 
-from superglue_sift import Matcher, geometry, refine
-from superglue_sift.features import Features
+from superglue_sift import Matcher
+from superglue_sift.features.features import Features
+from superglue_sift.geometry import refinement, two_view
+from superglue_sift.geometry.tracks import refine_tracks
 from superglue_sift.match_result import MatchResult
-from superglue_sift.tracks import refine_tracks
 
 SIZE = (320, 240)
 TURN = np.array([[0.92, -0.26, 50], [0.26, 0.92, -20], [1e-4, -5e-5, 1]])
@@ -31,7 +32,7 @@ def scatter(H, count=150, px=0.5):
     """Records of points whose patches both images hold, and of their places by H, off by `px`."""
     rng = np.random.default_rng(1)
     points = rng.uniform(20, np.array(SIZE) - 21, (6 * count, 2))
-    truth = geometry.transform(points, H)
+    truth = two_view.transform(points, H)
     inside = ((truth > 20) & (truth < np.array(SIZE) - 21)).all(1)
     truth = truth[inside][:count]
     return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
@@ -39,7 +40,7 @@ def scatter(H, count=150, px=0.5):
 
 def errors_of(found, H):
     """(K,) px, without matches that were not aligned."""
-    off = geometry.transform(found.aligned0.astype(float), H) - found.aligned1
+    off = two_view.transform(found.aligned0.astype(float), H) - found.aligned1
     return np.linalg.norm(off, axis=1)[np.isfinite(found.deviations)]
 
 
@@ -62,19 +63,19 @@ CHANGES = {
     [
         (IDENTITY, "nothing"),
         (SHIFT, "nothing"),
-        (geometry.compose(np.diag([1.6, 1.6, 1]), SHIFT), "nothing"),
+        (two_view.compose(np.diag([1.6, 1.6, 1]), SHIFT), "nothing"),
         *((TURN, change) for change in CHANGES),
     ],
 )
 def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
-    found = refine.align(texture(IDENTITY), CHANGES[change](texture(H)), *scatter(H))
+    found = refinement.align(texture(IDENTITY), CHANGES[change](texture(H)), *scatter(H))
     assert np.isfinite(found.deviations).mean() > 0.85
     assert errors_of(found, H).mean() < (0.05 if change == "nothing" else 0.1)  # 0.6 before
     assert np.nanmedian(found.correlations) > 0.9
 
 
 def test_matches_that_start_far_off_are_aligned_from_a_coarser_level():
-    found = refine.align(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
+    found = refinement.align(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
     assert np.isfinite(found.deviations).mean() > 0.9  # 0.7 without
     assert errors_of(found, TURN).mean() < 0.1
 
@@ -87,11 +88,11 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     """Without that errors are several times as large, as the last line shows."""
     images = [texture(IDENTITY), texture(TURN)]
     images[which] = cv2.GaussianBlur(images[which], (0, 0), deviation)
-    found = refine.align(*images, *scatter(TURN))
+    found = refinement.align(*images, *scatter(TURN))
     error = np.median(errors_of(found, TURN))
     assert np.isfinite(found.deviations).mean() > 0.85 and error < limit_px
-    monkeypatch.setattr(refine, "BLURRED", 100.0)
-    assert np.median(errors_of(refine.align(*images, *scatter(TURN)), TURN)) > 2 * error
+    monkeypatch.setattr(refinement, "BLURRED", 100.0)
+    assert np.median(errors_of(refinement.align(*images, *scatter(TURN)), TURN)) > 2 * error
 
 
 def measure_deviations(folder, blur, count):
@@ -130,7 +131,7 @@ def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
     image = np.tile(step, (SIZE[1], 1))
     start = np.array([[160.8, 100.7], [159.1, 141.4]])
     points = np.array([[160.0, 100.0], [160.0, 140.0]])
-    found = refine.align_points(image, image, points, start, np.tile(np.eye(2), (2, 1, 1)))
+    found = refinement.align_points(image, image, points, start, np.tile(np.eye(2), (2, 1, 1)))
     np.testing.assert_allclose(found.aligned1[:, 0], 160, atol=0.02)
     np.testing.assert_allclose(found.aligned1[:, 1], start[:, 1], atol=0.02)
     assert (found.deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
@@ -146,11 +147,11 @@ def test_what_cannot_be_aligned_stays_where_sift_put_it():
     start[4] = 1e30
     maps = np.tile(np.eye(2), (9, 1, 1))
     maps[5:8] *= np.array([np.nan, 0.0, 1e6])[:, None, None]
-    found = refine.align_points(image, image, points, start, maps)
+    found = refinement.align_points(image, image, points, start, maps)
     assert np.isfinite(found.deviations).tolist() == [True, *[False] * 7, True]
     np.testing.assert_array_equal(found.aligned1[1:8], start[1:8].astype(np.float32))
     flat = np.full(SIZE[::-1], 90, np.uint8)
-    without = refine.align_points(flat, image, points, points, maps)
+    without = refinement.align_points(flat, image, points, points, maps)
     assert np.isnan(without.deviations).all()
 
 
@@ -159,7 +160,7 @@ def test_what_cannot_be_aligned_stays_where_sift_put_it():
 def test_images_of_any_size_and_any_number_of_matches(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
-    found = refine.align(image, image, records_at(points), records_at(points))
+    found = refinement.align(image, image, records_at(points), records_at(points))
     np.testing.assert_array_equal(found.aligned1, points.astype(np.float32))
     assert np.isnan(found.deviations).all() and found.correlations.shape == (count,)
 
@@ -181,22 +182,22 @@ def test_without_a_geometry_the_map_is_that_of_scales_and_angles():
     other = one.copy()
     other["angle"] += 90
     other["scale"] *= 2
-    np.testing.assert_allclose(refine.similarities(one, other), [[[0, -2], [2, 0]]], atol=1e-6)
+    np.testing.assert_allclose(refinement.similarities(one, other), [[[0, -2], [2, 0]]], atol=1e-6)
 
 
 def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
     rng = np.random.default_rng(0)
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
-    points1[:60] = geometry.transform(points0[:60], TURN)
-    maps = geometry.local_maps(points0, points1, np.zeros((180, 2, 2)))
-    np.testing.assert_allclose(maps[:60], geometry.jacobians(TURN, points0[:60]), atol=1e-3)
+    points1[:60] = two_view.transform(points0[:60], TURN)
+    maps = two_view.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)
 
 
 def test_positions_of_a_track_do_not_depend_on_the_size_of_its_photographs():
     rng = np.random.default_rng(0)
     points = rng.uniform(0, 300, (80, 2))
-    places = [p + rng.normal(0, 0.5, p.shape) for p in (points, geometry.transform(points, SHIFT))]
+    places = [p + rng.normal(0, 0.5, p.shape) for p in (points, two_view.transform(points, SHIFT))]
     matches = np.stack([np.arange(80)] * 2, 1)
     found = []
     for unit in (1, 3):

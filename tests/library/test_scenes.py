@@ -13,9 +13,11 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from reading import read_json
 
 from benchmarks.dev import colmap
-from superglue_sift import Matcher, classical, geometry, likely, scenes, sift, system
+from superglue_sift import Matcher, errors, likely
 from superglue_sift.apps import cli
-from superglue_sift.sift import root_sift_of
+from superglue_sift.features import nearest, sift
+from superglue_sift.features.sift import root_sift_of
+from superglue_sift.geometry import scenes, two_view
 
 
 def records_of(descriptors, second=None):
@@ -48,7 +50,7 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
     sides = [records_of(each) for each in (one, other)]
-    found, scores = classical.ratio_matches(*sides)
+    found, scores = nearest.ratio_matches(*sides)
     rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
     matches = set(map(tuple, found.tolist()))
     # a ratio within rounding of the limit may fall on either side
@@ -64,18 +66,18 @@ def test_the_second_orientation_matches_too():
     second = np.zeros_like(other)
     second[7] = one[3]
     sides = records_of(one), records_of(other, second)
-    found, _ = classical.ratio_matches(*sides)
+    found, _ = nearest.ratio_matches(*sides)
     assert found.tolist() == [[3, 7]]
     alone = records_of(one[:1])
-    assert len(classical.ratio_matches(alone, alone)[0]) == 0  # no ratio
+    assert len(nearest.ratio_matches(alone, alone)[0]) == 0  # no ratio
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
 def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
     matches = np.array(matches, int).reshape(-1, 2)
     scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
-    kept = set(classical.surest_each(*matches.T, scores))
-    assert kept == set(classical.surest_each(*matches[:, ::-1].T, scores))
+    kept = set(nearest.surest_each(*matches.T, scores))
+    assert kept == set(nearest.surest_each(*matches[:, ::-1].T, scores))
     for i in range(len(matches)):
         rivals = (matches == matches[i]).any(axis=1)
         assert (i in kept) == (scores[i] == scores[rivals].max())
@@ -97,7 +99,7 @@ def made_pair(right, wrong, seed=0):
     descriptors = rng.gamma(0.6, 40, (count, 128)).clip(0, 255).astype(np.uint8)
     other = descriptors.copy()
     other[right:] = rng.gamma(0.6, 40, (wrong, 128)).clip(0, 255)
-    more = classical.ratio_matches(records_of(descriptors), records_of(other))
+    more = nearest.ratio_matches(records_of(descriptors), records_of(other))
     sides = tuple(scenes.Side(points, (640, 640)) for points in views)
     return sides, np.stack([np.arange(count)] * 2, axis=1), more
 
@@ -125,7 +127,7 @@ def test_an_unsure_match_is_kept_where_its_neighbours_say():
     sides[1].points[150:] += 0.1 * (epipole - sides[1].points[150:])  # some 100 px
     scores = np.repeat(np.float32([0.5, 0.05]), 100)
     network = matches[:40], np.full(40, 0.6, np.float32)
-    found = scenes.fill(*network, 0.28, sides, 0.5, classical.Matches(matches, scores))
+    found = scenes.fill(*network, 0.28, sides, 0.5, nearest.Matches(matches, scores))
     kept = np.bincount(found.matches[:, 0] // 50, minlength=4)  # of each 50
     assert kept[:2].tolist() == [50, 50]  # sure
     assert kept[2] > 40 and kept[3] < 5
@@ -168,7 +170,7 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
     points0 += [557.6, 602.0, 327.2, 476.6, 780.8, 307.8]
     points1 = [68.2, 522.9, 67.0, 531.7, 131.2, 609.4, 126.7, 609.8, 333.2, 555.6, 115.2, 538.9]
     points1 += [129.2, 607.3, 128.9, 542.2, 319.8, 419.8]
-    found = geometry.fit_fundamental(*(np.reshape(p, (9, 2)) for p in (points0, points1)), 1.5)
+    found = two_view.fit_fundamental(*(np.reshape(p, (9, 2)) for p in (points0, points1)), 1.5)
     assert found.model is None and found.inliers.shape == (9,) and not found.inliers.any()
 
 
@@ -204,7 +206,7 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     assert len(found.matches) > 850  # 917; the network alone finds 474
     truth = colmap.pose_between(cameras[names[0]], cameras[names[1]])
     F = colmap.fundamental(truth)
-    assert (geometry.epipolar_distances(F, found.points0, found.points1) < 4).mean() > 0.95
+    assert (two_view.epipolar_distances(F, found.points0, found.points1) < 4).mean() > 0.95
     pose = found.relative_pose(truth.K0, truth.K1)
     true = truth.T_0to1[:3, :3]
     assert np.degrees(np.arccos((np.trace(pose.R @ true.T) - 1) / 2)) < 1
@@ -227,7 +229,7 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
         if name == "resumed.db":
             min((tmp_path / "found").glob("*_matches.npz")).unlink()
         command = [*words.split(), "--device", "cpu", "--colmap", str(tmp_path / name)]
-        assert system.exit_code(cli.main, command) == 0
+        assert errors.exit_code(cli.main, command) == 0
         with (tmp_path / "found/pairs.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [row["accepted"] for row in rows] == ["1", "0", "0"]
@@ -264,13 +266,13 @@ def test_keypoints_of_a_database_are_where_the_pixels_agree(photo, tmp_path, mon
     words = "photos --out-dir found --no-scene --max-keypoints 300 --device cpu --colmap"
     errors_px = []
     for more in ("exact.db", "sift.db --no-refine"):
-        assert system.exit_code(cli.main, f"{words} {more}".split()) == 0
+        assert errors.exit_code(cli.main, f"{words} {more}".split()) == 0
         with pycolmap.Database.open(more.split()[0]) as database:
             key = {image.name: image.image_id for image in database.read_all_images()}
             ids = (key["0.png"], key["1.png"])
             first, second = (database.read_keypoints(each)[:, :2] - 0.5 for each in ids)
             index0, index1 = database.read_matches(*ids).T
-        apart = geometry.transform(first[index0], TURN) - second[index1]
+        apart = two_view.transform(first[index0], TURN) - second[index1]
         errors_px.append(np.median(np.linalg.norm(apart, axis=1)))
     assert errors_px[0] < 0.6 * errors_px[1]
 

@@ -1,4 +1,4 @@
-"""superglue_sift/sift.py: records, positions, and the choice of keypoints."""
+"""superglue_sift/features/sift.py: records, positions, and the choice of keypoints."""
 
 import cv2
 import numpy as np
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from superglue_sift.extractors import record_dtype
-from superglue_sift.sift import CONTRAST, KEYPOINT, ORIENTED, extract, rank
+from superglue_sift.features.extractors import record_dtype
+from superglue_sift.features.sift import CONTRAST, KEYPOINT, ORIENTED, extract, rank
 
 OTHER = record_dtype("float", 64)
 

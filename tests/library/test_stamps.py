@@ -10,7 +10,7 @@ import pytest
 from made_scenes import MILD
 from made_stamps import STAMPS
 
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 from superglue_sift.match_result import MatchResult
 
 SIZE = (640, 480)
@@ -46,18 +46,18 @@ def scatter(points, seed=1):
 def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_stamps(box):
     stamp = points_in(*box, 60)
     right = points_in(60, 60, 580, 420, 60, seed=3)
-    moved = geometry.transform(right, MILD)
+    moved = two_view.transform(right, MILD)
     low = np.array(box[:2]) - 20
     high = np.array(box[2:]) + 20
     covered = [((points > low) & (points < high)).all(1) for points in (right, moved)]
     right = right[~covered[0] & ~covered[1]][:30]  # nothing is seen under a stamp
-    moved = geometry.transform(right, MILD)
+    moved = two_view.transform(right, MILD)
     found = result_of(np.concatenate([stamp, right]), np.concatenate([scatter(stamp), moved]))
     stamped = found.find_stamps()
     assert len(right) == 30 and stamped[:60].mean() > 0.95 and not stamped[60:].any()
     # though two thirds of the matches are the stamp's, both geometries are those of the rest
     H = found.homography()
-    assert geometry.corner_error(H.model, MILD, SIZE) < 1
+    assert two_view.corner_error(H.model, MILD, SIZE) < 1
     F = found.fundamental()
     assert not F.inliers[:60][stamped[:60]].any() and F.inliers[60:].sum() >= 28
     alone = result_of(stamp, scatter(stamp))
@@ -74,13 +74,13 @@ def test_where_a_moving_camera_sees_a_place_stand_still_is_no_stamp():
     """Around the fixed point of a zoom matches stay where they were, but those beside them move a
     little.
     """
-    zoom = geometry.compose(
+    zoom = two_view.compose(
         np.array([[1, 0, -320.0], [0, 1, -240], [0, 0, 1]]),
         np.diag([1.06, 1.06, 1]),
         np.array([[1, 0, 320.0], [0, 1, 240], [0, 0, 1]]),
     )
     points = points_in(5, 5, 634, 474, 600)
-    assert not result_of(points, scatter(geometry.transform(points, zoom))).find_stamps().any()
+    assert not result_of(points, scatter(two_view.transform(points, zoom))).find_stamps().any()
 
 
 def test_no_matches_have_no_stamp():
@@ -93,20 +93,20 @@ def test_no_matches_have_no_stamp():
 def test_a_mirror_image_has_no_homography(monkeypatch):
     points = points_in(5, 5, 634, 474, 80)
     mirrored = scatter(points * [-1, 1] + [639, 0])
-    assert geometry.fit_ransac(points, mirrored) is None
+    assert two_view.fit_ransac(points, mirrored) is None
     assert result_of(points, mirrored).homography().model is None
     # two thirds wrong, and the rest is no mirror image
     mixed = np.concatenate(
-        [geometry.transform(points, MILD), points_in(0, 0, 639, 479, 160, seed=5)]
+        [two_view.transform(points, MILD), points_in(0, 0, 639, 479, 160, seed=5)]
     )
     found = result_of(
         np.concatenate([points, points_in(0, 0, 639, 479, 160, seed=6)]), mixed
     ).homography()
-    assert geometry.corner_error(found.model, MILD, SIZE) < 0.5
+    assert two_view.corner_error(found.model, MILD, SIZE) < 0.5
     # nor where OpenCV finds one
     mirror = np.array([[-1.0, 0, 639], [0, 1, 0], [0, 0, 1]])
     monkeypatch.setattr(cv2, "findHomography", lambda *_: (mirror, None))
-    assert geometry.fit_ransac(points, mirrored) is None
+    assert two_view.fit_ransac(points, mirrored) is None
 
 
 # Real photographs

@@ -9,16 +9,18 @@ import sys
 
 import pytest
 
-from superglue_sift import system
+from superglue_sift import environment
 
 SCRIPT = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for an entry point
 
 
 def spins_of(words, **said):
     """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
-    kept = {name: value for name, value in os.environ.items() if name not in system.WAIT_VARIABLES}
-    environment = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    kept = {
+        name: value for name, value in os.environ.items() if name not in environment.WAIT_VARIABLES
+    }
+    values = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, *words], env=values, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     if not found:
@@ -47,7 +49,7 @@ def test_threads_of_a_training_sleep_while_they_wait():
 
 def test_a_started_process_waits_passively():
     variables = {"OMP_NUM_THREADS": "4"}
-    system.wait_passively(variables)
+    environment.wait_passively(variables)
     assert variables == {
         "OMP_NUM_THREADS": "4",
         "OMP_WAIT_POLICY": "passive",

@@ -9,10 +9,11 @@ from made_scenes import TURN
 from reading import read_json
 
 from pipeline import errors
-from superglue_sift import Matcher, images
+from superglue_sift import Matcher
 from superglue_sift.apps import cli
-from superglue_sift.geometry import transform
-from superglue_sift.images import STORED, UPRIGHT, decode_color, decode_gray, read_photo
+from superglue_sift.features import images
+from superglue_sift.features.images import STORED, UPRIGHT, decode_color, decode_gray, read_photo
+from superglue_sift.geometry.two_view import transform
 
 ALL = range(1, 9)
 # where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)

@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.tracking.mlflow_store import save_model
 from superglue_sift import Matcher
-from superglue_sift.weights import shipped_weights
+from superglue_sift.network.weights import shipped_weights
 
 
 @pytest.fixture(scope="module")

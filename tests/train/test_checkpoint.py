@@ -8,7 +8,7 @@ import torch
 from reading import read_json
 
 from pipeline.train.checkpoint import Checkpoints
-from superglue_sift.weights import BadCheckpoint, load_model_file, save_model_file
+from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 pytestmark = pytest.mark.cu111
 

@@ -14,8 +14,9 @@ from pipeline.train import step
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
-from superglue_sift import sinkhorn, torch_compat
-from superglue_sift.superglue import SuperGlueConfig
+from superglue_sift import torch_compat
+from superglue_sift.network import sinkhorn
+from superglue_sift.network.superglue import SuperGlueConfig
 
 META = torch.device("meta")
 

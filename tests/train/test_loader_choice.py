@@ -10,7 +10,7 @@ from made_views import made_store
 from pipeline.features.store import Store
 from pipeline.processes.distributed import Context
 from pipeline.train.pairs import loader, workers
-from superglue_sift.batch import PairBatch
+from superglue_sift.network.batch import PairBatch
 
 # Of zoomed pairs only
 FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]

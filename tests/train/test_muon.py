@@ -8,7 +8,7 @@ import torch
 from processes import in_group
 
 from pipeline.train.muon import Muon, blocks, orthogonalize
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 

@@ -21,9 +21,9 @@ from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.weights import load_model_file
 from superglue_sift.torch_compat import can_compile
-from superglue_sift.weights import load_model_file
 
 
 @pytest.fixture

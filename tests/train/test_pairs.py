@@ -20,9 +20,9 @@ from pipeline.train.pairs.order import (
     rank_slice,
     validation_pairs,
 )
-from superglue_sift.geometry import transform
-from superglue_sift.superglue import TYPICAL_SCORE
-from superglue_sift.truth import IGNORED, UNMATCHED, ground_truth
+from superglue_sift.geometry.two_view import transform
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
+from superglue_sift.network.superglue import TYPICAL_SCORE
 
 pytestmark = pytest.mark.cu111
 

@@ -10,7 +10,7 @@ from pipeline.errors import RequestError
 from pipeline.processes import distributed
 from pipeline.train import precision, setup
 from pipeline.train.checkpoint import TrainState
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
 

@@ -9,7 +9,7 @@ from reading import read_files, read_json
 from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
 from pipeline.train import identity, trainer
-from superglue_sift.weights import load_model_file
+from superglue_sift.network.weights import load_model_file
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import Entry
 from pipeline.provenance import trained_on
 from pipeline.train import __main__ as train
-from superglue_sift.weights import SHIPPED
+from superglue_sift.network.weights import SHIPPED
 
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
 

@@ -14,11 +14,11 @@ from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import validation_pairs
 from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1, validate
-from superglue_sift.batch import choose_orientations
-from superglue_sift.classical import neighbours, unit_rows
-from superglue_sift.sift import KEYPOINT
-from superglue_sift.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.truth import IGNORED, ground_truth
+from superglue_sift.features.nearest import neighbours, unit_rows
+from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.network.batch import choose_orientations
+from superglue_sift.network.ground_truth import IGNORED, ground_truth
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 
 def objective():

@@ -11,8 +11,8 @@ from made_scenes import places_shown
 
 from pipeline.views import homography, render
 from pipeline.views.homography import MAX_UPSCALE, generator, mild_view, sample_view
-from superglue_sift.geometry import corners, jacobians, transform
-from superglue_sift.images import BadImage
+from superglue_sift.features.images import BadImage
+from superglue_sift.geometry.two_view import corners, jacobians, transform
 
 sides = st.integers(1, 12).map(lambda n: 32 * n)
 limits = st.builds(

@@ -17,9 +17,9 @@ import numpy as np
 from pipeline.features.store import EVERYWHERE, View
 from pipeline.parameters.schema import TrainParams
 from pipeline.train.pairs.order import NO_AUGMENTATION, Sample
-from superglue_sift.geometry import compose, inverse, resizing
-from superglue_sift.sift import rank
-from superglue_sift.superglue import TYPICAL_SCORE
+from superglue_sift.features.sift import rank
+from superglue_sift.geometry.two_view import compose, inverse, resizing
+from superglue_sift.network.superglue import TYPICAL_SCORE
 
 # Draws another view of the store; None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]

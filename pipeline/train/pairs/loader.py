@@ -17,8 +17,8 @@ from pipeline.processes.prefetch import prefetch
 from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice
-from superglue_sift.batch import Pair, PairBatch, from_pairs
-from superglue_sift.geometry import compose, inverse
+from superglue_sift.geometry.two_view import compose, inverse
+from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
 NO_CHANGE = Augmentation()
 # The homography of a negative pair: it maps every point far outside the other view.

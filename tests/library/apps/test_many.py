@@ -15,10 +15,10 @@ import pytest
 from made_scenes import TURN, write_model
 from reading import read_files, read_json
 
-from superglue_sift import Matcher, RequestError, __version__, system
+from superglue_sift import Matcher, RequestError, __version__, errors
 from superglue_sift.apps import cli, pairing, results, retrieval
-from superglue_sift.geometry import corner_error
-from superglue_sift.system import write_atomic
+from superglue_sift.files import write_atomic
+from superglue_sift.geometry.two_view import corner_error
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def work(tmp_path, photo, color_photo):
 
 def run(folder, *words):
     extra = ["--model", folder / "model.safetensors", "--device", "cpu", "--max-keypoints", "300"]
-    return system.exit_code(cli.main, [str(word) for word in [*words, *extra]])
+    return errors.exit_code(cli.main, [str(word) for word in [*words, *extra]])
 
 
 def match(work, folder, *words):

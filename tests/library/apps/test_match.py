@@ -7,7 +7,7 @@ from made_scenes import TURN, write_model
 from reading import read_json
 
 from pipeline import errors, match
-from superglue_sift.geometry import corner_error, transform
+from superglue_sift.geometry.two_view import corner_error, transform
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ import pytest
 from made_scenes import TURN
 from waiting import wait_until
 
-from superglue_sift import RequestError, scenes
+from superglue_sift import RequestError
 from superglue_sift.apps import results, serve
+from superglue_sift.geometry import scenes
 
 pytest.importorskip("flask", reason="needs Flask")
 HOME = "http://127.0.0.1:8010"

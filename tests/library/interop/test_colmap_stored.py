@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from made_scenes import TURN
 
-from superglue_sift import Features, RequestError, geometry, sift
+from superglue_sift import Features, RequestError
 from superglue_sift.apps import cli
+from superglue_sift.features import sift
+from superglue_sift.features.sift import root_sift_of
+from superglue_sift.files import file_sha256
+from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
-from superglue_sift.sift import root_sift_of
-from superglue_sift.system import file_sha256
 
 pycolmap = pytest.importorskip("pycolmap")
 
@@ -95,7 +97,7 @@ def test_only_pairs_without_matches_are_added(database, capsys):
         matches = content.read_matches(numbers[0], numbers[1])
         verified = content.read_two_view_geometry(numbers[0], numbers[1]).inlier_matches
     points = [read(database, name)[0][:, :2] - CENTRE for name in NAMES]
-    moved = geometry.transform(points[0][matches[:, 0]].astype(float), TURN)
+    moved = two_view.transform(points[0][matches[:, 0]].astype(float), TURN)
     right = np.linalg.norm(moved - points[1][matches[:, 1]], axis=1) < 3
     assert len(matches) > 100 and right.mean() > 0.9
     assert len(verified) > 0.8 * len(matches)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from superglue_sift.apps import cli
-from superglue_sift.features import Features
-from superglue_sift.interop import arrays, hloc
+from superglue_sift.errors import RequestError, exit_code
+from superglue_sift.features.features import Features
+from superglue_sift.interop import convert, hloc
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.superglue import TYPICAL_SCORE
-from superglue_sift.system import RequestError, exit_code
+from superglue_sift.network.superglue import TYPICAL_SCORE
 
 SIZE = (640, 480)
 FOCAL = 600.0
@@ -58,11 +58,11 @@ def same(found, other):
 
 def test_opencv_draws_our_matches_and_gives_them_back(matched, photo):
     found = matched.found
-    there = arrays.to_dmatches(found)
+    there = convert.to_dmatches(found)
     assert [(m.queryIdx, m.trainIdx) for m in there] == [tuple(pair) for pair in found.matches]
     assert np.allclose([m.distance for m in there], 1 - found.scores)
-    same(arrays.from_dmatches(there, *matched[:2]), found)
-    points = [arrays.to_keypoints(features) for features in matched[:2]]
+    same(convert.from_dmatches(there, *matched[:2]), found)
+    points = [convert.to_keypoints(features) for features in matched[:2]]
     assert np.allclose(cv2.KeyPoint.convert(points[0]), found.keypoints0)
     drawn = cv2.drawMatches(photo[:, :420], points[0], photo[:, 100:], points[1], there, None)
     assert drawn.shape == (400, 420 + 500, 3)
@@ -72,8 +72,8 @@ def test_opencv_draws_our_matches_and_gives_them_back(matched, photo):
 
 
 def test_dictionaries_of_lightglue_come_back(matched, matcher):
-    there = [arrays.to_lightglue(features) for features in matched[:2]]
-    back = [arrays.from_lightglue(each) for each in there]
+    there = [convert.to_lightglue(features) for features in matched[:2]]
+    back = [convert.from_lightglue(each) for each in there]
     for features, again in zip(matched[:2], back):
         assert again.size == features.size
         assert np.array_equal(again.keypoints, features.keypoints)
@@ -81,7 +81,7 @@ def test_dictionaries_of_lightglue_come_back(matched, matcher):
         off = np.abs(again.records["descriptor"].astype(int) - features.records["descriptor"])
         assert off.max() <= 3, "SIFT to RootSIFT and back is not the same to rounding"
     same(
-        arrays.from_lightglue_matches(arrays.to_lightglue_matches(matched.found), *matched[:2]),
+        convert.from_lightglue_matches(convert.to_lightglue_matches(matched.found), *matched[:2]),
         matched.found,
     )
     again = matcher.match(*back)
@@ -124,10 +124,10 @@ class BaseModel:
 
 
 def test_scores_that_are_missing_or_zero_become_the_typical_one(matched):
-    data = arrays.to_lightglue(matched.features0)
-    zero = arrays.from_lightglue({**data, "keypoint_scores": 0 * data["scales"]})
+    data = convert.to_lightglue(matched.features0)
+    zero = convert.from_lightglue({**data, "keypoint_scores": 0 * data["scales"]})
     del data["keypoint_scores"]
-    for features in (zero, arrays.from_lightglue(data)):
+    for features in (zero, convert.from_lightglue(data)):
         assert (features.records["score"] == np.float32(TYPICAL_SCORE)).all()
 
 
@@ -142,7 +142,7 @@ def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
     assert sys.modules["hloc.matchers.superglue_sift"].SuperGlueSIFT is plugin
     data = {}
     for side, features in enumerate(matched[:2]):
-        own = arrays.to_lightglue(features)
+        own = convert.to_lightglue(features)
         own["scores"] = own.pop("keypoint_scores")
         own["descriptors"] = own["descriptors"].transpose(1, 2)
         own["scales"] = own["scales"] / 2
@@ -158,7 +158,7 @@ def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
     for features, given in zip(seen, matched[:2]):
         for name in ("scale", "angle", "score"):
             np.testing.assert_allclose(features.records[name], given.records[name], rtol=1e-5)
-    expected = arrays.to_lightglue_matches(matched.found)["matches0"]
+    expected = convert.to_lightglue_matches(matched.found)["matches0"]
     assert (answer["matches0"] == expected).float().mean() > 0.95  # as above
     assert answer["matching_scores0"].shape == expected.shape
 

@@ -27,8 +27,9 @@ from typing import Any, Callable, Mapping, Tuple
 import cv2
 import numpy as np
 
-from superglue_sift import sift
-from superglue_sift.system import RequestError, file_sha256
+from superglue_sift.errors import RequestError
+from superglue_sift.features import sift
+from superglue_sift.files import file_sha256
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from superglue_sift.geometry import Size
-from superglue_sift.sift import GEOMETRY, KEYPOINT, ORIENTED
+from superglue_sift.features.sift import GEOMETRY, KEYPOINT, ORIENTED
+from superglue_sift.geometry.two_view import Size
 from superglue_sift.torch_compat import floats_of_bytes, sqrt
 
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # byte offset inside a record

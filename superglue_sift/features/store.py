@@ -15,11 +15,11 @@ import cv2
 import numpy as np
 
 from superglue_sift import __version__
-from superglue_sift.extractors import DEFAULT
-from superglue_sift.features import ALIGNED_AT, Features
-from superglue_sift.images import read, read_gray, reduce
+from superglue_sift.features.extractors import DEFAULT
+from superglue_sift.features.features import ALIGNED_AT, Features
+from superglue_sift.features.images import read, read_gray, reduce
+from superglue_sift.files import DAMAGED, write_atomic
 from superglue_sift.matcher import Matcher
-from superglue_sift.system import DAMAGED, write_atomic
 
 MAX_FEATURES = 256  # images whose features stay in memory
 MAX_GRAYS = 32  # images whose pixels stay in memory

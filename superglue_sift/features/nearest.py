@@ -15,8 +15,8 @@ from typing import NamedTuple, Tuple
 import numpy as np
 import torch
 
-from superglue_sift.extractors import descriptors_of, kind_of
-from superglue_sift.sift import ORIENTED, root_sift_of
+from superglue_sift.features.extractors import descriptors_of, kind_of
+from superglue_sift.features.sift import ORIENTED, root_sift_of
 
 RATIO = 0.8  # of distances
 MAX_DISTANCE = 0.8  # between descriptors of unit length

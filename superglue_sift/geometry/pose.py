@@ -8,8 +8,8 @@ from typing import NamedTuple, Optional
 
 import numpy as np
 
-from superglue_sift.geometry import inverse, transform
-from superglue_sift.system import import_extra
+from superglue_sift.errors import import_extra
+from superglue_sift.geometry.two_view import inverse, transform
 
 MIN_ESSENTIAL = 5  # matches for an essential matrix
 # Distance of an inlier, in pixels of images of about 1,000 px. From 0.3 to 0.8 poses are equally

@@ -25,8 +25,9 @@ import numpy as np
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 
-from superglue_sift.geometry import Size, divide, unit_of
-from superglue_sift.system import FileName, RequestError
+from superglue_sift.errors import RequestError
+from superglue_sift.files import FileName
+from superglue_sift.geometry.two_view import Size, divide, unit_of
 
 # of images in folders
 EXTENSIONS = (

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from superglue_sift.batch import PairBatch
-from superglue_sift.geometry import transform
+from superglue_sift.geometry.two_view import transform
+from superglue_sift.network.batch import PairBatch
 from superglue_sift.torch_compat import sqrt
 
 UNMATCHED = -1  # no counterpart: belongs in the dustbin

@@ -30,9 +30,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift import geometry
-from superglue_sift.patches import Device, Pyramid, Template, energy, sample_patch, to_tensor
-from superglue_sift.sift import positions
+from superglue_sift.features.sift import positions
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.patches import (
+    Device,
+    Pyramid,
+    Template,
+    energy,
+    sample_patch,
+    to_tensor,
+)
 
 MAX_ZOOM = 8.0  # maximum magnification between the images
 COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
@@ -78,7 +85,7 @@ def align(
     of one matches entry k of the other.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
-    maps = geometry.local_maps(points0, points1, similarities(records0, records1))
+    maps = two_view.local_maps(points0, points1, similarities(records0, records1))
     return align_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
 
 

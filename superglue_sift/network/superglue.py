@@ -39,9 +39,15 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
-from superglue_sift.batch import Images, Keypoints, PairBatch, choose_orientations, root_sift
-from superglue_sift.sinkhorn import log_optimal_transport
+from superglue_sift.network.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
+from superglue_sift.network.batch import (
+    Images,
+    Keypoints,
+    PairBatch,
+    choose_orientations,
+    root_sift,
+)
+from superglue_sift.network.sinkhorn import log_optimal_transport
 from superglue_sift.torch_compat import checkpoint, floats_of_bytes, sqrt
 
 SIFT_DIM = 128

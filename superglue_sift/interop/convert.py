@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift.extractors import kind_of
-from superglue_sift.features import Features
+from superglue_sift.errors import RequestError
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import GEOMETRY, root_sift_of, whole_sift
 from superglue_sift.match_result import MatchResult
-from superglue_sift.sift import GEOMETRY, root_sift_of, whole_sift
-from superglue_sift.superglue import TYPICAL_SCORE
-from superglue_sift.system import RequestError
+from superglue_sift.network.superglue import TYPICAL_SCORE
 
 
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:

@@ -7,8 +7,8 @@ from typing import List, NamedTuple, Sequence, Tuple
 import numpy as np
 import torch
 
-from superglue_sift.batch import Pair, from_pairs, size_class
-from superglue_sift.superglue import SuperGlue, mutual_matches
+from superglue_sift.network.batch import Pair, from_pairs, size_class
+from superglue_sift.network.superglue import SuperGlue, mutual_matches
 
 
 class PairMatches(NamedTuple):

@@ -19,14 +19,15 @@ from typing import List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift import acceptance, classical, geometry
-from superglue_sift.acceptance import INLIER_PX
-from superglue_sift.classical import Matches
-from superglue_sift.features import Features
-from superglue_sift.local_maps import confirm, positions_of
+from superglue_sift.errors import check_range
+from superglue_sift.features import nearest
+from superglue_sift.features.features import Features
+from superglue_sift.features.nearest import Matches
+from superglue_sift.features.sift import rank
+from superglue_sift.geometry import acceptance, two_view
+from superglue_sift.geometry.acceptance import INLIER_PX
+from superglue_sift.geometry.local_maps import confirm, positions_of
 from superglue_sift.match_result import MatchResult, near_stamp
-from superglue_sift.sift import rank
-from superglue_sift.system import check_range
 
 ACCEPT = 0.5  # minimum probability of an accepted pair
 # Minimum classical matches of one geometry to run the network; any eight may agree by chance
@@ -67,7 +68,7 @@ class Side(NamedTuple):
 def side_of(features: Features, resize: int) -> Side:
     """Side of a photograph, whose features were found at `resize`."""
     width, height = features.size
-    unit = geometry.unit_of(features.size, resize)
+    unit = two_view.unit_of(features.size, resize)
     points = features.keypoints.astype(np.float64) / unit
     return Side(points, (width / unit, height / unit))
 
@@ -90,11 +91,11 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
     orders = [np.argsort(-rank(side.records), kind="stable") for side in pair]
     few = [side.select(order[:LIKELY_KEYPOINTS]) for side, order in zip(pair, orders)]
     one, other = (side_of(side, resize) for side in few)
-    matches, scores = classical.ratio_matches(few[0].records, few[1].records)
+    matches, scores = nearest.ratio_matches(few[0].records, few[1].records)
     found = MatchResult.of(few[0], few[1], matches, scores)
     stamped = found.find_stamps()
     index0, index1 = found.matches[~stamped].T
-    fit = geometry.fit_fundamental(one.points[index0], other.points[index1], INLIER_PX)
+    fit = two_view.fit_fundamental(one.points[index0], other.points[index1], INLIER_PX)
     sizes = (found.size0, found.size1)
     kept = [
         order[~near_stamp(side.keypoints[order], points[stamped], sizes)]
@@ -105,19 +106,19 @@ def screen(pair: Sequence[Features], resize: int) -> Screened:
 
 
 def consistent(
-    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[geometry.Size, geometry.Size]
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[two_view.Size, two_view.Size]
 ) -> np.ndarray:
     """(K,) bool: matches (K, 2) of exactly placed keypoints near their epipolar lines; all without
     a geometry.
 
     sizes: of both images. EXACT_PX was chosen at RESIZE.
     """
-    points0 = points0 / geometry.unit_of(sizes[0], RESIZE)
-    points1 = points1 / geometry.unit_of(sizes[1], RESIZE)
-    F = geometry.fit_fundamental(points0, points1, EXACT_PX).model
+    points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
+    points1 = points1 / two_view.unit_of(sizes[1], RESIZE)
+    F = two_view.fit_fundamental(points0, points1, EXACT_PX).model
     if F is None:
         return np.ones(len(points0), bool)
-    return geometry.epipolar_distances(F, points0, points1) <= EXACT_PX
+    return two_view.epipolar_distances(F, points0, points1) <= EXACT_PX
 
 
 class Filled(NamedTuple):
@@ -173,10 +174,10 @@ def fill(
     agreeing = matches[judged.inliers]
     pair = Matches(matches, scores).above(threshold)
     if judged.probability >= accept:
-        sure = more.above(1.0 - classical.RATIO)
+        sure = more.above(1.0 - nearest.RATIO)
         # those of the network alone may be few in wide views, and lie along a row of windows
         both = _points(sides, np.unique(np.concatenate([agreeing, sure.matches]), axis=0))
-        F = geometry.fit_fundamental(*both, INLIER_PX).model
+        F = two_view.fit_fundamental(*both, INLIER_PX).model
         judged = acceptance.judge(found, judged.F if F is None else F)
         pair = _join(pair, sure)
     if judged.F is None or judged.probability < accept:
@@ -196,8 +197,8 @@ def _join(first: Matches, second: Matches) -> Matches:
 
 def _near_lines(F: np.ndarray, pair: Matches, sides: Tuple[Side, Side]) -> Matches:
     """The matches near their epipolar lines, of those of one keypoint the surest."""
-    away = geometry.epipolar_distances(F, *_points(sides, pair.matches))
-    return classical.one_each(*pair.only(away <= BAND_PX))
+    away = two_view.epipolar_distances(F, *_points(sides, pair.matches))
+    return nearest.one_each(*pair.only(away <= BAND_PX))
 
 
 def matched_of(

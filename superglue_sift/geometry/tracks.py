@@ -14,9 +14,9 @@ from typing import Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
+from superglue_sift.geometry.scenes import RESIZE
+from superglue_sift.geometry.two_view import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
 from superglue_sift.match_result import MatchResult
-from superglue_sift.scenes import RESIZE
 
 DIRECT = 500_000  # maximum number of matched keypoints for a direct solver
 ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict

@@ -22,8 +22,9 @@ from typing import NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift import classical, geometry
-from superglue_sift.local_maps import AROUND, maps_around
+from superglue_sift.features import nearest
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.local_maps import AROUND, maps_around
 
 COUNTED = 0.2  # confidence above which a match counts
 INLIER_PX = 1.5  # distance from the epipolar lines, in both images
@@ -53,7 +54,7 @@ class Matched(NamedTuple):
 
     def distinct(self) -> Matched:
         """The surest match of each position: two orientations of a point may be two keypoints."""
-        return self.only(classical.surest_each(self.points0, self.points1, self.scores))
+        return self.only(nearest.surest_each(self.points0, self.points1, self.scores))
 
 
 class Judgement(NamedTuple):
@@ -74,7 +75,7 @@ def judge(matched: Matched, F: Optional[np.ndarray] = None) -> Judgement:
     sure = matched.scores > COUNTED
     counted = matched.only(sure).distinct()
     if F is None:
-        F = geometry.fit_fundamental(counted.points0, counted.points1, INLIER_PX).model
+        F = two_view.fit_fundamental(counted.points0, counted.points1, INLIER_PX).model
     return Judgement(F, sure & _near(F, matched), features_of(counted, _near(F, counted)))
 
 
@@ -82,7 +83,7 @@ def _near(F: Optional[np.ndarray], matched: Matched) -> np.ndarray:
     """(K,) bool: matches near their epipolar lines; none without F."""
     if F is None:
         return np.zeros(len(matched.scores), bool)
-    return geometry.epipolar_distances(F, matched.points0, matched.points1) <= INLIER_PX
+    return two_view.epipolar_distances(F, matched.points0, matched.points1) <= INLIER_PX
 
 
 def probability(features: np.ndarray) -> float:
@@ -105,7 +106,7 @@ def features_of(matched: Matched, inliers: np.ndarray) -> np.ndarray:
         [
             math.log1p(digits),
             min(_kept(near0, near1), _kept(near1, near0)),
-            (MIRRORED_BY_CHANCE - geometry.mirrored_part(maps)) * math.sqrt(count),
+            (MIRRORED_BY_CHANCE - two_view.mirrored_part(maps)) * math.sqrt(count),
             agreeing.scores.sum() / matched.scores.sum(),
         ]
     )

@@ -6,7 +6,7 @@ from typing import NamedTuple, Tuple
 
 import numpy as np
 
-from superglue_sift.classical import Matches
+from superglue_sift.features.nearest import Matches
 
 AROUND = 8  # matches give a map
 PRIOR_PX = 5.0  # if squared distances of matches add up to its square, maps shrink by half

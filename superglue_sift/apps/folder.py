@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from superglue_sift import acceptance
 from superglue_sift.apps import results, retrieval
 from superglue_sift.apps.pairing import CAMERA, Pairs, choose_job, root_of
 from superglue_sift.apps.results import ENDINGS, MATCHES
-from superglue_sift.extractors import DEFAULT
-from superglue_sift.feature_store import FeatureStore, Item
-from superglue_sift.features import Features
+from superglue_sift.errors import WorkError
+from superglue_sift.features.extractors import DEFAULT
+from superglue_sift.features.features import Features
+from superglue_sift.features.store import FeatureStore, Item
+from superglue_sift.files import file_sha256, write_atomic, write_csv
+from superglue_sift.geometry import acceptance
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.network.weights import shipped_weights
 from superglue_sift.progress import Progress
-from superglue_sift.system import WorkError, file_sha256, write_atomic, write_csv
-from superglue_sift.weights import shipped_weights
 
 # Of `Matcher`
 SETTINGS = ("max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame")

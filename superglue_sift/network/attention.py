@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from superglue_sift.batch import Images
+from superglue_sift.network.batch import Images
 from superglue_sift.torch_compat import LayerNorm, chunked_attention, is_traced
 
 # Initial standard deviation of the frequencies of rotary positions, radians over half an image

@@ -12,12 +12,13 @@ import numpy as np
 import PIL.Image
 import torch
 
-from superglue_sift import geometry, sift
-from superglue_sift.extractors import kind_of
-from superglue_sift.images import STORED, UPRIGHT, Photo, pixels_of, read_photo, reduce
-from superglue_sift.sift import KEYPOINT, whole_sift
-from superglue_sift.superglue import TYPICAL_SCORE
-from superglue_sift.system import RequestError
+from superglue_sift.errors import RequestError
+from superglue_sift.features import sift
+from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.images import STORED, UPRIGHT, Photo, pixels_of, read_photo, reduce
+from superglue_sift.features.sift import KEYPOINT, whole_sift
+from superglue_sift.geometry import two_view
+from superglue_sift.network.superglue import TYPICAL_SCORE
 
 # Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of
 # 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
@@ -67,11 +68,11 @@ class Features(NamedTuple):
         """
         if self.found_at is not None:
             return self.resize(self.found_at)
-        unit = geometry.unit_of(self.size, resize)
+        unit = two_view.unit_of(self.size, resize)
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(geometry.divide(self.size, unit))
+        return self.resize(two_view.divide(self.size, unit))
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """The keypoints in pixels of the image resized to `size` (width, height)."""
@@ -203,7 +204,7 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     times = min(longer / max(gray.shape), ENLARGED_MOST)
     if times <= 1:
         return gray
-    size = geometry.divide((gray.shape[1], gray.shape[0]), 1 / times)
+    size = two_view.divide((gray.shape[1], gray.shape[0]), 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from superglue_sift import geometry
+from superglue_sift.geometry import two_view
 from superglue_sift.torch_compat import sqrt
 
 RADIUS = 10  # of a patch of SIDE^2 samples,
@@ -135,7 +135,7 @@ class Template:
         scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
         trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
         # Along an edge, only SIFT's position is known
-        return sqrt((factor * residual * trace + geometry.SCATTER_PX**2 * self.unknown) / 2)
+        return sqrt((factor * residual * trace + two_view.SCATTER_PX**2 * self.unknown) / 2)
 
 
 def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:

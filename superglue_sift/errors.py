@@ -1,0 +1,69 @@
+"""Errors for the user, and the exit codes of commands."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import math
+import numbers
+import sys
+from typing import Any, Callable, List, Optional
+
+Main = Callable[[Optional[List[str]]], int]
+
+
+class RequestError(Exception):
+    """A wrong request (exit code 2): one line that names the file, key or value, and the fix."""
+
+
+class WorkError(Exception):
+    """A correct request that failed (exit code 1): one line with the reason."""
+
+
+def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:
+    """Raise RequestError unless `value` is a number from `least` to `most`, whole if there is no
+    `most`.
+    """
+    counts = most == math.inf
+    kind = numbers.Integral if counts else numbers.Real
+    if isinstance(value, kind) and least <= value <= most:  # type: ignore[operator]
+        return
+    rule = f"a whole number, {least} or more" if counts else f"between {least} and {most}"
+    raise RequestError(f"{name} {value}: must be {rule}")
+
+
+def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
+    """Run a command's `main`; return its exit code, or that of an error, printed to stderr.
+
+    130: Ctrl-C.
+    """
+    try:
+        return main(argv)
+    except RequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except WorkError as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of stdout is gone
+        return 0
+    except OSError as error:
+        # errors of a file or a full disk, which users can fix; others (a network, a pipe) keep
+        # their traceback
+        if error.errno != errno.ENOSPC and error.filename is None:
+            raise
+        print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)
+        return 1
+
+
+def import_extra(package: str, extra: str) -> Any:
+    """Import an optional package, of an extra of the wheel. Raises RequestError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        fix = f"pip install 'superglue-sift[{extra}]'"
+        raise RequestError(f"{package} is needed for this, and is not installed: {fix}") from None

@@ -1,0 +1,93 @@
+"""Files that are written whole or not at all, and their digests."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import hashlib
+import io
+import os
+import tempfile
+import threading
+import tokenize
+import zlib
+from pathlib import Path
+from typing import Any, Iterable, Optional, Union
+from zipfile import BadZipFile
+
+from superglue_sift.errors import RequestError
+
+FileName = Union[str, Path]
+# Raised by a damaged `.npz`, whose bits can also ask for another compression or a password
+DAMAGED = (
+    *(OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error),
+    *(SyntaxError, tokenize.TokenError),  # numpy parses the headers
+)
+
+
+def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
+    """Write `content` to `path`, and create its folder. After a kill, the old or the new file is
+    there, complete.
+
+    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). Raises OSError
+    that names `path`, such as for a full disk.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    # unique per thread: two threads may write the same path, such as features of a photograph and
+    # its copy
+    temporary = path.with_name(f".{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.filename in (None, str(temporary)):
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)  # the rename, too, must survive a power loss
+    finally:
+        os.close(directory)
+
+
+def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
+    """Raise RequestError if `path` could not be written, before long work whose result it is.
+    Writes nothing.
+
+    named: the file or folder that the user gave and the message names; None: `path`.
+    """
+    folder = Path(path).absolute().parent
+    try:
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"{named or path}: cannot be written: {error.strerror}; name another"
+        ) from None
+
+
+def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
+    """Write a table atomically; the first row is the header."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    write_atomic(path, text.getvalue())
+
+
+def file_sha256(path: FileName) -> str:
+    """Hex SHA-256 of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()
