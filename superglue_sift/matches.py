@@ -1,0 +1,57 @@
+"""The one type for the matches of two images.
+
+The ratio test, the network, guided matching, verification, refinement and scoring take and return
+it. It knows indices of keypoints and scores, and no positions: those are of the features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Tuple
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Matches:
+    """K matches of two images with M and N keypoints; each keypoint has at most one match.
+
+    indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
+    scores: (K,) float32, from 0 to 1, the confidence of each match.
+    """
+
+    indices: np.ndarray
+    scores: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def only(self, chosen: np.ndarray) -> Matches:
+        """Keep the chosen matches. chosen: (K,) bool, or indices."""
+        return Matches(self.indices[chosen], self.scores[chosen])
+
+    def above(self, threshold: float) -> Matches:
+        """Keep the matches with a score above `threshold`."""
+        return self.only(self.scores > threshold)
+
+    @classmethod
+    def from_dense(cls, matches0: np.ndarray, scores0: np.ndarray) -> Matches:
+        """Build matches from the form of the paper's code, one row for each keypoint of image 0.
+
+        matches0: (M,), the index of the match in image 1, or -1 for a keypoint without a match.
+        scores0: (M,), the confidence of each match.
+        """
+        index0 = np.flatnonzero(matches0 >= 0)
+        indices = np.stack([index0, matches0[index0]], axis=1).astype(np.int64)
+        return cls(indices, np.asarray(scores0)[index0].astype(np.float32))
+
+    def to_dense(self, count0: int) -> Tuple[np.ndarray, np.ndarray]:
+        """Return `matches0` (M,) int64 and `scores0` (M,) float32, as `from_dense` takes them.
+
+        count0: number M of keypoints of image 0. Keypoints without a match get -1 and 0.
+        """
+        matches0 = np.full(count0, -1, np.int64)
+        scores0 = np.zeros(count0, np.float32)
+        matches0[self.indices[:, 0]] = self.indices[:, 1]
+        scores0[self.indices[:, 0]] = self.scores
+        return matches0, scores0
