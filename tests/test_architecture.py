@@ -118,8 +118,10 @@ def test_a_package_imports_only_what_it_may():
 
 
 def test_the_network_stands_below_the_rest_of_the_library():
-    network = ("superglue", "attention", "sinkhorn", "batch", "truth")
-    below = {f"superglue_sift/{name}.py" for name in (*network, "sift", "geometry", "torch_compat")}
+    network = ("superglue", "attention", "sinkhorn", "batch", "ground_truth")
+    below = {f"superglue_sift/network/{name}.py" for name in network}
+    ground = ("features/sift", "geometry/two_view", "torch_compat", "errors", "files")
+    below |= {f"superglue_sift/{name}.py" for name in ground}
     ours = [name for name in FILES if name.startswith("superglue_sift/")]
     wrong = [(name, imported(name) & set(ours) - below) for name in ours if name in below]
     apps = {name for name in FILES if name.startswith("superglue_sift/apps/")}
@@ -218,7 +220,7 @@ def test_nothing_happens_at_import():
                 "__name__|TYPE_CHECKING", ast.unparse(node.test)
             )
             # Only before OpenCV is loaded can it be told which processor code to leave out.
-            prepares = ast.unparse(node) == "portable.prepare_opencv()"
+            prepares = ast.unparse(node) == "environment.prepare_opencv()"
             runs_nothing = isinstance(node, quiet) or docstring or guarded or prepares
             assert runs_nothing, f"{name}:{node.lineno} does work at import"
 

@@ -1,5 +1,9 @@
 """Programs around the matcher.
 
-`cli` (superglue-match; two images), `pairing` (which of folders, lists and videos), `many` (matches
-them), `retrieval`, `results` (files of a pair), `serve` (the page).
+cli          the command superglue-match, and two images
+pairing      which pairs of folders, lists and videos
+folder       matches all pairs of a folder
+retrieval    similar photographs
+results      files of a pair
+serve        the page in the browser
 """

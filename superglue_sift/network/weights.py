@@ -91,7 +91,7 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
 
 def shipped_weights() -> Path:
     """Path of the shipped weights: in the package if installed, next to it in a clone."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
             return folder / SHIPPED

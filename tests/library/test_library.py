@@ -354,7 +354,7 @@ def test_a_hostile_threshold_is_refused(tmp_path, value):
 
 def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, photo):
     package = tmp_path / "superglue_sift"
-    monkeypatch.setattr(weights, "__file__", str(package / "weights.py"))
+    monkeypatch.setattr(weights, "__file__", str(package / "network" / "weights.py"))
     with pytest.raises(RequestError, match="name a trained model file"):
         Matcher.load()
     for place in (tmp_path, package):  # a clone, a wheel

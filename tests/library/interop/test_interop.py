@@ -152,8 +152,8 @@ def test_hlocs_matcher_answers_as_ours(matched, monkeypatch):
         data[f"image{side}"] = torch.empty(1, 1, height, width)
     assert set(plugin.required_inputs) <= set(data)
     seen = []
-    of = hloc.arrays.from_lightglue
-    monkeypatch.setattr(hloc.arrays, "from_lightglue", lambda d: seen.append(of(d)) or seen[-1])
+    of = hloc.convert.from_lightglue
+    monkeypatch.setattr(hloc.convert, "from_lightglue", lambda d: seen.append(of(d)) or seen[-1])
     answer = plugin({"device": "cpu"})._forward(data)
     for features, given in zip(seen, matched[:2]):
         for name in ("scale", "angle", "score"):
