@@ -5,12 +5,14 @@ library does not depend on them.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 import shutil
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, List, Optional
 
 import torch
+import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
 MAX_WEIGHTS = 1 << 26  # of attention at a time, in torch 1.10: 256 MiB in float32
@@ -24,7 +26,8 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
     chunks = [(part, k, v, visible) for part in q.split(rows, 2)]
     learns = torch.is_grad_enabled()
-    parts = [checkpoint(_plain, *each) if learns else _plain(*each) for each in chunks]
+    again = functools.partial(torch_checkpoint.checkpoint, _plain, preserve_rng_state=False)
+    parts = [again(*each) if learns else _plain(*each) for each in chunks]
     return torch.cat(parts, 2)
 
 
@@ -107,10 +110,29 @@ def sqrt(x: Tensor) -> Tensor:
 def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Call `function(*arguments)` with gradient checkpointing.
 
-    torch 1.10 has only its reentrant form. Without the state of random generators, of which the
-    network uses none: a CUDA graph cannot read it.
+    Its gradient is part of the graph, as DistributedDataParallel needs it. The state of random
+    generators is not kept: the network draws no numbers, and a CUDA graph cannot read it.
     """
-    from torch.utils import checkpoint as torch_checkpoint
+    if not can_compile():
+        return _checkpoint_by_hooks(function, *arguments)
+    return torch_checkpoint.checkpoint(
+        function, *arguments, preserve_rng_state=False, use_reentrant=False
+    )
 
-    how: Dict[str, Any] = {"use_reentrant": False} if can_compile() else {}
-    return torch_checkpoint.checkpoint(function, *arguments, preserve_rng_state=False, **how)
+
+def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """`checkpoint` for torch 1.10, whose own form runs a second backward pass inside the first."""
+    places = itertools.count()
+    again: List[Tensor] = []  # what the second forward pass saves, in the same order
+
+    def unpack(place: int) -> Tensor:
+        if not again:
+            keep = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: again.append(tensor.detach()), lambda _: None
+            )
+            with torch.enable_grad(), keep:
+                function(*arguments)
+        return again[place]
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: next(places), unpack):
+        return function(*arguments)

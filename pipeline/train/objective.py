@@ -43,8 +43,12 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> PairLoss:
         PairLoss; a pair without any keypoint has loss 0.
     """
     columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
-    # (B, M): the match, or the dustbin
-    losses0 = -log_P[:, :-1].gather(2, columns.unsqueeze(2)).squeeze(2)
+    # (B, M): the match, or the dustbin. Gathered from one dimension: before torch 1.13 the gradient
+    # of a gather from more dimensions has no deterministic form on a GPU.
+    B, M = columns.shape
+    rows = torch.arange(B * (M + 1), device=columns.device).view(B, M + 1)[:, :M]
+    places = rows * log_P.shape[2] + columns
+    losses0 = -log_P.flatten().gather(0, places.flatten()).view(B, M)
     losses1 = -log_P[:, -1, :-1]  # (B, N): the dustbin
     none = losses0.new_zeros(())
     terms = (

@@ -62,7 +62,7 @@ def train_step(
         # taken after the exchange, so that all ranks decide alike
         applied = math.isfinite(grad_norm)
         if applied:
-            scaler.step(optimizer)
+            optimizer.step()  # `scaler.step` would read whether the gradient is finite once more
         else:
             for statistic, old in zip(statistics, before):
                 statistic.copy_(old)
