@@ -16,10 +16,10 @@ import torch
 from benchmarks import dali_views
 from benchmarks.photographs import photographs
 from benchmarks.timing import Row, Setting, compare, of_seconds
+from pipeline import params
 from pipeline.evaluate.heldout import add_noise
 from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
 from pipeline.keypoints.image import gray_views
-from pipeline.parameters import params
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.features import extract
 from superglue_sift.geometry import scenes

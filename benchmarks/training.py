@@ -25,11 +25,9 @@ from benchmarks.peer import KEYPOINTS, PeerTraining
 from benchmarks.photographs import photographs
 from benchmarks.synthetic import make_pairs
 from benchmarks.timing import Call, Row, Seconds, Setting, compare
-from pipeline import launch
+from pipeline import distributed, launch, params
 from pipeline.features import store
-from pipeline.parameters import params
-from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed
+from pipeline.params import TrainParams
 from pipeline.train import setup
 from pipeline.train.pairs.loader import StepBatches
 from pipeline.train.step import train_step

@@ -14,9 +14,9 @@ What stages share:
     image_sets/   which photographs there are, how they are read
     views/        random homographies without borders, rendering, photometric distortion
     features/     the store of keypoints, which training maps into memory
-    parameters/   params.yaml: its keys, limits and messages
-    processes/    ranks, signals, memory
-    provenance/   what a result was made from
+    params        params.yaml: its keys, limits and messages
+    distributed, signals, prefetch    ranks; requests to stop; work done ahead of time
+    provenance, trained_on            code and versions; the photographs that a model has seen
     tracking/     the local log of a run, and MLflow
     bootstrap     means over pairs and their confidence intervals
     errors, files, compat    errors that a person reads; atomic writes; the two torch stacks

@@ -10,23 +10,40 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import platform
+import re
 import shutil
 import sys
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional, Sequence, Tuple
+from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from pipeline import errors, launch
+from pipeline import errors, launch, params, provenance
+from pipeline.files import GIB, format_bytes
 from pipeline.image_sets import manifest
-from pipeline.parameters import params
-from pipeline.parameters.schema import FetchParams
-from pipeline.processes import machine
-from pipeline.processes.machine import FAIL, GIB, OK, WARN, Finding
-from pipeline.provenance import repro
+from pipeline.params import FetchParams
 
-PACKAGES = (*repro.PACKAGES, "torchvision", "nvidia-dali-cuda130")
+PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
 MANIFEST = Path("data/images/manifest.csv")
+OK = "ok"
+NOTE = "note"
+WARN = "warn"
+FAIL = "FAIL"
+
+# Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version
+# compatibility).
+DRIVERS = ((13, "580"), (12, "525.60.13"), (11, "450.80.02"))
+
+
+class Finding(NamedTuple):
+    """One line of the doctor: its level, what was checked, the result and the fix, if any."""
+
+    level: str
+    subject: str
+    text: str
+
+
 Findings = Iterator[Finding]
 
 
@@ -67,7 +84,7 @@ def software() -> Findings:
     text = f"Python {platform.python_version()}, torch {torch.__version__}"
     image = os.environ.get("IMAGE_STACK", "none")
     yield Finding(OK, "software", f"{text}, CUDA {torch.version.cuda or 'none'}, image {image}")
-    found = repro.versions(PACKAGES).items()
+    found = provenance.versions(PACKAGES).items()
     yield Finding(OK, "packages", ", ".join(f"{name} {version}" for name, version in found))
 
 
@@ -78,14 +95,14 @@ def gpus() -> Findings:
     driver, known = nvidia_driver()
     cuda = torch.version.cuda
     if driver and cuda:
-        yield machine.check_driver(driver, cuda)
+        yield check_driver(driver, cuda)
     count = torch.cuda.device_count()
     processes = os.environ.get("NPROC_PER_NODE", "auto")
-    yield machine.check_gpu_count(count, processes, known, cuda)
+    yield check_gpu_count(count, processes, known, cuda)
     for index in range(count):
         name = torch.cuda.get_device_name(index)
         capability = torch.cuda.get_device_capability(index)
-        yield machine.check_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
+        yield check_capability(name, capability, torch.cuda.get_arch_list(), cuda or "none")
 
 
 def nvidia_driver() -> Tuple[str, int]:
@@ -110,19 +127,21 @@ def memory() -> Findings:
     cards = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
     for index, (free, total) in enumerate([(held.available, held.total), *cards]):
         subject = f"memory of GPU {index - 1}" if index else "memory"
-        yield Finding(OK, subject, f"{machine.size(free)} free of {machine.size(total)}")
+        yield Finding(OK, subject, f"{format_bytes(free)} free of {format_bytes(total)}")
 
 
 def shared_memory() -> Findings:
     """/dev/shm against the needs of NCCL and of the processes that load batches for GPUs."""
     import torch
 
+    from pipeline import distributed
+
     if os.path.isdir("/dev/shm"):
         ranks = min(launch.processes_per_node(), torch.cuda.device_count())
-        needed = machine.shared_memory_needed(ranks)
+        needed = distributed.shared_memory_needed(ranks)
         # A batch of a few hundred pairs, for each of a few processes of a rank
         free = shutil.disk_usage("/dev/shm").free
-        yield machine.check_shared_memory(free, needed, ranks * GIB)
+        yield check_shared_memory(free, needed, ranks * GIB)
 
 
 def disk() -> Findings:
@@ -138,8 +157,8 @@ def disk() -> Findings:
     limit = sections["keypoints"].max_keypoints
     archives = 0 if fetch.path else coco.expect(fetch.source, fetch.limit)[0]
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    needed = machine.disk_needed(archives, photographs(fetch), views, limit) - present
-    yield machine.check_disk(shutil.disk_usage(".").free, max(needed, 0), os.getcwd())
+    needed = disk_needed(archives, photographs(fetch), views, limit) - present
+    yield check_disk(shutil.disk_usage(".").free, max(needed, 0), os.getcwd())
 
 
 def photographs(fetch: FetchParams) -> int:
@@ -150,6 +169,92 @@ def photographs(fetch: FetchParams) -> int:
         with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
             return len(manifest.read(MANIFEST))
     return coco.expect(fetch.source, fetch.limit)[1]
+
+
+def check_capability(
+    name: str, capability: Tuple[int, int], arch_list: Sequence[str], cuda: str
+) -> Finding:
+    """Whether this torch build has kernels for a card.
+
+    A kernel for sm_XY runs on cards of the same X and the same or a later Y. PTX (`compute_XY`) can
+    be compiled for any later card, but takes minutes, so it does not count.
+    """
+    card = f"{name} (compute capability {capability[0]}.{capability[1]})"
+    names = re.findall(r"\bsm_(\d+)(\d)\b", " ".join(arch_list))
+    built = [(int(major), int(minor)) for major, minor in names]
+    if any(major == capability[0] and minor <= capability[1] for major, minor in built):
+        return Finding(OK, "GPU", f"{card}: this torch build has kernels for it (CUDA {cuda})")
+    older = capability < max(built, default=capability)
+    image = "cu111 image" if older else "modern image (docker build --target modern)"
+    text = f"{card}: this torch build (CUDA {cuda}) has no kernels for it; use the {image}"
+    return Finding(FAIL, "GPU", text)
+
+
+def check_driver(driver: str, cuda: str) -> Finding:
+    """The NVIDIA driver against the CUDA version torch was built with."""
+    major = int(cuda.split(".")[0])
+    wanted = next((version for since, version in DRIVERS if major >= since), "0")
+    installed, needed = (
+        [int(part) for part in text.split(".") if part.isdigit()] for text in (driver, wanted)
+    )
+    if installed >= needed:
+        return Finding(OK, "driver", f"{driver} serves CUDA {cuda} (needs {wanted} or later)")
+    fix = f"install {wanted} or later, or use the cu111 image"
+    return Finding(FAIL, "driver", f"{driver} is too old for CUDA {cuda}: {fix}")
+
+
+def check_gpu_count(
+    gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None
+) -> Finding:
+    """GPUs torch can use against NPROC_PER_NODE; `hidden`: number of GPUs that the driver
+    reports.
+    """
+    if not gpus and hidden:
+        build = "has no CUDA" if cuda is None else f"has CUDA {cuda}"
+        text = f"{hidden} in the machine and none usable: this torch build {build}; check driver"
+        return Finding(FAIL, "GPU", f"{text}, and in docker --gpus all")
+    if not gpus:
+        return Finding(NOTE, "GPU", "none: training runs on the CPU (docker: --gpus all adds them)")
+    if processes.isdigit() and int(processes) > gpus:
+        text = f"NPROC_PER_NODE={processes}, but there are {gpus}: set it to {gpus} or auto"
+        return Finding(FAIL, "GPU", text)
+    return Finding(OK, "GPU", f"{gpus} usable")
+
+
+def check_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
+    """/dev/shm against what training needs; Docker gives 64 MB by default.
+
+    Args:
+        needed: bytes that it requires; batches: bytes for the processes that load batches. With
+            less memory there are fewer of these, or a thread.
+    """
+    text = f"{format_bytes(free)} free, {format_bytes(needed + batches)} wanted"
+    if free >= needed + batches:
+        return Finding(OK, "/dev/shm", text)
+    fix = f"docker run --shm-size={math.ceil((needed + batches) / GIB)}g (or --ipc=host)"
+    if free >= needed:
+        return Finding(WARN, "/dev/shm", f"{text}: fewer processes load batches; {fix}")
+    return Finding(FAIL, "/dev/shm", f"{text}: {fix}")
+
+
+def disk_needed(archives: int, images: int, views: int, keypoints: int) -> int:
+    """Bytes that a preset needs: its archives (bytes), the keypoints in workspace and DVC cache,
+    checkpoints.
+    """
+    # Not at the top: OpenCV may not load on a machine that the doctor checks
+    from superglue_sift.features.sift import ORIENTED
+
+    # Most photographs give fewer keypoints than the limit; three quarters is a safe mean.
+    return archives + 2 * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
+
+
+def check_disk(free: int, needed: int, place: str) -> Finding:
+    """Disk space for a preset."""
+    space = f"{format_bytes(free)} free in {place}, about {format_bytes(needed)} wanted"
+    if free >= needed:
+        return Finding(OK, "disk", space)
+    fix = "choose a smaller preset, set fetch.limit, link DVC's cache (docs/data.md), or free space"
+    return Finding(FAIL, "disk", f"{space}: {fix}")
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ import argparse
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, tracking
+from pipeline import errors, params, provenance, tracking, trained_on
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
-from pipeline.parameters import params
-from pipeline.parameters.schema import flatten
-from pipeline.provenance import repro, trained_on
+from pipeline.params import flatten
 from superglue_sift import __version__
 from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
@@ -84,7 +82,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in repro.pin(WEIGHTY).items()},
+            **{f"version.{name}": version for name, version in provenance.pin(WEIGHTY).items()},
         },
         "params": _without_places(flatten(sections)),
         "trained_with": _without_places(info["train"], "train."),

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import RequestError
 from superglue_sift.files import file_sha256, write_atomic, write_csv  # noqa: F401
+
+GIB = 1 << 30
+MIB = 1 << 20
 
 
 def read_json(path: Path, missing: str) -> Any:
@@ -31,3 +35,10 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 def json_digest(values: Any) -> str:
     """Digest (16 hexadecimal digits) of JSON values, for any order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def format_bytes(count: float) -> str:
+    """Bytes as text: 64 MiB, 1.5 GiB."""
+    if count >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    return f"{math.ceil(count / MIB)} MiB"

@@ -32,7 +32,7 @@ from typing import Dict, List, Optional, Sequence
 
 import psutil
 
-from pipeline import errors
+from pipeline import errors, signals
 from pipeline.errors import (
     AGENT_PID,
     EXIT_FOLDER,
@@ -42,7 +42,6 @@ from pipeline.errors import (
     RequestError,
     read_number,
 )
-from pipeline.processes import signals
 from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2

@@ -17,11 +17,10 @@ from typing import List, Optional
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
-from pipeline import errors
+from pipeline import errors, params
 from pipeline.errors import RequestError, spell_command
 from pipeline.files import json_digest, write_atomic
-from pipeline.parameters import params
-from pipeline.parameters.schema import flatten
+from pipeline.params import flatten
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"
@@ -90,8 +89,8 @@ def refresh(path: Path) -> bool:
 
 def require_unseen(path: Path) -> None:
     """Raises RequestError if the initial weights know all photographs held out for validation."""
+    from pipeline import trained_on
     from pipeline.fetch import splits
-    from pipeline.provenance import trained_on
 
     sections = params.load_all(path)
     fetch = sections["fetch"]

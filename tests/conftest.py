@@ -91,8 +91,8 @@ def make_params():
     A training starts from no weights, and is in float32 on every machine. A nested section is
     changed key by key: `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
-    from pipeline.parameters import params
-    from pipeline.parameters.schema import TrainOptions
+    from pipeline import params
+    from pipeline.params import TrainOptions
 
     sections = params.load_all(ROOT / "presets/sample.yaml")
 

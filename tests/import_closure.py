@@ -20,10 +20,9 @@ CHANGES_NO_OUTPUT = (
     "pipeline.errors",
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
     "pipeline.launch",
-    "pipeline.parameters",
-    "pipeline.processes.machine",
-    "pipeline.processes.prefetch",  # results of others, in their order
-    "pipeline.processes.signals",
+    "pipeline.params",
+    "pipeline.prefetch",  # results of others, in their order
+    "pipeline.signals",
     "pipeline.tracking",
     "superglue_sift.errors",
     "superglue_sift.files",

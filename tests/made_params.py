@@ -1,7 +1,6 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
-from pipeline.parameters.params import flag
-from pipeline.parameters.schema import TrainOptions, TrainParams
+from pipeline.params import TrainOptions, TrainParams, flag
 
 
 def keys_of(section, name):

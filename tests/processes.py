@@ -6,15 +6,15 @@ import traceback
 import torch
 import torch.multiprocessing as mp
 
+from pipeline import distributed
 from pipeline.launch import free_port
-from pipeline.processes import distributed
 
 LIMIT_SECONDS = 120
 
 
 # Processes fork from one that has imported torch: an import takes a second, and no test runs there.
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "pipeline.processes.distributed"])
+CONTEXT.set_forkserver_preload(["torch", "pipeline.distributed"])
 
 
 def _work(environment, function, arguments, answers):

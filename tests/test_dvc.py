@@ -8,7 +8,7 @@ from pathlib import Path
 import import_closure
 from reading import read_yaml
 
-from pipeline.parameters.schema import SECTIONS
+from pipeline.params import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = read_yaml(ROOT / "dvc.yaml")

@@ -23,8 +23,8 @@ from ruamel.yaml import YAML
 
 from benchmarks.dev.command import make_parser
 from benchmarks.images import SAMPLE
+from pipeline import params
 from pipeline.files import write_atomic
-from pipeline.parameters import params
 
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy

@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, NamedTuple, Tuple
 import cv2
 import numpy as np
 
-from pipeline.parameters.schema import Homography, Photometric
+from pipeline.params import Homography, Photometric
 from pipeline.views.homography import sample_view
 from pipeline.views.render import distort, render
 from superglue_sift.geometry.two_view import Size, compose, inverse, normalize, transform

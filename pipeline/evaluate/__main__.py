@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 
-from pipeline.parameters import params
+from pipeline import params
 from superglue_sift import environment
 
 if __name__ == "__main__":  # before torch is loaded
@@ -28,7 +28,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Tuple
 
 import cv2
 
-from pipeline import errors, tracking
+from pipeline import errors, provenance, tracking
 from pipeline.errors import RequestError
 from pipeline.evaluate import estimators, matchers, poses, protocol, unseen
 from pipeline.evaluate.heldout import HeldOutPairs
@@ -37,8 +37,7 @@ from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.protocol import Evaluation, Named
 from pipeline.evaluate.scoring import Settings
 from pipeline.image_sets import sources
-from pipeline.parameters.schema import EvaluateParams
-from pipeline.provenance import repro
+from pipeline.params import EvaluateParams
 from pipeline.report import summary
 from pipeline.report.document import Content
 from superglue_sift.errors import check_range
@@ -245,7 +244,7 @@ def track(
             }
             run.log(metrics, int(info.get("step") or 0))
         run.artifact(args.out, prefix)
-        run.tags({f"{tracking.HIDDEN}{prefix}.processor": repro.processor()})
+        run.tags({f"{tracking.HIDDEN}{prefix}.processor": provenance.processor()})
         if is_main:
             content = contents[""]
             run.describe(summary.result(content), summary.note(content, prefix, tracking.RUN_ID))

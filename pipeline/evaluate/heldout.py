@@ -16,7 +16,7 @@ import numpy as np
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
 from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
-from pipeline.parameters.schema import EvaluateParams, Photometric
+from pipeline.params import EvaluateParams, Photometric
 from pipeline.views import homography, render
 from superglue_sift.features.images import decode_color, decode_gray
 from superglue_sift.geometry.two_view import compose, inverse

@@ -21,8 +21,8 @@ from pipeline.evaluate.inputs import KnownPair, Results, Source
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.scoring import Settings, score_pair
 from pipeline.files import file_sha256, write_atomic
-from pipeline.parameters.schema import EvaluateParams
-from pipeline.processes.prefetch import prefetch
+from pipeline.params import EvaluateParams
+from pipeline.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
 from superglue_sift.features import extractors

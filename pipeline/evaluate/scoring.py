@@ -15,7 +15,7 @@ from pipeline.evaluate.conditions import conditions_of
 from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Matches, surest_of, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
-from pipeline.parameters.schema import EvaluateParams
+from pipeline.params import EvaluateParams
 from pipeline.report.rows import Measure
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import Extractor

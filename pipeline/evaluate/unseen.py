@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Dict, List, Mapping, NamedTuple, Sequence
 
+from pipeline import trained_on
 from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import OURS
 from pipeline.image_sets.manifest import Entry
-from pipeline.provenance import trained_on
 
 
 class Choice(NamedTuple):

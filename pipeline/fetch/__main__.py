@@ -12,15 +12,14 @@ import shutil
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from pipeline import errors
+from pipeline import errors, params
 from pipeline.fetch import coco, splits
 from pipeline.fetch.containers import Container
 from pipeline.fetch.download import MIRROR
 from pipeline.files import write_json
 from pipeline.image_sets import manifest, sources
 from pipeline.image_sets.manifest import Entry
-from pipeline.parameters import params
-from pipeline.parameters.schema import FetchParams
+from pipeline.params import FetchParams
 from pipeline.views.homography import smallest_images
 
 SAMPLE = "sample"  # container and folder of the bundled photographs

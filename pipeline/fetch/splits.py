@@ -11,7 +11,7 @@ from pipeline.errors import RequestError
 from pipeline.fetch.containers import Container, open_container
 from pipeline.image_sets.manifest import hash_fraction
 from pipeline.image_sets.sources import ImageSet
-from pipeline.parameters.schema import FetchParams
+from pipeline.params import FetchParams
 from pipeline.views.homography import SECTION_OF, Size
 from superglue_sift.features.images import BadImage, decode_gray
 

@@ -17,7 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import numpy as np
 
-from pipeline import errors
+from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
 from pipeline.features.store import Store
 from pipeline.files import write_csv, write_json
@@ -26,7 +26,6 @@ from pipeline.image_sets.sources import ImageSet, open_manifest
 from pipeline.keypoints.image import DECODERS
 from pipeline.keypoints.pool import count_cores, extract_all
 from pipeline.keypoints.shards import Folder, plan
-from pipeline.parameters import params
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")

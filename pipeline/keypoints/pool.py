@@ -22,8 +22,8 @@ from pipeline.image_sets.manifest import Entry
 from pipeline.image_sets.sources import ImageSet
 from pipeline.keypoints import image
 from pipeline.keypoints.image import Result
-from pipeline.processes.prefetch import in_order
-from pipeline.processes.signals import end_with_parent
+from pipeline.prefetch import in_order
+from pipeline.signals import end_with_parent
 from superglue_sift.environment import usable_cores
 
 _IN_FLIGHT = 4  # images per worker

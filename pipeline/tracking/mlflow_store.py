@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, Dict, List, cast
 
-from pipeline.provenance import repro
+from pipeline import provenance
 from pipeline.tracking.log import Event
 from pipeline.tracking.secrets import say
 
@@ -218,7 +218,7 @@ def save_model(folder: Path, run_id: str, model_id: str, files: List[str]) -> No
     import superglue_sift
     from pipeline.tracking import matcher_model
 
-    pins = repro.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
+    pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
     pyfunc.save_model(
         folder,
         python_model=str(matcher_model.__file__),

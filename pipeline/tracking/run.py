@@ -10,8 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Any, Dict, Optional
 
-from pipeline.parameters.schema import flatten
-from pipeline.provenance import repro
+from pipeline import provenance
+from pipeline.params import flatten
 from pipeline.tracking.log import Event, EventLog, find_log, now_ms, take_log
 from pipeline.tracking.mlflow_store import HIDDEN
 from pipeline.tracking.secrets import redact, say
@@ -146,7 +146,7 @@ def tracking_uri(stored: str = "") -> str:
     A file that is not there belongs to another machine or container, and does not count.
     """
     default = (
-        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{repro.main_root() / 'mlflow.db'}"
+        os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{provenance.main_root() / 'mlflow.db'}"
     )
     scheme, _, path = stored.partition(":///")
     is_lost = not stored or (scheme == "sqlite" and not Path(path).is_file())
@@ -172,7 +172,7 @@ def open_run(
     if not enabled:
         return NullRun()
     log = take_log(folder, resume)
-    about = repro.provenance()
+    about = provenance.tags()
     machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
     tags = {
         **(tags or {}),

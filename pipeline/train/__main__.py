@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import sys
 
-from pipeline.parameters import params
+from pipeline import params
 from superglue_sift import environment
 
 if __name__ == "__main__":  # before torch is loaded
@@ -32,11 +32,10 @@ import shlex
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence, Tuple
 
-from pipeline import errors
+from pipeline import distributed, errors, signals
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.parameters.schema import TrainOptions
-from pipeline.processes import distributed, signals
+from pipeline.params import TrainOptions
 from pipeline.train import setup
 from pipeline.train.checkpoint import BEST
 from pipeline.train.resume import TrainPaths

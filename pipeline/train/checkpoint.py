@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from pipeline import distributed
 from pipeline.errors import WorkError
-from pipeline.processes import distributed
 from pipeline.train.optimization import optimizer_tensors, restore_optimizer
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file

@@ -12,9 +12,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Dict, List, Set
 
+from pipeline import provenance
 from pipeline.files import file_sha256, json_digest
-from pipeline.parameters.schema import TrainParams
-from pipeline.provenance import repro
+from pipeline.params import TrainParams
 from pipeline.train.optimization import learning_rate
 
 Fingerprint = Dict[str, Any]
@@ -104,7 +104,7 @@ def changes(saved: Fingerprint, ours: Fingerprint) -> List[str]:
 
 def versions() -> Dict[str, str]:
     """Versions of the packages that compute, and of this code."""
-    return {**repro.pin(repro.COMPUTING), CODE: repro.code_version()}
+    return {**provenance.pin(provenance.COMPUTING), CODE: provenance.code_version()}
 
 
 def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:

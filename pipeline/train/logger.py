@@ -14,10 +14,8 @@ from typing import Dict, List, Mapping, Optional, Sequence
 
 import torch
 
-from pipeline import tracking
+from pipeline import distributed, params, tracking
 from pipeline.features.store import Store
-from pipeline.parameters import params
-from pipeline.processes import distributed
 from pipeline.train import curves
 from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.precision import Choice

@@ -14,8 +14,8 @@ from typing import Any, Dict, List
 import torch
 from torch import Tensor, nn
 
+from pipeline import distributed
 from pipeline.compat import lerp_
-from pipeline.processes import distributed
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import sqrt
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipeline import compat
 from pipeline.errors import RequestError
-from pipeline.parameters.schema import TrainParams
+from pipeline.params import TrainParams
 from pipeline.train.muon import Muon
 from superglue_sift.network.superglue import SuperGlue
 

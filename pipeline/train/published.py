@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Dict, FrozenSet, Optional
 
-from pipeline import tracking
+from pipeline import tracking, trained_on
 from pipeline.errors import RequestError
 from pipeline.files import write_atomic
-from pipeline.provenance import trained_on
 from pipeline.train import curves, identity
 from pipeline.train.checkpoint import BEST, Checkpoints
 from pipeline.train.resume import TrainPaths

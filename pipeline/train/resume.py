@@ -19,8 +19,8 @@ import re
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
 
+from pipeline import distributed
 from pipeline.errors import RequestError
-from pipeline.processes import distributed
 from pipeline.train.checkpoint import BEST, Checkpoints, Saved
 from pipeline.train.curves import CURVES
 from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of

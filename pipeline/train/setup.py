@@ -11,11 +11,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeline import compat
+from pipeline import compat, distributed
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed
+from pipeline.params import TrainParams
 from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState
 from pipeline.train.objective import DataParallelObjective, MatchingObjective

@@ -11,13 +11,11 @@ from typing import Any, Dict, List, Optional
 
 from torch import Tensor
 
+from pipeline import distributed, params, signals, trained_on
 from pipeline.errors import STOPPED, WorkError
 from pipeline.features.store import Store
 from pipeline.files import json_digest
-from pipeline.parameters import params
-from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed, signals
-from pipeline.provenance import trained_on
+from pipeline.params import TrainParams
 from pipeline.train import failures, identity, published, resume, setup
 from pipeline.train.checkpoint import BEST, Checkpoints, Saved
 from pipeline.train.curves import to_tensors
@@ -193,7 +191,6 @@ class Training:
         state = self.state
         train = self.train
         world_size = self.context.world_size
-        distributed.write_heartbeat(state.step)
         lr = learning_rate(train, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline import distributed, trained_on
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed
-from pipeline.provenance import trained_on
+from pipeline.params import TrainParams
 from pipeline.train.objective import MatchingObjective, assignment_loss
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.loader import NO_CHANGE, load_batch

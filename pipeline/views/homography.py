@@ -16,7 +16,7 @@ from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
-from pipeline.parameters.schema import Homography
+from pipeline.params import Homography
 from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import (
     corners,

@@ -13,7 +13,7 @@ from typing import Tuple
 import cv2
 import numpy as np
 
-from pipeline.parameters.schema import Photometric
+from pipeline.params import Photometric
 from superglue_sift.geometry.two_view import compose, corners, inverse, resizing, transform
 
 SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import doctor
+from pipeline import distributed, doctor
+from pipeline.doctor import FAIL, NOTE, OK, WARN
 from pipeline.fetch import coco
-from pipeline.processes import machine
-from pipeline.processes.machine import FAIL, GIB, MIB, NOTE, OK, WARN
+from pipeline.files import GIB, MIB
 
 CU111 = ["sm_37", "sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "compute_37"]
 CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
@@ -24,7 +24,7 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ],
 )
 def test_a_card_is_checked_against_the_kernels_of_the_build(name, capability, build, level, word):
-    found = machine.check_capability(name, capability, build, "11.1" if build is CU111 else "13.0")
+    found = doctor.check_capability(name, capability, build, "11.1" if build is CU111 else "13.0")
     assert found.level == level
     assert word in found.text and "\n" not in found.text
 
@@ -40,34 +40,34 @@ def test_a_card_is_checked_against_the_kernels_of_the_build(name, capability, bu
     ],
 )
 def test_a_driver_is_checked_against_cuda(driver, cuda, level):
-    assert machine.check_driver(driver, cuda).level == level
+    assert doctor.check_driver(driver, cuda).level == level
 
 
 def test_gpus_against_processes():
-    assert machine.check_gpu_count(0, "auto").level == NOTE
-    assert machine.check_gpu_count(4, "8").level == FAIL
-    assert "set it to 4" in machine.check_gpu_count(4, "8").text
-    assert machine.check_gpu_count(4, "auto").level == OK
-    assert "--gpus all" in machine.check_gpu_count(0, "auto", hidden=2, cuda="11.1").text
+    assert doctor.check_gpu_count(0, "auto").level == NOTE
+    assert doctor.check_gpu_count(4, "8").level == FAIL
+    assert "set it to 4" in doctor.check_gpu_count(4, "8").text
+    assert doctor.check_gpu_count(4, "auto").level == OK
+    assert "--gpus all" in doctor.check_gpu_count(0, "auto", hidden=2, cuda="11.1").text
 
 
 def test_shared_memory_names_the_exact_flag():
-    nccl = machine.shared_memory_needed(gpus=8)
-    found = machine.check_shared_memory(64 * MIB, nccl, 2 * GIB)
+    nccl = distributed.shared_memory_needed(gpus=8)
+    found = doctor.check_shared_memory(64 * MIB, nccl, 2 * GIB)
     assert found.level == FAIL and "--shm-size=3g" in found.text
-    found = machine.check_shared_memory(2 * GIB, nccl, 2 * GIB)
+    found = doctor.check_shared_memory(2 * GIB, nccl, 2 * GIB)
     assert found.level == WARN and "fewer processes" in found.text
-    assert machine.check_shared_memory(3 * GIB, nccl, 2 * GIB).level == OK
+    assert doctor.check_shared_memory(3 * GIB, nccl, 2 * GIB).level == OK
     # Docker's default serves one GPU or none
-    assert machine.check_shared_memory(64 * MIB, machine.shared_memory_needed(1)).level == OK
+    assert doctor.check_shared_memory(64 * MIB, distributed.shared_memory_needed(1)).level == OK
 
 
 def test_disk_against_a_preset():
-    small = machine.disk_needed(*coco.expect("sample"), 12, 256)
-    whole = machine.disk_needed(*coco.expect("coco2017"), 4, 1024)
+    small = doctor.disk_needed(*coco.expect("sample"), 12, 256)
+    whole = doctor.disk_needed(*coco.expect("coco2017"), 4, 1024)
     assert small < 2 * GIB < 50 * GIB < whole
-    assert machine.check_disk(whole, whole, "here").level == OK
-    found = machine.check_disk(whole - 1, whole, "here")
+    assert doctor.check_disk(whole, whole, "here").level == OK
+    found = doctor.check_disk(whole - 1, whole, "here")
     assert found.level == FAIL and "DVC's cache" in found.text
     part = coco.expect("coco2017-val", 100)[0]  # of the zip only a part is downloaded
     assert part == pytest.approx(coco.expect("coco2017-val")[0] / 25, rel=1e-6)

@@ -8,9 +8,7 @@ from made_params import file_of
 from made_scenes import write_model
 from reading import read_json
 
-from pipeline import errors, export
-from pipeline.parameters import params
-from pipeline.provenance import trained_on
+from pipeline import errors, export, params, trained_on
 from superglue_sift.network.weights import load_model, load_model_file, save_model_file
 
 

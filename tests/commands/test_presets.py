@@ -13,11 +13,9 @@ import pytest
 from made_params import keys_of
 from reading import read_yaml
 
-from pipeline import errors, presets
+from pipeline import errors, params, presets, trained_on
 from pipeline.image_sets.sources import list_images
-from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, flatten
-from pipeline.provenance import trained_on
+from pipeline.params import SECTIONS, flatten
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from made_params import file_of, words_of
 from made_views import made_keypoints
 
-from pipeline.parameters import params
+from pipeline import params
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8

@@ -22,12 +22,12 @@ from skimage import data
 
 from faults.cells import ROOT, TRAIN
 from faults.group import start, wait
+from pipeline import params
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import shards
-from pipeline.parameters import params
-from pipeline.processes.signals import STOP_SIGNALS
+from pipeline.signals import STOP_SIGNALS
 from pipeline.train import __main__ as train
 from superglue_sift.apps import cli
 

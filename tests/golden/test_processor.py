@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
+from pipeline import provenance
 from pipeline.files import file_sha256
-from pipeline.provenance import repro
 from superglue_sift import environment
 from superglue_sift.network.weights import load_model_file
 
@@ -51,7 +51,7 @@ import cv2
 import numpy as np
 from skimage import data
 from pipeline.views import homography, render
-from pipeline.parameters.schema import Homography, Photometric
+from pipeline.params import Homography, Photometric
 
 assert not cv2.ipp.useIPP()
 limits = Homography(
@@ -144,11 +144,11 @@ def describe_processor():
     about = {name.strip(): value.strip() for name, _, value in lines}
     wide = "with" if "avx512vl" in about["flags"].split() else "without"
     kind = f"family {about['cpu family']}, model {about['model']}, {wide} AVX-512"
-    return f"{repro.processor()}, {kind}"
+    return f"{provenance.processor()}, {kind}"
 
 
 def versions():
-    return repro.pin((*repro.COMPUTING, "pillow", "scikit-image"))
+    return provenance.pin((*provenance.COMPUTING, "pillow", "scikit-image"))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline import distributed
 from pipeline.errors import RequestError
-from pipeline.processes import distributed
 from pipeline.train import setup
 from superglue_sift import environment
 

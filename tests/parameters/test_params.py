@@ -13,9 +13,9 @@ from made_params import keys_of
 from reading import read_yaml
 from ruamel.yaml import YAML
 
+from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.parameters import params
-from pipeline.parameters.schema import SECTIONS, EvaluateParams, TrainParams
+from pipeline.params import SECTIONS, EvaluateParams, TrainParams
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 from pipeline import tracking
 from pipeline.errors import RequestError
-from pipeline.provenance.repro import main_root
+from pipeline.provenance import main_root
 from pipeline.tracking import __main__ as command
 from pipeline.tracking import sender
 from pipeline.tracking.log import EventLog

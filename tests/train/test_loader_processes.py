@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from made_views import made_store
 from waiting import ended, wait_until
 
+from pipeline import signals
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.processes import signals
-from pipeline.processes.prefetch import prefetch
+from pipeline.prefetch import prefetch
 from pipeline.train.pairs import loader, workers
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.pairs.workers import StepSize

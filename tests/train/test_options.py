@@ -12,10 +12,9 @@ from made_trainings import leave_mlflow_out
 from made_views import made_store
 from reading import read_json
 
+from pipeline import distributed, params
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.parameters import params
-from pipeline.processes import distributed
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
 from pipeline.features.store import Store, View
-from pipeline.processes.prefetch import prefetch
+from pipeline.prefetch import prefetch
 from pipeline.train.pairs.augmentation import Augmentation, make_mosaic
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import (
@@ -105,7 +105,7 @@ class TestLoader:
         assert threading.active_count() == before
 
     def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
-        monkeypatch.setattr("pipeline.processes.prefetch.CLOSE_S", 0.01)
+        monkeypatch.setattr("pipeline.prefetch.CLOSE_S", 0.01)
         released = threading.Event()
         source = prefetch(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
         assert next(source)

@@ -5,9 +5,8 @@ import json
 import pytest
 import torch
 
-from pipeline import compat
+from pipeline import compat, distributed
 from pipeline.errors import RequestError
-from pipeline.processes import distributed
 from pipeline.train import precision, setup
 from pipeline.train.checkpoint import TrainState
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig

@@ -9,12 +9,11 @@ from made_scenes import write_image_set, write_model
 from made_trainings import request_maker
 from reading import read_json
 
-from pipeline import errors, export
+from pipeline import errors, export, trained_on
 from pipeline.errors import RequestError
 from pipeline.features import store
 from pipeline.image_sets import sources
 from pipeline.image_sets.manifest import Entry
-from pipeline.provenance import trained_on
 from pipeline.train import __main__ as train
 from superglue_sift.network.weights import SHIPPED
 

@@ -12,11 +12,10 @@ from made_views import made_store
 from processes import in_group
 from reading import read_json
 
-from pipeline import compat, errors
+from pipeline import compat, distributed, errors
 from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.features.store import Store
-from pipeline.processes import distributed
 from pipeline.train import __main__ as train
 from pipeline.train import optimization, precision, trainer
 from pipeline.train.objective import MatchingObjective

@@ -6,8 +6,8 @@ import pytest
 import torch
 from processes import in_group
 
+from pipeline import distributed
 from pipeline.features.store import Store
-from pipeline.processes import distributed
 from pipeline.train.curves import Curve
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.augmentation import Augmentation

@@ -10,10 +10,10 @@ from typing import Generator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
+from pipeline import distributed
 from pipeline.features.store import Store, View
-from pipeline.parameters.schema import TrainParams
-from pipeline.processes import distributed
-from pipeline.processes.prefetch import prefetch
+from pipeline.params import TrainParams
+from pipeline.prefetch import prefetch
 from pipeline.train.pairs import workers
 from pipeline.train.pairs.augmentation import Augmentation
 from pipeline.train.pairs.order import NO_AUGMENTATION, PairOrder, Sample, rank_slice

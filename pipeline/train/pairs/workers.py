@@ -22,8 +22,10 @@ from typing import Any, Callable, Generator, NamedTuple, Sequence, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from pipeline import signals
+from pipeline.distributed import shared_memory_needed
 from pipeline.errors import read_number
-from pipeline.processes import machine, signals
+from pipeline.files import format_bytes
 
 Made = TypeVar("Made")
 
@@ -97,7 +99,7 @@ def read_wanted(on_gpu: bool, ranks: int) -> int:
 def memory_of_rank(on_gpu: bool, ranks: int) -> int:
     """Bytes of shared memory for the batches of each of `ranks` ranks on this machine."""
     with contextlib.suppress(OSError):
-        needed = machine.shared_memory_needed(ranks * on_gpu)
+        needed = shared_memory_needed(ranks * on_gpu)
         return max(shutil.disk_usage(SHARED).free - needed, 0) // ranks
     return 0
 
@@ -113,7 +115,7 @@ def choose_processes(device: torch.device, step: StepSize) -> int:
     chosen = fit(wanted, step, memory_of_rank(on_gpu, ranks), files)
     if chosen < wanted and os.environ.get("RANK", "0") == "0":
         instead = f"{chosen} process(es)" if chosen else "a thread"
-        needed = machine.size(steps_in_memory(wanted) * step.bytes * ranks)
+        needed = format_bytes(steps_in_memory(wanted) * step.bytes * ranks)
         print(
             f"batches are loaded by {instead} instead of {wanted}, which need {needed} of {SHARED}"
             " (docker run --shm-size), or more open files (ulimit -n)"

@@ -24,13 +24,13 @@ import torch.distributed as dist
 import torch.distributed.nn
 from torch import Tensor, nn
 
-from pipeline import compat
-from pipeline.errors import AGENT_PID, EXIT_FOLDER, LostPeer, read_number
-from pipeline.processes import signals
+from pipeline import compat, signals
+from pipeline.errors import AGENT_PID, LostPeer, read_number
 
 # Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another
 # limit.
 TIMEOUT_SECONDS = 120
+NCCL_BYTES_PER_RANK = 64 << 20  # its shared-memory channels between the ranks of one machine
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
 
@@ -143,13 +143,6 @@ def abandon() -> None:
             nccl.abort()
 
 
-def write_heartbeat(step: int) -> None:
-    """Write this rank's step for the launcher, which reports it if the rank is lost."""
-    folder = os.environ.get(EXIT_FOLDER)
-    if folder:
-        Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.step").write_text(str(step))
-
-
 def lost_peer(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone or hangs."""
     signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
@@ -254,6 +247,11 @@ def barrier() -> None:
 
 def _collective_device() -> torch.device:
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
+
+
+def shared_memory_needed(gpus: int) -> int:
+    """Bytes of /dev/shm that NCCL needs for the channels between the ranks of `gpus` GPUs."""
+    return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 
 def wrap(module: nn.Module) -> nn.Module:

@@ -70,7 +70,7 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
 @functools.lru_cache(maxsize=1)
 def code_version() -> str:
     """The commit of this code, with a + if files differ from it; of a package its version."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return os.environ.get("IMAGE_REVISION") or __version__
     git = git_state(root)
@@ -98,7 +98,7 @@ def processor() -> str:
     return ", ".join(dict(found).values())
 
 
-def provenance() -> Dict[str, str]:
+def tags() -> Dict[str, str]:
     """Tags for a run in MLflow; without those that have no value here (no DVC, GPU or image)."""
     import torch
 

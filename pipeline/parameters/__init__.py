@@ -1,1 +1,0 @@
-"""params.yaml: `schema` (the keys and their limits), `params` (reading it)."""

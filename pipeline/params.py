@@ -1,0 +1,429 @@
+"""params.yaml: its keys with types and limits, and loading it with one line about the first error.
+
+`presets/sample.yaml` explains each key. A key has no default, so that DVC sees every value that a
+result depends on. All sections are checked, so that a misspelt key of the last stage is reported
+before the first one runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from pathlib import Path
+from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence, Type, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from pipeline.errors import RequestError, spell_command
+
+NO_OPTIONS: Mapping[str, Any] = {}
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
+KeypointCount = Annotated[int, Field(ge=1, le=16384)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, no unknown keys, immutable."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+# Keys that choose among the user's own images
+OF_A_FOLDER = ("val_path", "root", "categories", "min_side")
+# Keys without effect; other sources: those of a folder
+UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
+
+
+class FetchParams(Section):
+    source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
+    path: str
+    val_path: str
+    root: str
+    categories: str
+    min_side: CountOrZero
+    content: str
+    limit: CountOrZero
+    val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
+    test_fraction: Fraction
+
+    @model_validator(mode="after")
+    def _keys_are_those_of_the_source(self) -> FetchParams:
+        """A path left beside `source: sample` would train on other images than meant."""
+        if self.source == "folder" and not self.path:
+            raise ValueError("path = '': must name the folder of images when source is 'folder'")
+        unused = UNUSED.get(self.source, OF_A_FOLDER)
+        reasons = dict.fromkeys(unused, f"when source is {self.source!r}")
+        if not any(path.lower().endswith(".json") for path in (self.path, self.val_path)):
+            for name in ("categories", "min_side"):
+                reasons.setdefault(name, "without a .json of COCO annotations in path")
+        for name, reason in reasons.items():
+            value = getattr(self, name)
+            if value:
+                raise ValueError(f"{name} = {value!r}: has no effect {reason}")
+        return self
+
+
+class Homography(Section):
+    """Limits of the geometry of random views, at difficulty 1."""
+
+    scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
+    perspective: Annotated[float, Field(ge=0.0, le=0.9)]
+    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    tilt_deg: Annotated[float, Field(ge=0.0, le=80.0)]
+    max_upscale: Annotated[float, Field(ge=2.0, le=8.0)]
+
+
+class Photometric(Section):
+    """Limits of changes of light and camera between views; 0: no change."""
+
+    brightness: Fraction
+    contrast: Fraction
+    gamma: Fraction
+    blur: Annotated[float, Field(ge=0.0, le=10.0)]
+    noise: Fraction
+    jpeg: Fraction
+
+
+class Views(Section):
+    """The limits of random views."""
+
+    homography: Homography
+    photometric: Photometric
+
+
+class KeypointsParams(Section):
+    """views: the section `views`."""
+
+    decoder: Literal["pillow", "torchvision", "dali"]
+    extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
+    views_per_image: Annotated[int, Field(ge=2, le=1000)]
+    width: Side
+    height: Side
+    smallest: Annotated[float, Field(ge=0.25, le=1.0)]
+    max_keypoints: KeypointCount
+    difficulty_first: Fraction
+    views: Views
+
+
+class TrainOptions(Section):
+    """Options of `python -m pipeline.train`, also in the environment variable TRAIN_OPTIONS."""
+
+    parallel: Literal["ddp", "dp", "single"] = Field(
+        "ddp",
+        description=(
+            "ddp: a process for each device, gradients averaged; dp: one process, torch's"
+            " DataParallel; single: one process, one device"
+        ),
+    )
+    batch_per_rank: int = Field(
+        0,
+        ge=0,
+        le=65536,
+        description="pairs of each process and step, instead of train.batch; 0: train.batch",
+    )
+    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none",
+        description=(
+            "how the learning rate grows with the number of processes, for --batch-per-rank"
+        ),
+    )
+    accumulate: int = Field(
+        1,
+        ge=1,
+        le=4096,
+        description="parts of a process's pairs, one after the other: less memory, the same steps",
+    )
+    checkpoint_layers: bool = Field(
+        False,
+        description=(
+            "recompute activations in the backward pass: less memory, about a third more time"
+        ),
+    )
+    compile: bool = Field(
+        False,
+        description=(
+            "compile the layers, on a GPU as CUDA graphs, for views padded to max_keypoints"
+            " (torch 2)"
+        ),
+    )
+    deterministic: bool = Field(
+        False, description="use deterministic kernels only; slower on a GPU"
+    )
+    log_every: int = Field(10, ge=1, description="steps between points of the training curves")
+    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
+
+
+class TrainParams(TrainOptions):
+    """The keys of the section `train`, and the options of its command."""
+
+    batch: Annotated[int, Field(ge=1, le=65536)]
+    steps: Count
+    max_keypoints: KeypointCount
+    min_keypoints: CountOrZero
+    keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
+    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    negatives: Fraction
+    zoom: Fraction
+    score_drop: Fraction
+    dim: Annotated[int, Field(ge=8, le=1024)]
+    layers: Annotated[int, Field(ge=1, le=64)]
+    heads: Annotated[int, Field(ge=1, le=64)]
+    norm: Literal["layer", "batch"]
+    neighbours: bool
+    rotary: bool
+    optimizer: Literal["adam", "muon", "sgd"]
+    lr: Annotated[float, Field(gt=0.0, le=10.0)]
+    schedule: Literal["constant_decay", "cosine", "wsd"]
+    warmup_steps: CountOrZero
+    decay_start: CountOrZero
+    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
+    precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
+    init_from: str
+    freeze: List[str]
+    val_pairs: Count
+    val_every: Count
+    seed: Seed
+
+    @model_validator(mode="after")
+    def _keys_agree(self) -> TrainParams:
+        if self.checkpoint_layers and self.norm == "batch":
+            raise ValueError(
+                "norm = 'batch': --checkpoint-layers needs layer (running statistics would move"
+                " twice)"
+            )
+        if self.compile and self.precision == "portable":
+            raise ValueError(
+                "precision = 'portable': --compile compiles for this processor; leave it out, or"
+                " set float32"
+            )
+        if self.dim % self.heads:
+            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
+        if self.rotary and self.dim // self.heads % 2:
+            raise ValueError(
+                f"rotary = True: needs an even dim / heads, not {self.dim // self.heads}"
+            )
+        return self
+
+
+class EvaluateParams(Section):
+    """views: the section `views` with the changes of `evaluate.views`."""
+
+    width: Side
+    height: Side
+    max_keypoints: KeypointCount
+    pairs_per_image: Count
+    views: Views
+
+
+SECTIONS: Dict[str, Type[Section]] = {
+    "fetch": FetchParams,
+    "views": Views,
+    "keypoints": KeypointsParams,
+    "train": TrainParams,
+    "evaluate": EvaluateParams,
+}
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
+    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}` of sections, or of plain
+    dicts, by name.
+    """
+    flat: Dict[str, Any] = {}
+    for key, value in tree.items():
+        value = value.model_dump() if isinstance(value, Section) else value
+        flat.update(
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
+    return flat
+
+
+def load(section: str, path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
+    """One section of the file at `path`; all are checked. Raises RequestError."""
+    sections = load_all(path, options)
+    if section not in sections:
+        raise RequestError(f"{path}: the section '{section}' is missing")
+    return sections[section]
+
+
+def load_all(path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
+    """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
+    return parse(_read(path), str(path), options)
+
+
+def usual_file() -> Path:
+    """params.yaml here, else the project's."""
+    here = Path("params.yaml")
+    return here if here.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
+
+
+def asks_for_portable(words: Sequence[str]) -> bool:
+    """Whether `train.precision` is `portable` in the file that a command line names with --params.
+
+    Called before torch is loaded. Errors of the file are left to `load`.
+    """
+    parser = Parser(add_help=False)
+    parser.add_argument("--params", type=Path, default=usual_file())
+    try:
+        return _read(parser.parse_known_args(words)[0].params)["train"]["precision"] == "portable"
+    except (RequestError, LookupError, TypeError):
+        return False
+
+
+def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
+    """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for
+    messages.
+    """
+    if not isinstance(tree, dict):
+        raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
+    sections: Dict[str, Section] = {}
+    train = tree.get("train")
+    for name in TrainOptions.model_fields:
+        if isinstance(train, dict) and name in train:
+            raise RequestError(
+                f"{origin}: train.{name}: not a key; set it in TRAIN_OPTIONS, as {flag(name)}"
+            )
+    for name, values in _complete(tree, options).items():
+        if name not in SECTIONS:
+            raise RequestError(
+                f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}"
+            )
+        try:
+            sections[name] = SECTIONS[name].model_validate(values)
+        except ValidationError as error:
+            # a misspelt key first: it explains why the right one is missing
+            first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+            raise RequestError(f"{origin}: {_problem(name, SECTIONS[name], first)}") from None
+    used, stored = (
+        getattr(sections.get(name), "max_keypoints", 0) for name in ("train", "keypoints")
+    )
+    if used > stored > 0:
+        limit = f"keypoints.max_keypoints ({stored})"
+        raise RequestError(
+            f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores"
+        )
+    return sections
+
+
+def option_parser() -> Parser:
+    """Parser of `TrainOptions`; its result has only the options given."""
+    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
+    for name, field in TrainOptions.model_fields.items():
+        kind: Any = field.annotation
+        text = f"{field.description} (default: {field.default})"
+        if kind is bool:
+            add(flag(name), action="store_true", help=field.description)
+        elif get_args(kind):
+            add(flag(name), choices=get_args(kind), help=text)
+        else:
+            add(flag(name), type=kind, metavar="N", help=text)
+    return parser
+
+
+class Parser(argparse.ArgumentParser):
+    """A wrong argument is a RequestError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(message)
+
+
+def flag(name: str) -> str:
+    """An option of a training as on its command line."""
+    return "--" + name.replace("_", "-")
+
+
+def _complete(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
+    """The tree with the views of `keypoints` and `evaluate`, and with the options of the
+    training.
+    """
+    views = tree.get("views")
+    full = dict(tree)
+    if isinstance(tree.get("keypoints"), dict) and "views" in tree:
+        full["keypoints"] = {"views": views, **tree["keypoints"]}
+    if isinstance(tree.get("train"), dict):
+        full["train"] = {**tree["train"], **options}
+    if isinstance(tree.get("evaluate"), dict):
+        full["evaluate"] = {
+            **tree["evaluate"],
+            "views": _merge(views, tree["evaluate"].get("views", {})),
+        }
+    return full
+
+
+def _merge(tree: Any, changes: Any) -> Any:
+    if not (isinstance(tree, dict) and isinstance(changes, dict)):
+        return changes
+    return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
+
+
+def preset(path: Path) -> str:
+    """The preset named in the first line of a params.yaml; "" without one."""
+    match = re.match(r"# Preset ([\w.-]+):", path.read_text(encoding="utf-8"))
+    return match[1] if match else ""
+
+
+def data_name(sections: Dict[str, Section]) -> str:
+    """Name of the training images: their source or folder; "" without a section fetch."""
+    fetch = sections.get("fetch")
+    if not isinstance(fetch, FetchParams):
+        return ""
+    return Path(fetch.path).name if fetch.source == "folder" else fetch.source
+
+
+def _read(path: Path) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(
+            f"{path}: no such file; `{spell_command('repro', preset='sample')}` writes one"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise RequestError(
+            f"{path}{where}: is not valid YAML: {getattr(error, 'problem', error)}"
+        ) from None
+
+
+def _problem(section: str, model: Type[Section], error: Any) -> str:
+    """`train.lr = -1: must be greater than 0`, from one pydantic error."""
+    *path, last = [section, *(_word(part) for part in error["loc"])]
+    key = ".".join([*path, last])
+    kind = error["type"]
+    if kind == "value_error":
+        return f"{key}.{error['ctx']['error']}"
+    if kind == "missing":
+        return f"{key} is missing; copy its line from presets/sample.yaml"
+    if kind == "extra_forbidden":
+        owner: Any = model
+        for name in path[1:]:
+            owner = owner.model_fields[name].annotation
+        known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
+        return f"{key}: unknown key{_near(last, known)}"
+    rule = re.sub("^(Input|String) should", "must", error["msg"])
+    if kind == "model_type":
+        rule = "must hold keys with values"
+    return f"{key} = {_word(repr(error['input']))}: {rule}"
+
+
+def _near(name: str, known: List[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _word(value: Any) -> str:
+    """In one line, also a key with line breaks, and short."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= 60 else text[:57] + "..."

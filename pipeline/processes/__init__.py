@@ -1,1 +1,0 @@
-"""Processes: `distributed` (ranks), `signals`, `machine`, `prefetch`."""

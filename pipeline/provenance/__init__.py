@@ -1,1 +1,0 @@
-"""Provenance of results: `trained_on`, `repro` (versions)."""
