@@ -25,6 +25,7 @@ from superglue_sift.features.features import extract
 from superglue_sift.geometry import scenes
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import fuse_for_inference
 
@@ -86,10 +87,10 @@ def aligned(setting: Setting) -> Iterator[Row]:
         sides = matcher.extract_all(paths)
         pair = Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size)
         passed = match_baselines(pair)[RATIO_TEST].above(0.2)
-        found = MatchResult.of(*sides, *passed).only(np.arange(ALIGNED))
+        found = MatchResult.of(*sides, passed).only(np.arange(ALIGNED))
         ways = {
             "files": lambda: matcher.match(*paths),
-            "align": lambda: found.align(*sides, str(setting.device)),
+            "align": lambda: found.refine(*sides, str(setting.device)),
         }
         taken = setting.time(ways)
     other = "two JPEG files to matches, 1,024 of 4,096 keypoints, one thread"
@@ -105,12 +106,12 @@ def filled(setting: Setting) -> Iterator[Row]:
     features = [extract(view, scenes.MAX_KEYPOINTS) for view in views]
     records = [side.records for side in features]
     sides = tuple(scenes.side_of(side, 0) for side in features)
-    matches, scores = nearest.ratio_matches(*records)
-    surest = matches[np.argsort(-scores)[:ALIGNED]]
-    given = surest, np.ones(len(surest), np.float32), 0.5, sides, scenes.ACCEPT
+    found = nearest.ratio_matches(*records)
+    surest = found.indices[np.argsort(-found.scores)[:ALIGNED]]
+    ours = Matches(surest, np.ones(len(surest), np.float32))
 
     def fill() -> None:
-        scenes.fill(*given, nearest.ratio_matches(*records))
+        scenes.fill(ours, 0.5, sides, scenes.ACCEPT, nearest.ratio_matches(*records))
 
     taken = setting.time({"fill": fill})
     sizes = " and ".join(f"{len(side.points):,}" for side in sides)

@@ -184,7 +184,7 @@ def parity(setting: Setting) -> Iterator[Row]:
     def matches(precision: str) -> Tensor:
         with torch.no_grad():
             (log_P,), _ = model.assign([batch], precision=precision)
-        return mutual_matches(log_P).matches0
+        return mutual_matches(log_P)[0]
 
     exact = matches("float32")
     for precision in ("bfloat16", "float16"):

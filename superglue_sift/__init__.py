@@ -9,7 +9,6 @@ HEIC need more, imported on use. `pipeline` trains the models. In reading order:
 
     matcher, match_result         images in, matches out; geometry and pictures of the matches
     matches                       the one type for matches: indices and scores
-    likely                        which keypoints the network sees, and matches of the others
     features/                     files to pixels, pixels to keypoints with descriptors
     network/                      SuperGlue, optimal transport, ground truth, model files
     geometry/                     two views, refined positions, photographs of one place

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, Callable, Dict, Iterator, Mapping, NamedTuple, Optional, Tuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 
@@ -15,33 +15,24 @@ from superglue_sift.features.sift import positions
 from superglue_sift.geometry import refinement, two_view
 from superglue_sift.geometry.pose import POSE_PX, Pose, relative_pose
 from superglue_sift.geometry.two_view import Size
+from superglue_sift.matches import Matches
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
+# Attributes of matches whose positions were refined; None otherwise
+REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 # Distances up to which a match is an inlier, in pixels of an image of `two_view.REFERENCE_PX`
 INLIER_PX = 3.0  # of a homography or a fundamental matrix
-# Of stamps (`find_stamps`), also in pixels of such an image
-SAME_PX = 1.5  # scatter of the translations of one stamp
-PLACE_PX = 10.0  # maximum distance from the same place in both images
-AROUND_PX = 16.0  # letters this far from a stamp's matches belong to it
-FEWEST = 4  # matches of a stamp
-BORDER = 0.12  # width of the border, of the shorter side
-# Ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
-SPREAD = 0.28
-# True motion is smooth: a few matches share a translation, and many more have similar ones.
-ALONE = 2.0  # minimum ratio of a stamp's matches to those
-SIMILAR = 4.0  # times SAME_PX: limit of similar translations
 
 
-class MatchResult(NamedTuple):
+@dataclass(frozen=True, eq=False, repr=False)
+class MatchResult:
     """Matches of two images, in the order of image 0's keypoints.
 
     keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
-    matches: (K, 2) int64, index into keypoints0 and into keypoints1; each index at most once.
-    scores: (K,) float32, probability of each match; of one that the network did not see, the mean
-        of those around it, or with `scene` 1 - the ratio of distances.
+    found: the K matches, see `matches` and `scores`.
     size0, size1: (width, height).
 
-    After alignment by the pixels (`refinement.align`), else None: aligned0, aligned1: (K, 2)
+    After refinement by the pixels (`refinement.refine`), else None: aligned0, aligned1: (K, 2)
     float32 px, aligned positions of each match; SIFT's where alignment failed.
     deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where
     alignment failed.
@@ -58,8 +49,7 @@ class MatchResult(NamedTuple):
 
     keypoints0: np.ndarray
     keypoints1: np.ndarray
-    matches: np.ndarray
-    scores: np.ndarray
+    found: Matches
     size0: Size
     size1: Size
     aligned0: Optional[np.ndarray] = None
@@ -71,6 +61,7 @@ class MatchResult(NamedTuple):
     frame: str = UPRIGHT
     turned: Tuple[int, int] = (1, 1)
     images: Tuple[Optional[Image], Optional[Image]] = (None, None)
+    _fits: Dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
         sides = ", ".join(
@@ -80,6 +71,18 @@ class MatchResult(NamedTuple):
         above = "" if self.threshold is None else f" above {self.threshold:.2f}"
         scene = "" if self.pair_score is None else f", pair score {self.pair_score:.2f}"
         return f"MatchResult({len(self.matches)} matches{above}{scene}; {sides})"
+
+    @property
+    def matches(self) -> np.ndarray:
+        """(K, 2) int64: index into keypoints0 and into keypoints1; each index at most once."""
+        return self.found.indices
+
+    @property
+    def scores(self) -> np.ndarray:
+        """(K,) float32: the probability of each match. A match that the network did not see has the
+        mean of those around it, or with `scene` one minus the ratio of distances.
+        """
+        return self.found.scores
 
     @property
     def points0(self) -> np.ndarray:
@@ -94,21 +97,12 @@ class MatchResult(NamedTuple):
         return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
 
     @classmethod
-    def of(
-        cls, features0: Features, features1: Features, matches: np.ndarray, scores: np.ndarray
-    ) -> MatchResult:
-        """Build a result from `matches` (K, 2) and `scores` (K,), or both (M,) as `dense` returns
-        them.
-        """
-        if matches.ndim == 1:
-            index0 = np.flatnonzero(matches >= 0)
-            matches = np.stack([index0, matches[index0]], axis=1)
-            scores = scores[index0]
+    def of(cls, features0: Features, features1: Features, found: Matches) -> MatchResult:
+        """Build a result from the matches of two images' features."""
         return cls(
             features0.keypoints,
             features1.keypoints,
-            matches,
-            scores,
+            found,
             features0.size,
             features1.size,
             frame=STORED if STORED in (features0.frame, features1.frame) else UPRIGHT,
@@ -117,32 +111,26 @@ class MatchResult(NamedTuple):
         )
 
     def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """Partner of each keypoint of image `side` in the other image, or -1, int64; and its score,
-        or 0, float32.
+        """Return the match of each keypoint of image `side` in the other image, or -1, int64; and
+        its score, or 0, float32.
         """
-        count = len(self.keypoints1 if side else self.keypoints0)
-        partners = np.full(count, -1, np.int64)
-        scores = np.zeros(count, np.float32)
-        index = self.matches[:, side]
-        partners[index] = self.matches[:, 1 - side]
-        scores[index] = self.scores
-        return partners, scores
+        if side == 0:
+            return self.found.to_dense(len(self.keypoints0))
+        return Matches(self.matches[:, ::-1], self.scores).to_dense(len(self.keypoints1))
 
     def above(self, threshold: float) -> MatchResult:
-        """The matches with a score above `threshold`."""
+        """Keep the matches with a score above `threshold`."""
         highest = threshold if self.threshold is None else max(threshold, self.threshold)
-        return self.only(self.scores > threshold)._replace(threshold=highest)
+        return replace(self.only(self.scores > threshold), threshold=highest)
 
     def only(self, chosen: np.ndarray) -> MatchResult:
-        """The chosen matches only. chosen: (K,) bool, or indices."""
-        names = ("matches", "scores", *refinement.Aligned._fields)
-        given = {name: getattr(self, name) for name in names}
-        return self._replace(
-            **{name: values[chosen] for name, values in given.items() if values is not None}
-        )
+        """Keep the chosen matches. chosen: (K,) bool, or indices."""
+        given = {name: getattr(self, name) for name in REFINED}
+        kept = {name: values[chosen] for name, values in given.items() if values is not None}
+        return replace(self, found=self.found.only(chosen), **kept)
 
-    def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
-        """Align the positions by the pixels of both images (`refinement.align`).
+    def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
+        """Refine the positions by the pixels of both images (`refinement.refine`).
 
         Without pixels, return self.
         """
@@ -154,44 +142,29 @@ class MatchResult(NamedTuple):
         small1 = features1.resize(gray1.shape[::-1])
         records0 = small0.records[self.matches[:, 0]]
         records1 = small1.records[self.matches[:, 1]]
-        aligned = refinement.align(gray0, gray1, records0, records1, device)
+        points1, deviations, correlations = refinement.refine(
+            gray0, gray1, records0, records1, device
+        )
         if features0.size == small0.size and features1.size == small1.size:
-            return self._replace(**aligned._asdict())
-        unit = np.float32(max(features1.size) / max(small1.size))
-        points1 = self.keypoints1[self.matches[:, 1]]
-        return self._replace(
-            aligned0=self.keypoints0[self.matches[:, 0]],
-            aligned1=points1 + (aligned.aligned1 - positions(records1)) * unit,
-            deviations=aligned.deviations * unit,
-            correlations=aligned.correlations,
+            aligned0 = positions(records0)
+        else:  # from pixels of the reduced image 1 to those of the file
+            aligned0 = self.keypoints0[self.matches[:, 0]]
+            unit = np.float32(max(features1.size) / max(small1.size))
+            start1 = self.keypoints1[self.matches[:, 1]]
+            points1 = start1 + (points1 - positions(records1)) * unit
+            deviations = deviations * unit
+        return replace(
+            self,
+            aligned0=aligned0,
+            aligned1=points1,
+            deviations=deviations,
+            correlations=correlations,
         )
 
     @property
     def accepted(self) -> bool:
         """False for a pair of a scene without matches: it was rejected, or none were kept."""
         return self.pair_score is None or len(self.matches) > 0
-
-    def find_stamps(self) -> np.ndarray:
-        """(K,) bool: matches of date bars, logos and watermarks, which no geometry uses.
-
-        A stamp lies at the same place in both images, so its matches share one translation, and any
-        F = [e]x fits them: two unrelated photographs with one date bar would show the same place.
-        COLMAP's watermark test looks for a translation among matches near the border. Here those in
-        the middle count too: photographs that are identical, or of one tripod, agree all over the
-        picture, a stamp in a small part of it.
-        """
-        found = np.zeros(len(self.matches), bool)
-        sizes = (self.size0, self.size1)
-        for stamp in _translations(self.points0, self.points1, sizes):
-            place0 = self.points0[stamp]
-            place1 = self.points1[stamp]
-            spread0 = _spread(place0, self.keypoints0, self.size0)
-            spread1 = _spread(place1, self.keypoints1, self.size1)
-            if min(spread0, spread1) < SPREAD:
-                # wrong matches between two letters of the stamp, which lie on one line, also fit F
-                on_both = near_stamp(self.points0, place0, sizes)
-                found |= on_both & near_stamp(self.points1, place1, sizes)
-        return found
 
     def homography(self, threshold_px: Optional[float] = None) -> two_view.Fit:
         """Robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
@@ -200,12 +173,13 @@ class MatchResult(NamedTuple):
         threshold_px: distance in image 1 up to which a match is an inlier; None: 3 px, in images
         larger than 1,024 px as much more as they are larger.
         """
-        to0, to1 = self._reductions()
-        fit = self._fit(
-            lambda r, px: two_view.fit_homography(r.points0, r.points1, px, r.deviations),
-            INLIER_PX,
-            threshold_px,
-        )
+        return self._once("homography", threshold_px, self._fit_homography)
+
+    def _fit_homography(self, threshold_px: Optional[float]) -> two_view.Fit:
+        to0, to1, points0, points1 = self._reduce()
+        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
+        deviations = None if self.deviations is None else self.deviations * to1[0, 0]
+        fit = two_view.fit_homography(points0, points1, limit, deviations)
         if fit.model is None:
             return fit
         return fit._replace(model=two_view.compose(two_view.inverse(to1), fit.model, to0))
@@ -216,12 +190,12 @@ class MatchResult(NamedTuple):
         Its model is None for fewer than eight matches. threshold_px: distance from epipolar lines,
         in pixels of image 1; None: as for `homography`.
         """
-        to0, to1 = self._reductions()
-        fit = self._fit(
-            lambda r, px: two_view.fit_fundamental(r.points0, r.points1, px),
-            INLIER_PX,
-            threshold_px,
-        )
+        return self._once("fundamental", threshold_px, self._fit_fundamental)
+
+    def _fit_fundamental(self, threshold_px: Optional[float]) -> two_view.Fit:
+        to0, to1, points0, points1 = self._reduce()
+        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
+        fit = two_view.fit_fundamental(points0, points1, limit)
         return fit if fit.model is None else fit._replace(model=to1.T @ fit.model @ to0)
 
     def relative_pose(
@@ -233,44 +207,29 @@ class MatchResult(NamedTuple):
         of image 1; None: 0.6 px, in larger images as for `homography`. Raises ValueError for
         intrinsics of another shape, RequestError without PoseLib.
         """
-        to0, to1 = self._reductions()
-        return self._fit(
-            lambda r, px: relative_pose(r.points0, r.points1, to0 @ K0, to1 @ K1, px),
-            POSE_PX,
-            threshold_px,
-        )
+        to0, to1, points0, points1 = self._reduce()
+        limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
+        return relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
-    def _reductions(self) -> Tuple[np.ndarray, np.ndarray]:
-        """(3, 3) maps from pixels of both images to those at which lengths were chosen."""
+    def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(3, 3) maps from pixels of both images to those at which lengths were chosen, and the
+        matched points (K, 2) float64 in these.
+        """
         to0, to1 = (
             two_view.resizing((unit, unit), (1, 1))
             for unit in map(two_view.unit_of, (self.size0, self.size1))
         )
-        return to0, to1
-
-    def _fit(
-        self,
-        fit: Callable[[MatchResult, float], Any],
-        usual_px: float,
-        threshold_px: Optional[float],
-    ) -> Any:
-        """`fit` of the reduced matches that lie on no stamp, and of the limit for them; the others
-        are outliers. usual_px: the limit if `threshold_px` is None.
-        """
-        kept = ~self.find_stamps()
-        to0, to1 = self._reductions()
-        few = self.only(kept)
-        found = fit(
-            few._replace(
-                aligned0=two_view.transform(few.points0, to0),
-                aligned1=two_view.transform(few.points1, to1),
-                deviations=None if few.deviations is None else few.deviations * to1[0, 0],
-            ),
-            usual_px if threshold_px is None else threshold_px * to1[0, 0],
+        points0, points1 = (
+            two_view.transform(points, to)
+            for points, to in ((self.points0, to0), (self.points1, to1))
         )
-        inliers = np.zeros(len(kept), bool)
-        inliers[kept] = found.inliers
-        return found._replace(inliers=inliers)
+        return to0, to1, points0, points1
+
+    def _once(self, name: str, threshold_px: Optional[float], fit: Callable[..., Any]) -> Any:
+        """Fit once for each threshold; a result does not change."""
+        if (name, threshold_px) not in self._fits:
+            self._fits[name, threshold_px] = fit(threshold_px)
+        return self._fits[name, threshold_px]
 
     def fits(self) -> Dict[str, two_view.Fit]:
         """The robust homography and fundamental matrix, by name."""
@@ -325,68 +284,3 @@ class MatchResult(NamedTuple):
         if first is None or second is None:
             raise RequestError("the images are not known: pass them, show(image0, image1)")
         return photo_of(first, self.frame), photo_of(second, self.frame)
-
-
-def near_stamp(points: np.ndarray, stamp: np.ndarray, sizes: Tuple[Size, Size]) -> np.ndarray:
-    """(n,) bool: points (n, 2) of one image on the stamp whose matches are at `stamp` (k, 2).
-
-    sizes: of both images.
-    """
-    from scipy.spatial import KDTree
-
-    if not len(stamp):
-        return np.zeros(len(points), bool)
-    limit = AROUND_PX * max(map(two_view.unit_of, sizes))
-    return KDTree(stamp).query(points, distance_upper_bound=limit)[0] < np.inf
-
-
-def _translations(
-    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
-) -> Iterator[np.ndarray]:
-    """(K,) bool each: at least FEWEST matches that share one translation, of a stamp at a fixed
-    place from two edges or the centre.
-
-    It is drawn in pixels, or grows with the image that it is drawn on.
-    """
-    size0, size1 = sizes
-    unit = max(map(two_view.unit_of, sizes))
-    for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
-        shifts = points1 - scale * points0
-        wider = size1[0] - scale * size0[0]
-        higher = size1[1] - scale * size0[1]
-        places = itertools.product((0, wider / 2, wider), (0, higher / 2, higher))
-        for place in dict.fromkeys(places):
-            stamp = _one_translation(shifts, np.array(place), unit)
-            if stamp.sum() >= FEWEST:
-                yield stamp
-
-
-def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
-    """(K,) bool: shifts (K, 2) like the most frequent one near `place`, if it stands out."""
-    from scipy.spatial import KDTree
-
-    none = np.zeros(len(shifts), bool)
-    here = shifts[np.linalg.norm(shifts - place, axis=1) <= PLACE_PX * unit]
-    if len(here) < FEWEST:
-        return none
-    counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
-    distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
-    same = distance <= SAME_PX * unit
-    similar = (distance <= SIMILAR * SAME_PX * unit) & ~same
-    return same if same.sum() >= ALONE * similar.sum() else none
-
-
-def _spread(stamp: np.ndarray, every: np.ndarray, size: Size) -> float:
-    """Area over which `stamp` (k, 2) scatters, over that of all keypoints `every` (n, 2).
-
-    An area is the square root of the determinant of the covariance. What lies at the border does
-    not count; 0 if no match is left.
-    """
-    border = BORDER * min(size)
-    high = np.array(size) - 1 - border
-    stamp = stamp[((stamp >= border) & (stamp <= high)).all(1)]
-    every = every[((every >= border) & (every <= high)).all(1)]
-    if len(stamp) < 3:
-        return 0.0
-    area = np.linalg.det(np.cov(stamp.T))
-    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(every.T)), 1e-12)))

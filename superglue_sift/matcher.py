@@ -27,17 +27,19 @@ import torch
 
 from superglue_sift import environment
 from superglue_sift.errors import RequestError, check_range
+from superglue_sift.features import nearest
 from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.features.extractors import load as load_extractor
 from superglue_sift.features.features import Features, Image, extract, gray_of
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
-from superglue_sift.features.nearest import Matches
+from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName
 from superglue_sift.geometry import scenes
-from superglue_sift.likely import Likely, match_likely
+from superglue_sift.geometry.local_maps import add_guided_matches
 from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, match_pairs
 from superglue_sift.network.weights import (
     THRESHOLD,
     choose_device,
@@ -232,29 +234,29 @@ class Matcher:
         to 1e-5. Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
-        aligned = self.refine if refine is None else refine
+        refine = self.refine if refine is None else refine
         for group in _groups(pairs, batch_size):
             sides = self.extract_all([side for pair in group for side in pair])
             batch = list(zip(sides[::2], sides[1::2]))
             if self.workers == 1:
-                yield from self._match(batch, aligned)
+                yield from self._match(batch, refine)
             else:
-                each = self._map(lambda pair: self._match([pair], aligned), batch)
+                each = self._map(lambda pair: self._match([pair], refine), batch)
                 yield from itertools.chain.from_iterable(each)
 
-    def align_batch(
+    def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
     ) -> Iterator[MatchResult]:
-        """Align each result that is not yet, with the features of its images, in their order."""
+        """Refine each result that is not yet, with the features of its images, in their order."""
 
-        def align(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
-            result, side0, side1 = item
+        def refine(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
+            result, features0, features1 = item
             if result.deviations is not None:
                 return result
-            return result.align(side0, side1, self.device)
+            return result.refine(features0, features1, self.device)
 
         for group in _groups(results, 2 * self.workers):
-            yield from self._map(align, group)
+            yield from self._map(refine, group)
 
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
         with ThreadPoolExecutor(self.workers) as pool:
@@ -271,56 +273,68 @@ class Matcher:
             self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
-    def _match(
-        self, sides: Sequence[Tuple[Features, Features]], aligned: bool
-    ) -> List[MatchResult]:
-        for pair in sides:
+    def _match(self, batch: Sequence[Tuple[Features, Features]], refine: bool) -> List[MatchResult]:
+        """Match a batch of pairs. The network takes them all at once."""
+        for pair in batch:
             check_features(self.model.config, *pair)
         if self.rules is not None:
-            results = self._match_scene(sides, self.rules)
+            results = self._match_scene(batch, self.rules)
         else:
-            likely = [each.extend(self.threshold) for each in self._match_likely(sides)]
-            found = [MatchResult.of(*pair, *each) for pair, each in zip(sides, likely)]
-            results = [each.above(self.threshold) for each in found]
-        if not aligned:
+            results = []
+            for features, matched in zip(batch, self.match_network(batch)):
+                pair, found, mutual, selected = matched
+                points = positions(pair.records0), positions(pair.records1)
+                found = add_guided_matches(found, mutual, selected, points, self.threshold)
+                results.append(MatchResult.of(*features, found).above(self.threshold))
+        if not refine:
             return results
-        return [result.align(*pair, self.device) for result, pair in zip(results, sides)]
+        return [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
 
-    def _match_likely(self, sides: Sequence[Tuple[Features, Features]]) -> List[Likely]:
-        """The network sees the reduced images: in pixels of the files, it would see a zoom that is
-        not there.
+    def match_network(
+        self, batch: Sequence[Tuple[Features, Features]]
+    ) -> List[Tuple[Pair, Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
+        """Match pairs by the network alone.
+
+        Returns for each pair its keypoints as the network gets them, all its matches whatever their
+        scores, the mutual nearest neighbours of all keypoints, and the selected keypoints.
         """
-        seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in sides)
+        # in pixels of the reduced images: in those of the files the network would see a zoom that
+        # is not there
+        seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in batch)
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
+        mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
+        selected = [
+            nearest.select_keypoints(*pair[:2], self.network_keypoints, each)
+            for pair, each in zip(pairs, mutual)
+        ]
         with self._turn:
-            return match_likely(self.model, pairs, self.device, self.network_keypoints)
+            found = match_pairs(self.model, pairs, self.device, selected)
+        return list(zip(pairs, found, mutual, selected))
 
-    def match_screened(
-        self, screened: Sequence[scenes.Screened]
-    ) -> List[Tuple[MatchResult, Matches]]:
+    def match_screened(self, screened: Sequence[scenes.Screened]) -> List[Tuple[Matches, Matches]]:
         """All matches of the network for each pair, without its stamps, and the mutual nearest
         neighbours.
         """
-        sides = [(one, other) for one, other in (each.sides for each in screened)]
-        likely = self._match_likely(sides)
-        found = [MatchResult.of(*pair, *each.found) for pair, each in zip(sides, likely)]
-        return [(each.only(~each.find_stamps()), of.mutual) for each, of in zip(found, likely)]
+        batch = [(each.sides[0], each.sides[1]) for each in screened]
+        return [
+            (found.only(~scenes.find_stamps(pair, found)), mutual)
+            for pair, (_, found, mutual, _) in zip(batch, self.match_network(batch))
+        ]
 
     def _match_scene(
-        self, sides: Sequence[Tuple[Features, Features]], rules: scenes.Rules
+        self, batch: Sequence[Tuple[Features, Features]], rules: scenes.Rules
     ) -> List[MatchResult]:
         """Run the network only where the classical matcher finds something in common."""
-        screened = [scenes.screen(pair, self.resize) for pair in sides]
+        screened = [scenes.screen(pair, self.resize) for pair in batch]
         asked = [each for each in screened if each.agreeing >= rules.likely]
         matched = iter(self.match_screened(asked))
         results = []
-        for pair, each in zip(sides, screened):
-            found = scenes.NOTHING
+        for pair, each in zip(batch, screened):
+            found, score = Matches.none(), scenes.SKIPPED
             if each.agreeing >= rules.likely:
                 settings = self.threshold, self.resize, rules.accept
-                found = scenes.finish(each, *next(matched), *settings)
-            result = MatchResult.of(*pair, found.matches, found.scores)
-            results.append(result._replace(pair_score=found.score))
+                found, score = scenes.finish(each, *next(matched), *settings)
+            results.append(dataclasses.replace(MatchResult.of(*pair, found), pair_score=score))
         return results
 
 

@@ -14,7 +14,9 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Matches:
-    """K matches of two images with M and N keypoints; each keypoint has at most one match.
+    """K matches of two images with M and N keypoints.
+
+    Each keypoint has at most one match, but for `nearest.neighbours` in image 1.
 
     indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
     scores: (K,) float32, from 0 to 1, the confidence of each match.
@@ -33,6 +35,23 @@ class Matches:
     def above(self, threshold: float) -> Matches:
         """Keep the matches with a score above `threshold`."""
         return self.only(self.scores > threshold)
+
+    def sort(self) -> Matches:
+        """Return the matches in the order of image 0's keypoints."""
+        return self.only(np.argsort(self.indices[:, 0], kind="stable"))
+
+    def renumber(self, index0: np.ndarray, index1: np.ndarray) -> Matches:
+        """Return matches of selected keypoints as matches of all keypoints.
+
+        index0 (m,), index1 (n,): which keypoints of each image were selected.
+        """
+        own, other = self.indices.T
+        return Matches(np.stack([index0[own], index1[other]], axis=1), self.scores)
+
+    @classmethod
+    def none(cls) -> Matches:
+        """Return no matches."""
+        return cls(np.empty((0, 2), np.int64), np.empty(0, np.float32))
 
     @classmethod
     def from_dense(cls, matches0: np.ndarray, scores0: np.ndarray) -> Matches:

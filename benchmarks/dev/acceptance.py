@@ -85,9 +85,10 @@ def examine(ours: matcher.Matcher, photo: str, kind: str, pair: places.Made) -> 
     screened = scenes.screen(sides, ours.resize)
     found, _ = ours.match_screened([screened])[0]
     one, other = (scenes.side_of(side, ours.resize) for side in screened.sides)
-    matched = scenes.matched_of(found.matches, found.scores, (one, other))
+    matched = scenes.matched_of(found, (one, other))
     judged = acceptance.judge(matched)
-    right = pair.right(found.points0[judged.inliers], found.points1[judged.inliers])
+    index0, index1 = found.only(judged.inliers).indices.T
+    right = pair.right(screened.sides[0].keypoints[index0], screened.sides[1].keypoints[index1])
     if len(pair.planes) and not judged.features.any():
         return None
     return Example(photo, kind, judged.features, bool(len(right) and right.mean() > 0.5))

@@ -43,8 +43,8 @@ from pipeline.report.document import Content
 from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.pair_matches import PairMatches
 from superglue_sift.network.weights import choose_device, shipped_weights
 
 PAPER_PAIRS = 1024
@@ -125,7 +125,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 
 def models_of(
     args: argparse.Namespace,
-) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], PairMatches]]]:
+) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], Matches]]]:
     """All model files by name, ours first, and matchers by name. Raises RequestError for an invalid
     or used name.
     """

@@ -22,7 +22,7 @@ SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}  # fractions of the m
 SUREST_OF_NETWORK = 0.5
 
 
-class Matches(NamedTuple):
+class Points(NamedTuple):
     """At least `two_view.MIN_POINTS` matches. points0, points1: (K, 2) px; weights: (K,) from
     `weights_of`; surest: (K,) bool from `surest_of`; deviations: (K,) px of aligned matches, else
     None.
@@ -36,18 +36,18 @@ class Matches(NamedTuple):
     deviations: Optional[np.ndarray] = None
 
 
-def ransac(found: Matches) -> Optional[np.ndarray]:
+def ransac(found: Points) -> Optional[np.ndarray]:
     """RANSAC, as in the paper: see `two_view.fit_ransac`."""
     points = found.points0, found.points1
     return two_view.fit_ransac(*points, PX, ITERATIONS, found.seed, found.deviations)
 
 
-def least_squares(found: Matches) -> Optional[np.ndarray]:
+def least_squares(found: Points) -> Optional[np.ndarray]:
     """Weighted least squares over all matches, without rejection: the paper's DLT."""
     return fit_dlt(found.points0, found.points1, found.weights)
 
 
-def surest(found: Matches) -> Optional[np.ndarray]:
+def surest(found: Points) -> Optional[np.ndarray]:
     """Least squares with equal weights over the matches of which the matcher is surest."""
     return fit_dlt(found.points0[found.surest], found.points1[found.surest])
 
@@ -93,7 +93,7 @@ def fit_dlt(
     return H if np.isfinite(H).all() else None
 
 
-def opencv(found: Matches) -> Optional[np.ndarray]:
+def opencv(found: Points) -> Optional[np.ndarray]:
     """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue,
     glue-factory).
     """
@@ -101,13 +101,13 @@ def opencv(found: Matches) -> Optional[np.ndarray]:
     return cv2.findHomography(found.points0, found.points1, cv2.RANSAC, PX, **options)[0]
 
 
-def magsac(found: Matches) -> Optional[np.ndarray]:
+def magsac(found: Points) -> Optional[np.ndarray]:
     """OpenCV's MAGSAC++ (Barath et al. 2020), whose random generator restarts at every call."""
     points = found.points0, found.points1
     return cv2.findHomography(*points, cv2.USAC_MAGSAC, PX, maxIters=ITERATIONS)[0]
 
 
-def poselib(found: Matches) -> Optional[np.ndarray]:
+def poselib(found: Points) -> Optional[np.ndarray]:
     """PoseLib's LO-RANSAC, glue-factory's default."""
     import poselib as library
 
@@ -118,7 +118,7 @@ def poselib(found: Matches) -> Optional[np.ndarray]:
 
 
 # The function, which returns (3, 3) float64 or None, and its words for protocol.json.
-ESTIMATORS: Dict[str, Tuple[Callable[[Matches], Optional[np.ndarray]], str]] = {
+ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
     "ransac": (
         ransac,
         "cv2.findHomography, UsacParams: uniform samples, MSAC score; then scipy's least_squares,"

@@ -19,10 +19,10 @@ from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import scenes
-from superglue_sift.likely import Likely, match_likely
+from superglue_sift.geometry.local_maps import add_guided_matches
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.pair_matches import PairMatches
-from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.network.superglue import SuperGlue, match_pairs
 from superglue_sift.network.weights import fuse_for_inference, load_model, match_threshold
 
 OURS = "superglue"
@@ -62,7 +62,7 @@ class Matchers:
 
     networks: Mapping[str, Network]
     device: str
-    further: Mapping[str, Callable[[Pair], PairMatches]] = field(default_factory=dict)
+    further: Mapping[str, Callable[[Pair], Matches]] = field(default_factory=dict)
     scene: bool = False
     network_keypoints: Optional[int] = None
 
@@ -72,33 +72,42 @@ class Matchers:
         own = {name: network.threshold for name, network in self.networks.items()}
         return {**own, RATIO_TEST: RATIO_THRESHOLD}
 
-    def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, PairMatches]]:
+    def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, Matches]]:
         """Matches of each pair by matcher, `batch` pairs in one pass of a network. Equal batches
         give equal bits.
 
         Those with a threshold return every mutual match (see `above`).
         """
-        answers: List[Dict[str, PairMatches]] = [{} for _ in pairs]
+        answers: List[Dict[str, Matches]] = [{} for _ in pairs]
         most = self.network_keypoints or sys.maxsize
-        parts = [pairs[start : start + batch] for start in range(0, len(pairs), batch)]
+        mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
+        selected = [
+            nearest.select_keypoints(*pair[:2], most, near) for pair, near in zip(pairs, mutual)
+        ]
         for name, network in self.networks.items():
-            found = (match_likely(network.model, part, self.device, most) for part in parts)
-            for by_name, likely in zip(answers, itertools.chain.from_iterable(found)):
-                by_name[name] = likely.extend(network.threshold)
+            parts = [slice(start, start + batch) for start in range(0, len(pairs), batch)]
+            found = [
+                match_pairs(network.model, pairs[part], self.device, selected[part])
+                for part in parts
+            ]
+            every = itertools.chain.from_iterable(found)
+            for by_name, pair, own, near, seen in zip(answers, pairs, every, mutual, selected):
+                points = positions(pair.records0), positions(pair.records1)
+                by_name[name] = add_guided_matches(own, near, seen, points, network.threshold)
                 if self.scene and name == OURS:
-                    by_name[SCENE] = match_scene(likely, network.threshold)
+                    by_name[SCENE] = match_scene(pair, own, near, network.threshold)
         for by_name, pair in zip(answers, pairs):
             by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())
         return answers
 
-    def above(self, answers: Mapping[str, PairMatches]) -> Dict[str, PairMatches]:
+    def above(self, answers: Mapping[str, Matches]) -> Dict[str, Matches]:
         """Drop the matches below the threshold of each matcher that has one."""
         limits = self.thresholds
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
 
-def load_function(name: str) -> Callable[[Pair], PairMatches]:
+def load_function(name: str) -> Callable[[Pair], Matches]:
     """A matcher of the user's, `module:function`, which is given the Features of both images and
     returns indices in image 1, -1 without a match, and confidences from 0 to 1, (M,) each.
 
@@ -111,11 +120,11 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RequestError(f"--also {name}: {reason}") from error
 
-    def match(pair: Pair) -> PairMatches:
+    def match(pair: Pair) -> Matches:
         count0 = len(pair.records0)
         count1 = len(pair.records1)
         if not count0 or not count1:
-            return PairMatches(np.full(count0, -1), np.zeros(count0))
+            return Matches.none()
         sides = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         matches0, scores0 = map(np.asarray, function(*sides))
         whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
@@ -124,39 +133,25 @@ def load_function(name: str) -> Callable[[Pair], PairMatches]:
             raise RequestError(f"--also {name}: must give {rule}")
         if not ((scores0 >= 0) & (scores0 <= 1))[matches0 >= 0].all():
             raise RequestError(f"--also {name}: gives confidences that are not from 0 to 1")
-        return PairMatches(matches0, np.where(matches0 >= 0, scores0, 0.0))
+        return Matches.from_dense(matches0, scores0)
 
     return match
 
 
-def match_scene(likely: Likely, threshold: float) -> PairMatches:
+def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -> Matches:
     """Matches of a pair of a scene as `scenes.fill` finds them; none where it is not accepted."""
-    pair, found, _, mutual = likely
     side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0)
     side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1)
-    index0 = np.flatnonzero(found.matches0 >= 0)
-    matches = np.stack([index0, found.matches0[index0]], axis=1)
-    given = matches, found.scores0[index0], threshold, (side0, side1)
-    filled = scenes.fill(*given, scenes.ACCEPT, mutual)
-    ends0, ends1 = filled.matches.T
-    matches0 = np.full(len(found.matches0), -1)
-    scores0 = np.zeros(len(matches0), np.float32)
-    matches0[ends0] = ends1
-    scores0[ends0] = filled.scores
-    return PairMatches(matches0, scores0)
+    return scenes.fill(found, threshold, (side0, side1), scenes.ACCEPT, mutual)[0].sort()
 
 
-def match_baselines(pair: Pair) -> Dict[str, PairMatches]:
+def match_baselines(pair: Pair) -> Dict[str, Matches]:
     """Nearest neighbours by descriptor, by name, with the confidence 1 - ratio of distances.
 
     The ratio test is all mutual ones: its threshold on the confidence chooses, as a network's does.
     """
-    found = nearest.neighbours(*map(nearest.unit_rows, (pair.records0, pair.records1)))
-    binary = kind_of(pair.records0.dtype)[0] == "binary"
-    # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
-    scores = 1.0 - (found.ratio**2 if binary else found.ratio)
-    every = PairMatches(found.nearest, np.where(found.nearest >= 0, scores, 0.0))
-    mutual = PairMatches(
-        np.where(found.mutual, every.matches0, -1), np.where(found.mutual, every.scores0, 0.0)
-    )
-    return {"nn": every, "mutual_nn": mutual, RATIO_TEST: mutual}
+    found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
+    if kind_of(pair.records0.dtype)[0] == "binary":
+        # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
+        found = Matches(found.indices, 1.0 - (1.0 - found.scores) ** 2)
+    return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

@@ -19,7 +19,7 @@ from scipy.sparse.csgraph import connected_components
 
 from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
-from pipeline.evaluate.estimators import Matches
+from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
 from superglue_sift.geometry.pose import MIN_ESSENTIAL, POSE_PX, relative_pose
 from superglue_sift.geometry.two_view import inverse, to_homogeneous, transform
@@ -163,7 +163,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
     return np.where(np.isfinite(error), error, np.inf)
 
 
-def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
+def estimate(found: Points, cameras: Pose) -> Optional[Motion]:
     """RANSAC over essential matrices, from the intrinsics of `cameras`."""
     if len(found.points0) < MIN_ESSENTIAL:
         return None
@@ -182,7 +182,7 @@ def estimate(found: Matches, cameras: Pose) -> Optional[Motion]:
     return best
 
 
-def estimate_refined(found: Matches, cameras: Pose) -> Optional[Motion]:
+def estimate_refined(found: Points, cameras: Pose) -> Optional[Motion]:
     """That of `MatchResult.relative_pose`."""
     pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)

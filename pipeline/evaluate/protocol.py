@@ -26,7 +26,7 @@ from pipeline.prefetch import prefetch
 from pipeline.report import document, outputs, summary, tables
 from pipeline.report.rows import Row
 from superglue_sift.features import extractors
-from superglue_sift.network.pair_matches import PairMatches
+from superglue_sift.matches import Matches
 from superglue_sift.progress import Progress
 
 # Width, height, keypoints: 640x480 of the paper (section 5.1), for which most photographs of COCO
@@ -36,7 +36,7 @@ BATCH = 8  # pairs in one pass of a network
 MAX_THREADS = 8
 
 Named = Tuple[Source, str]  # with a description of its pairs
-Score = Callable[[KnownPair, Mapping[str, PairMatches]], Any]
+Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
 
 @dataclass(frozen=True)
@@ -80,10 +80,10 @@ class Evaluation:
             inputs.extract, source, max_keypoints=most, extractor=self.settings.extractor
         )
 
-        def match(found: Results) -> Tuple[Results, List[Dict[str, PairMatches]]]:
+        def match(found: Results) -> Tuple[Results, List[Dict[str, Matches]]]:
             return found, self.matchers.answers([known.pair for known in found.pairs], BATCH)
 
-        def score_all(matched: Tuple[Results, List[Dict[str, PairMatches]]]) -> Results:
+        def score_all(matched: Tuple[Results, List[Dict[str, Matches]]]) -> Results:
             found, answers = matched
             return Results(list(map(score, found.pairs, answers)), found.bad)
 
@@ -110,10 +110,10 @@ class Evaluation:
             found += [metrics.summarize_condition(name, f"{level:g}", results)] if results else []
         return found
 
-    def count_matches(self, _: KnownPair, answers: Mapping[str, PairMatches]) -> Dict[str, int]:
+    def count_matches(self, _: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
         """The number of matches by matcher."""
         above = self.matchers.above(answers)
-        return {name: int((found.matches0 >= 0).sum()) for name, found in above.items()}
+        return {name: len(found) for name, found in above.items()}
 
     def describe(self, source: Source, where: str) -> Dict[str, object]:
         """protocol.json: everything that must be quoted with a metric."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeline.evaluate import poses
 from pipeline.evaluate.conditions import conditions_of
-from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Matches, surest_of, weights_of
+from pipeline.evaluate.estimators import DEFAULT, ESTIMATORS, Points, surest_of, weights_of
 from pipeline.evaluate.inputs import KnownPair, Pose
 from pipeline.evaluate.matchers import BOUND
 from pipeline.params import EvaluateParams
@@ -20,9 +20,10 @@ from pipeline.report.rows import Measure
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.geometry import refinement, two_view
+from superglue_sift.geometry.local_maps import positions_of
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
-from superglue_sift.network.pair_matches import PairMatches
 
 ALIGNMENT = (
     "positions in image 1 moved by superglue_sift.geometry.refinement, of every matcher alike;"
@@ -151,13 +152,10 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
     return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
 
-def matched_points(pair: Pair, matches: PairMatches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Points of the predicted matches, (K, 2) and (K, 2) float64, and their (K,) scores."""
-    index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
-    points0 = sift.positions(pair.records0)[index0]
-    points1 = sift.positions(pair.records1)[matches.matches0[index0]]
-    scores = matches.scores0[index0]
-    return points0.astype(np.float64), points1.astype(np.float64), scores.astype(np.float64)
+    points = sift.positions(pair.records0), sift.positions(pair.records1)
+    return (*positions_of(points, matches), matches.scores.astype(np.float64))
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
@@ -171,7 +169,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     return np.where(np.isfinite(worst), worst, np.inf)
 
 
-def correct_matches(known: KnownPair, matches: PairMatches) -> np.ndarray:
+def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
     """(K,) bool: which of the predicted matches are correct."""
     points0, points1, _ = matched_points(known.pair, matches)
     if isinstance(known.truth, Pose):
@@ -180,7 +178,7 @@ def correct_matches(known: KnownPair, matches: PairMatches) -> np.ndarray:
 
 
 def estimate_errors(
-    known: KnownPair, matcher: str, matches: PairMatches, settings: Settings
+    known: KnownPair, matcher: str, matches: Matches, settings: Settings
 ) -> Dict[Measure, float]:
     """The error of each estimator from the matches of a matcher.
 
@@ -191,16 +189,14 @@ def estimate_errors(
     weights = weights_of(matcher, scores) if enough else scores
     sure = surest_of(matcher, scores) if enough else scores > 0
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
-    detected = Matches(points0, points1, weights, sure, seed)
+    detected = Points(points0, points1, weights, sure, seed)
     variants = {False: detected}  # by whether they are aligned
     if settings.refine and known.images is not None:
-        index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
-        records = known.pair.records0[index0], known.pair.records1[matches.matches0[index0]]
-        moved = refinement.align(*known.images, *records)
+        index0, index1 = matches.indices.T
+        records = known.pair.records0[index0], known.pair.records1[index1]
+        refined1, deviations, _ = refinement.refine(*known.images, *records)
         variants[True] = detected._replace(
-            points0=moved.aligned0.astype(np.float64),
-            points1=moved.aligned1.astype(np.float64),
-            deviations=moved.deviations,
+            points1=refined1.astype(np.float64), deviations=deviations
         )
     errors = {}
     for aligned, found in variants.items():
@@ -216,23 +212,23 @@ def estimate_errors(
     return errors
 
 
-def score_matches(known: KnownPair, matches: PairMatches, truth0: np.ndarray) -> ScoredMatches:
+def score_matches(known: KnownPair, matches: Matches, truth0: np.ndarray) -> ScoredMatches:
     """Check each match by the keypoints' positions.
 
     truth0: (M,) from `true_matches`, unused for a `Pose`.
     """
-    index0 = np.flatnonzero(matches.matches0 > UNMATCHED)
-    scores = matches.scores0[index0].astype(np.float64)
+    scores = matches.scores.astype(np.float64)
     correct = correct_matches(known, matches)
     if isinstance(known.truth, Pose):
         return ScoredMatches(scores, correct, correct, max(len(known.pair.records0), 1))
-    found = truth0[index0] == matches.matches0[index0]
+    index0, index1 = matches.indices.T
+    found = truth0[index0] == index1
     return ScoredMatches(scores, correct, found, int((truth0 > UNMATCHED).sum()))
 
 
 def score_pair(
     known: KnownPair,
-    answers: Mapping[str, PairMatches],
+    answers: Mapping[str, Matches],
     thresholds: Mapping[str, float],
     settings: Settings,
 ) -> PairResult:
@@ -244,7 +240,7 @@ def score_pair(
         truth0 = true_matches(pair, known.truth)
         conditions = conditions_of(known.truth, pair.size0, pair.size1)
         if settings.bound:
-            bound = PairMatches(truth0, (truth0 > UNMATCHED).astype(np.float32))
+            bound = Matches.from_dense(truth0, np.ones(len(truth0), np.float32))
             answers = {**answers, BOUND: bound}
     rows = {}
     scored = {}

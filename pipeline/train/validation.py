@@ -174,7 +174,7 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     log_P = objective.model(batch)
     truth = objective.truth(batch)
     losses = assignment_loss(log_P, truth)
-    answers = mutual_matches(log_P, threshold=0.0)
+    matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
     sums = {
         "loss": losses.total.sum(),
         "loss_positive": losses.positive.sum(),
@@ -182,7 +182,7 @@ def _sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     }
     return {
         "pairs": np.asarray(float(len(batch))),
-        **_counts(answers.matches0, answers.matching_scores0, truth),
+        **_counts(matches0, scores0, truth),
         **{name: value.double().cpu().numpy() for name, value in sums.items()},
     }
 
@@ -198,9 +198,9 @@ def _ratio_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
-        found = neighbours(units[0][i, :m], units[1][i, :n])
-        matches[i, :m] = torch.from_numpy(np.where(found.mutual, found.nearest, -1))
-        scores[i, :m] = torch.from_numpy(1.0 - found.ratio)
+        found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
+        dense = found.only(mutual).to_dense(m)
+        matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
     return _counts(matches, scores, truth)
 
 

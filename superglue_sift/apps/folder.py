@@ -214,7 +214,7 @@ class Run:
         """Write these files of a pair, and add it; returns whether there were any."""
         files: Dict[str, bytes] = {}
         if endings:
-            found = found._replace(images=(pair[0].image, pair[1].image))
+            found = dataclasses.replace(found, images=(pair[0].image, pair[1].image))
             fitted = found.fits()
             about = {"image0": pair[0].name, "image1": pair[1].name, "made_from": json.loads(made)}
             files = results.files_of(found, fitted, about, endings)

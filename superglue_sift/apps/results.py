@@ -19,9 +19,9 @@ from superglue_sift import __version__, drawing
 from superglue_sift.features.images import reduce
 from superglue_sift.files import DAMAGED
 from superglue_sift.geometry import scenes, two_view
-from superglue_sift.geometry.refinement import Aligned
 from superglue_sift.geometry.two_view import Fit, Size
-from superglue_sift.match_result import MatchResult
+from superglue_sift.match_result import REFINED, MatchResult
+from superglue_sift.matches import Matches
 
 OVERLAY_SIDE = 4096  # at most, longer side of the warped pictures in pixels
 BLINK_SIDE = 800  # longer side of the GIF in pixels
@@ -38,7 +38,6 @@ ENDINGS = (JSON, PICTURE, *OVERLAYS)  # beside MATCHES
 ARRAYS = (
     "keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned", "made_from",
 )  # fmt: skip
-ALIGNED = Aligned._fields  # of `MatchResult`, after alignment
 
 
 def json_of(found: MatchResult, fitted: Mapping[str, Fit], about: Mapping[str, Any]) -> bytes:
@@ -76,8 +75,8 @@ def aligned_lists(found: MatchResult) -> Dict[str, Any]:
     aligned0, aligned1: [x, y] px of each match. deviations: px, correlations: -1 to 1; None for
     NaN.
     """
-    lists: Dict[str, Any] = dict.fromkeys(ALIGNED)
-    for name in ALIGNED if found.aligned1 is not None else ():
+    lists: Dict[str, Any] = dict.fromkeys(REFINED)
+    for name in REFINED if found.aligned1 is not None else ():
         values = np.asarray(getattr(found, name), np.float64).round(4)
         lists[name] = np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
     return lists
@@ -128,7 +127,7 @@ def npz_of(found: MatchResult, made: str) -> bytes:
     arrays: Dict[str, Any] = dict(zip(ARRAYS, values))
     if found.pair_score is not None:
         arrays["pair_score"] = found.pair_score
-    for name in ALIGNED if found.aligned1 is not None else ():
+    for name in REFINED if found.aligned1 is not None else ():
         aligned = getattr(found, name)
         arrays[name] = np.full((len(matches), *aligned.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = aligned
@@ -154,12 +153,11 @@ def from_arrays(arrays: Mapping[str, np.ndarray], size0: Size, size1: Size) -> M
     matches = arrays["matches"]
     matched = np.flatnonzero(matches >= 0)
     turned0, turned1 = arrays["turned"].tolist()
-    aligned: Dict[str, Any] = {name: arrays[name][matched] for name in ALIGNED if name in arrays}
+    aligned: Dict[str, Any] = {name: arrays[name][matched] for name in REFINED if name in arrays}
     return MatchResult(
         arrays["keypoints0"],
         arrays["keypoints1"],
-        np.stack([matched, matches[matched]], axis=1),
-        arrays["match_confidence"][matched],
+        Matches.from_dense(matches, arrays["match_confidence"]),
         size0,
         size1,
         pair_score=float(arrays["pair_score"]) if "pair_score" in arrays else None,

@@ -5,5 +5,5 @@ sift          pixels to SIFT keypoints
 extractors    other features and the kinds of their descriptors
 features      the keypoints and descriptors of one image
 store         features of many images, kept on disk
-nearest       nearest neighbours and the ratio test
+nearest       nearest neighbours, the ratio test, selection of keypoints for the network
 """

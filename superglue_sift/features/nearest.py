@@ -1,69 +1,33 @@
-"""The ratio test (Lowe 2004) on unit descriptors: the classical matchers.
+"""Nearest neighbours by descriptor, the ratio test (Lowe 2004), and the selection of the keypoints
+that the network gets.
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest
-neighbour. `neighbours` ranks some hundreds of keypoints: the baselines of training and evaluation.
-`ratio_matches` is the classical matcher of scenes: mutual nearest neighbours that pass the test in
-both directions and are nearer than MAX_DISTANCE. The second nearest is searched in the whole other
-image: within an epipolar band the test loses its meaning, wrong matches slide along the line, and
-errors of the cameras triple.
+neighbour. `neighbours` compares some hundreds of keypoints: the baselines of training and
+evaluation. `ratio_matches` compares thousands. It keeps mutual nearest neighbours that pass the
+test in both directions and are nearer than MAX_DISTANCE. It searches the second nearest in the
+whole other image: within an epipolar band the test loses its meaning, wrong matches slide along the
+line, and errors of the cameras triple.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Tuple
+from typing import Tuple
 
 import numpy as np
 import torch
 
 from superglue_sift.features.extractors import descriptors_of, kind_of
-from superglue_sift.features.sift import ORIENTED, root_sift_of
+from superglue_sift.features.sift import ORIENTED, rank, root_sift_of
+from superglue_sift.matches import Matches
 
 RATIO = 0.8  # of distances
 MAX_DISTANCE = 0.8  # between descriptors of unit length
 BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
 ROUNDING = 1e-6  # of 1 - cosine: two copies of a descriptor are equally near
-
-
-class Neighbours(NamedTuple):
-    """The nearest of m others to each of n rows.
-
-    nearest: (n,) int64, -1 where m is 0. ratio: (n,) float32, its distance over that of the second
-    nearest, 1 without a second. mutual: (n,) bool, whether the row is its nearest one's nearest.
-    """
-
-    nearest: np.ndarray
-    ratio: np.ndarray
-    mutual: np.ndarray
-
-
-class Matches(NamedTuple):
-    """matches (K, 2) int64 of keypoints, each at most once, in the order of image 0, and their
-    scores (K,) float32.
-    """
-
-    matches: np.ndarray
-    scores: np.ndarray
-
-    def only(self, chosen: np.ndarray) -> Matches:
-        """The chosen matches. chosen: (K,) bool."""
-        return Matches(self.matches[chosen], self.scores[chosen])
-
-    def above(self, score: float) -> Matches:
-        """The matches with a greater score."""
-        return self.only(self.scores > score)
-
-
-def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Unit descriptors (m, D) float32 of records (n,), a row for each keypoint and for its second
-    orientation, and the keypoint of each, (m,) int64.
-    """
-    rows = unit_rows(records)
-    owner = np.arange(len(records))
-    if records.dtype == ORIENTED:
-        two = np.flatnonzero(records["second_descriptor"].any(axis=1))
-        rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
-        owner = np.concatenate([owner, two])
-    return rows, owner
+# Ratio of distances up to which a keypoint counts as matched when keypoints are selected. With 1
+# the network gets only keypoints with something similar in the other image, and finds 20 times as
+# many matches in photographs that have nothing in common.
+SELECTING_RATIO = 0.95
 
 
 def unit_rows(records: np.ndarray) -> np.ndarray:
@@ -79,33 +43,32 @@ def unit_rows(records: np.ndarray) -> np.ndarray:
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 
-def neighbours(rows: np.ndarray, others: np.ndarray) -> Neighbours:
-    """Neighbours of each of `rows` (n, D) float32 among `others` (m, D), unit vectors."""
-    count = len(rows)
-    if count == 0 or len(others) == 0:
-        nothing = np.full(count, -1, np.int64)
-        return Neighbours(nothing, np.ones(count, np.float32), np.zeros(count, bool))
-    nearest, cosine, second, rival = rank(rows, others)
-    ratio = ratio_of(cosine, second) if len(others) > 1 else np.ones(count, np.float32)
-    return Neighbours(nearest, ratio, cosine >= rival)
+def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarray]:
+    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D), unit vectors.
 
+    Several rows may have the same neighbour. Without a second neighbour the score is 0.
 
-class Ranked(NamedTuple):
-    """The nearest of m others to each of n rows, (n,) each.
-
-    nearest: int64. cosine: of both. second: the second largest cosine of the row. rival: the
-    largest cosine of the nearest one with any other row, infinite if that row is nearer to it; of
-    equally near rows the first has a finite one.
+    Returns:
+        n matches, or none if m is 0; and (n,) bool, whether the row is its neighbour's nearest.
     """
+    if len(rows) == 0 or len(others) == 0:
+        return Matches.none(), np.zeros(0, bool)
+    nearest, cosine, second, rival = compare(rows, others)
+    ratio = ratio_of(cosine, second) if len(others) > 1 else np.ones(len(rows), np.float32)
+    indices = np.stack([np.arange(len(rows)), nearest], axis=1)
+    return Matches(indices, 1.0 - ratio), cosine >= rival
 
-    nearest: np.ndarray
-    cosine: np.ndarray
-    second: np.ndarray
-    rival: np.ndarray
 
+def compare(
+    rows: np.ndarray, others: np.ndarray
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Find the nearest of `others` (m, D) for each of `rows` (n, D), unit vectors, by one product.
 
-def rank(rows: np.ndarray, others: np.ndarray) -> Ranked:
-    """Rank unit vectors `others` (m, D) for each of `rows` (n, D), by one product."""
+    Returns (n,) each: the nearest, int64; the cosine of both; the second largest cosine of the row;
+    and the largest cosine of the nearest one with any other row. This rival is infinite where
+    another row is nearer to it. If several rows are equally near, only the first has a finite
+    rival.
+    """
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)
     rest = np.full(len(others), -1.0, np.float32)  # largest cosine with rows nearer to another one
@@ -127,7 +90,7 @@ def rank(rows: np.ndarray, others: np.ndarray) -> Ranked:
     np.maximum.at(rest, nearest[beaten], cosine[beaten])
     rival = rest[nearest]
     rival[beaten] = np.inf
-    return Ranked(nearest, cosine, second, rival)
+    return nearest, cosine, second, rival
 
 
 def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
@@ -137,29 +100,44 @@ def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RATIO) -> Matches:
-    """Matches of two images' records that pass the ratio test, with scores above 1 - ratio.
+    """Match two images' keypoint records, (m,) and (n,), by the ratio test in both directions.
 
-    The score is one minus the larger ratio of both directions: the order of the images does not
-    matter. ratio: its maximum.
+    The score is one minus the larger ratio of both directions, so the order of the images does not
+    matter. A keypoint with two orientations is matched by either.
+
+    ratio: the maximum. With 1 all mutual nearest neighbours within MAX_DISTANCE are returned.
     """
     rows, owner = _describe(records0)
     others, other_owner = _describe(records1)
     if min(len(rows), len(others)) < 2:
-        return Matches(np.empty((0, 2), np.int64), np.empty(0, np.float32))
-    nearest, cosine, second, rival = rank(rows, others)
+        return Matches.none()
+    nearest, cosine, second, rival = compare(rows, others)
     ratios = ratio_of(cosine, np.maximum(second, rival))
     kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
-    return one_each(np.stack([owner[kept], other_owner[nearest[kept]]], axis=1), 1.0 - ratios[kept])
+    indices = np.stack([owner[kept], other_owner[nearest[kept]]], axis=1)
+    return one_each(Matches(indices, 1.0 - ratios[kept]))
 
 
-def one_each(matches: np.ndarray, scores: np.ndarray) -> Matches:
-    """Of matches (K, 2) with scores (K,), those that share no keypoint with a better one."""
-    kept = surest_each(matches[:, 0], matches[:, 1], scores)
-    kept = kept[np.argsort(matches[kept, 0])]
-    return Matches(matches[kept], scores[kept].astype(np.float32))
+def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Unit descriptors (m, D) float32 of records (n,), a row for each keypoint and for its second
+    orientation, and the keypoint of each, (m,) int64.
+    """
+    rows = unit_rows(records)
+    owner = np.arange(len(records))
+    if records.dtype == ORIENTED:
+        two = np.flatnonzero(records["second_descriptor"].any(axis=1))
+        rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
+        owner = np.concatenate([owner, two])
+    return rows, owner
 
 
-def surest_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def one_each(matches: Matches) -> Matches:
+    """Keep the matches that share no keypoint with a more confident one, in image 0's order."""
+    index0, index1 = matches.indices.T
+    return matches.only(most_confident_each(index0, index1, matches.scores)).sort()
+
+
+def most_confident_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Indices of the matches that share neither end with a better one, by falling score (K,).
 
     ends0, ends1: (K,) keypoints or (K, 2) positions. The order of the images does not matter.
@@ -167,3 +145,27 @@ def surest_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.
     order = np.argsort(-scores, kind="stable")
     best0, best1 = (np.unique(ends[order], axis=0, return_index=True)[1] for ends in (ends0, ends1))
     return order[np.intersect1d(best0, best1)]
+
+
+def select_keypoints(
+    records0: np.ndarray, records1: np.ndarray, most: int, mutual: Matches
+) -> Tuple[np.ndarray, np.ndarray]:
+    """Select the keypoints of a pair that the network gets, at most `most` of each image.
+
+    A match needs its keypoint in both images, and which keypoints are in both depends on the other
+    image, above all on its scale. So keypoints are selected for each pair: those that the ratio
+    test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
+
+    records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1.
+    Returns indices (m,) and (n,), ascending.
+    """
+    if max(len(records0), len(records1)) <= most:
+        return np.arange(len(records0)), np.arange(len(records1))
+    likely = mutual.above(1.0 - SELECTING_RATIO)
+    first = likely.indices[np.argsort(-likely.scores, kind="stable")[:most]]
+    selected = []
+    for records, ends in zip((records0, records1), first.T):
+        order = np.argsort(-rank(records), kind="stable")
+        others = order[~np.isin(order, ends)]
+        selected.append(np.sort(np.concatenate([ends, others])[:most]))
+    return selected[0], selected[1]

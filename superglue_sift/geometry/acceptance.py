@@ -54,7 +54,7 @@ class Matched(NamedTuple):
 
     def distinct(self) -> Matched:
         """The surest match of each position: two orientations of a point may be two keypoints."""
-        return self.only(nearest.surest_each(self.points0, self.points1, self.scores))
+        return self.only(nearest.most_confident_each(self.points0, self.points1, self.scores))
 
 
 class Judgement(NamedTuple):

@@ -6,11 +6,11 @@ from typing import NamedTuple, Tuple
 
 import numpy as np
 
-from superglue_sift.features.nearest import Matches
+from superglue_sift.matches import Matches
 
 AROUND = 8  # matches give a map
 PRIOR_PX = 5.0  # if squared distances of matches add up to its square, maps shrink by half
-# A match is confirmed if it is where those around it say to this part of their spread, and pixels
+# A guided match is where those around it say, to this part of their spread plus some pixels
 CONFIRMED = 0.1
 CONFIRMED_PX = 3.0
 
@@ -42,29 +42,52 @@ def maps_around(
     return Maps(maps, np.linalg.norm(expected - points[1], axis=1), spread)
 
 
-def confirm(known: Matches, others: Matches, points: Tuple[np.ndarray, np.ndarray]) -> Matches:
-    """Those of `others` that are where the nearest AROUND of the known matches say, and share no
-    keypoint with a known one. The score of each is the mean of those around it.
+def guided_matches(
+    known: Matches, others: Matches, points: Tuple[np.ndarray, np.ndarray]
+) -> Matches:
+    """Keep those of `others` that are where the nearest AROUND of the known matches say, and share
+    no keypoint with a known one. The score of each is the mean of those around it.
 
-    points: (n, 2) px, positions of all keypoints of both images.
+    points: (M, 2) and (N, 2) px, positions of all keypoints of both images.
     """
     from scipy.spatial import KDTree
 
-    used = [np.isin(ends, taken) for ends, taken in zip(others.matches.T, known.matches.T)]
+    used = [np.isin(ends, taken) for ends, taken in zip(others.indices.T, known.indices.T)]
     others = others.only(~(used[0] | used[1]))
-    if len(known.scores) < AROUND or not len(others.scores):
-        return others.only(np.zeros(len(others.scores), bool))
-    places = positions_of(points, known.matches)
-    asked = positions_of(points, others.matches)
+    if len(known) < AROUND or not len(others):
+        return Matches.none()
+    places = positions_of(points, known)
+    asked = positions_of(points, others)
     near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
     found = maps_around(places, near, asked)
     fits = found.away <= CONFIRMED * found.spread + CONFIRMED_PX
-    return Matches(others.matches, known.scores[near].mean(1)).only(fits)
+    return Matches(others.indices, known.scores[near].mean(1)).only(fits)
+
+
+def add_guided_matches(
+    found: Matches,
+    mutual: Matches,
+    selected: Tuple[np.ndarray, np.ndarray],
+    points: Tuple[np.ndarray, np.ndarray],
+    threshold: float,
+) -> Matches:
+    """Add mutual nearest neighbours that the network did not get, where its matches lead to them.
+
+    found: the network's matches, of which those above `threshold` guide; each keypoint that is
+    added replaces a less confident match. mutual: of all keypoints. selected: (m,) and (n,),
+    keypoints that the network got. points: (M, 2) and (N, 2) px of all keypoints.
+    """
+    both = [np.isin(ends, index) for ends, index in zip(mutual.indices.T, selected)]
+    more = guided_matches(found.above(threshold), mutual.only(~(both[0] & both[1])), points)
+    replaced = [np.isin(ends, new) for ends, new in zip(found.indices.T, more.indices.T)]
+    kept = found.only(~(replaced[0] | replaced[1]))
+    indices = np.concatenate([kept.indices, more.indices])
+    return Matches(indices, np.concatenate([kept.scores, more.scores])).sort()
 
 
 def positions_of(
-    points: Tuple[np.ndarray, np.ndarray], matches: np.ndarray
+    points: Tuple[np.ndarray, np.ndarray], matches: Matches
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Both positions, (K, 2) float64 each, of matches (K, 2)."""
-    index0, index1 = matches.T
+    """Positions of K matches in both images, (K, 2) float64 each, of all points (M, 2), (N, 2)."""
+    index0, index1 = matches.indices.T
     return points[0][index0].astype(np.float64), points[1][index1].astype(np.float64)

@@ -57,39 +57,24 @@ BLURRED = 0.35  # log ratio of gradient energies above which one image counts as
 SHARPER = 0.85
 
 
-class Aligned(NamedTuple):
-    """K matches after alignment.
-
-    aligned0, aligned1: (K, 2) float32 px. deviations: (K,) float32, standard deviation in px of
-    image 1 along each axis; NaN where alignment failed and SIFT's position is kept. correlations:
-    (K,) float32, -1 to 1, of both patches at these positions; NaN where a patch leaves its image or
-    is flat.
-    """
-
-    aligned0: np.ndarray
-    aligned1: np.ndarray
-    deviations: np.ndarray
-    correlations: np.ndarray
-
-
-def align(
+def refine(
     gray0: np.ndarray,
     gray1: np.ndarray,
     records0: np.ndarray,
     records1: np.ndarray,
     device: Device = "cpu",
-) -> Aligned:
-    """Align K matches of two images. Does not raise for any images and finite positions.
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Refine K matches of two images. Does not raise for any images and finite positions.
 
     gray0, gray1: (H, W) uint8. records0, records1: (K,) keypoint records (`sift.KEYPOINT`); entry k
-    of one matches entry k of the other.
+    of one matches entry k of the other. Returns what `refine_points` returns.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
     maps = two_view.local_maps(points0, points1, similarities(records0, records1))
-    return align_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
+    return refine_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
 
 
-def align_points(
+def refine_points(
     gray0: np.ndarray,
     gray1: np.ndarray,
     points0: np.ndarray,
@@ -97,14 +82,22 @@ def align_points(
     maps: np.ndarray,
     scales: Union[float, np.ndarray] = COARSE_PX,
     device: Device = "cpu",
-) -> Aligned:
-    """Align points (K, 2) px of any kind. maps: (K, 2, 2) local affine maps 0 -> 1.
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Move points of any kind in image 1 to what their partners in image 0 show.
 
-    scales: (K,) diameters in px of image 1, which choose the coarsest level of a match.
+    Args:
+        points0, points1: (K, 2) px.
+        maps: (K, 2, 2) local affine maps 0 -> 1.
+        scales: (K,) diameters in px of image 1, which choose the coarsest level of a match.
+
+    Returns:
+        points1 (K, 2) float32 px; deviations (K,) float32, the standard deviation in px of image 1
+        along each axis, NaN where refinement failed and the point is where it was; correlations
+        (K,) float32, -1 to 1, of both patches, NaN where a patch leaves its image or is flat.
     """
     start0, start1 = (np.asarray(points, np.float32) for points in (points0, points1))
     if not len(start0):
-        return Aligned(start0, start1, np.zeros(0, np.float32), np.zeros(0, np.float32))
+        return start1, np.zeros(0, np.float32), np.zeros(0, np.float32)
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
@@ -122,7 +115,7 @@ def align_points(
                 work = again
     found = (work.shift, work.deviation, work.correlation)
     shift, deviations, correlations = (values.cpu().numpy() for values in found)
-    return Aligned(start0, start1 + shift, deviations, correlations)
+    return start1 + shift, deviations, correlations
 
 
 def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -94,7 +95,7 @@ class ColmapDatabase:
         side1 = self._image(name1, features1)
         if not result.accepted or self._database.exists_matches(side0[0], side1[0]):
             return 0
-        matches = result.matches[~result.find_stamps()].astype(np.uint32)
+        matches = result.matches.astype(np.uint32)
         return write_pair(self._pycolmap, self._database, (side0, side1), matches)
 
     def _image(self, name: str, features: Features) -> Tuple[int, Any, np.ndarray]:
@@ -183,7 +184,7 @@ def database_of(
         # keep the keypoints of a photograph once, not for each of its pairs
         shared0 = keypoints.setdefault(photo0, result.keypoints0)
         shared1 = keypoints.setdefault(photo1, result.keypoints1)
-        pairs.append((photo0, photo1, result._replace(keypoints0=shared0, keypoints1=shared1)))
+        pairs.append((photo0, photo1, replace(result, keypoints0=shared0, keypoints1=shared1)))
 
     with ColmapDatabase(partial, root) as database:
         database.infer_cameras(name.values())  # before hours of work, names what it cannot read
@@ -214,7 +215,7 @@ def exact_keypoints(
             (result, store.with_pixels(photo0), store.with_pixels(photo1))
             for photo0, photo1, result in accepted
         )
-        done = store.matcher.align_batch(waiting)
+        done = store.matcher.refine_batch(waiting)
         shown = Progress(done, total=len(accepted), desc="aligning", unit="pairs")
         for result, (photo0, photo1, _) in zip(shown, accepted):
             yield number[photo0], number[photo1], result

@@ -92,7 +92,7 @@ class StoredFeatures:
     def add(self, photo0: Item, photo1: Item, result: MatchResult) -> None:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
         sides: List[Tuple[int, Any, np.ndarray]] = []
-        kept = result.matches[~result.find_stamps()].astype(np.uint32)
+        kept = result.matches.astype(np.uint32)
         for side, photo in enumerate((photo0, photo1)):
             row = self._images[photo.name]
             _, order, points = self._read(photo.name)

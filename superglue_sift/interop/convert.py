@@ -14,6 +14,7 @@ from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import GEOMETRY, root_sift_of, whole_sift
 from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
 
@@ -30,9 +31,8 @@ def from_dmatches(
 ) -> MatchResult:
     """Inverse of `to_dmatches`."""
     pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
-    return MatchResult.of(
-        features0, features1, pairs, np.array([1.0 - m.distance for m in matches], np.float32)
-    )
+    scores = np.array([1.0 - m.distance for m in matches], np.float32)
+    return MatchResult.of(features0, features1, Matches(pairs, scores))
 
 
 def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
@@ -115,4 +115,5 @@ def from_lightglue_matches(
         torch.as_tensor(data[name]).detach().cpu().reshape(-1)
         for name in ("matches0", "matching_scores0")
     )
-    return MatchResult.of(features0, features1, matches0.long().numpy(), scores0.float().numpy())
+    found = Matches.from_dense(matches0.long().numpy(), scores0.float().numpy())
+    return MatchResult.of(features0, features1, found)

@@ -3,6 +3,5 @@
 batch           keypoints of pairs as tensors: all shapes and units
 superglue       the network; attention: its layers; sinkhorn: optimal transport
 ground_truth    which keypoints correspond, for the loss, the validation and the evaluation
-pair_matches    matches of pairs by the network
 weights         model files
 """

@@ -34,18 +34,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from superglue_sift.matches import Matches
 from superglue_sift.network.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
 from superglue_sift.network.batch import (
     Images,
     Keypoints,
+    Pair,
     PairBatch,
     choose_orientations,
+    from_pairs,
     root_sift,
+    size_class,
 )
 from superglue_sift.network.sinkhorn import log_optimal_transport
 from superglue_sift.torch_compat import checkpoint, floats_of_bytes, sqrt
@@ -115,18 +120,6 @@ class SuperGlueConfig:
     def to_dict(self) -> dict:
         """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
         return dataclasses.asdict(self)
-
-
-class Matches(NamedTuple):
-    """Mutual matches of B pairs, and their scores, 0 where there is none.
-
-    matches0: (B, M) int64, index in image 1 or -1; matching_scores0: (B, M) float32; and back.
-    """
-
-    matches0: Tensor
-    matching_scores0: Tensor
-    matches1: Tensor
-    matching_scores1: Tensor
 
 
 class SuperGlue(nn.Module):
@@ -269,21 +262,53 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, last)
 
 
-def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Matches:
+@torch.no_grad()
+def match_pairs(
+    model: SuperGlue,
+    pairs: Sequence[Pair],
+    device: str,
+    selected: Sequence[Tuple[np.ndarray, np.ndarray]],
+) -> List[Matches]:
+    """Match pairs by the network in one batch: all its mutual matches, whatever their scores.
+
+    selected: for each pair the keypoints of both images that the network gets, ascending indices
+    (m,) and (n,) (`nearest.select_keypoints`). Returns indices of all keypoints.
+    """
+    if not pairs:
+        return []
+    few = [
+        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
+        for pair, (index0, index1) in zip(pairs, selected)
+    ]
+    order, batches = from_pairs(few).to(device).size_classes()
+    if model.compiled:
+        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
+    rows: List[Tuple[np.ndarray, np.ndarray]] = []
+    for log_P in model.assign(batches)[0]:
+        matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
+        rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
+    by_pair = dict(zip(order, rows))
+    return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]
+
+
+def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
 
     log_P: (B, M + 1, N + 1), output of `SuperGlue`.
+
+    Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
+    float32, 0 without a match; then matches1 and scores1 (B, N), the same from image 1.
     """
     inner = log_P.detach()[:, :-1, :-1].float()
     best0 = inner.max(2)
     best1 = inner.max(1)
-    sides = []
+    found: List[Tensor] = []
     for best, other in ((best0, best1), (best1, best0)):
         itself = torch.arange(best.indices.shape[1], device=log_P.device)
         scores = best.values.exp()
         good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
-        sides += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
-    return Matches(*sides)
+        found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
+    return found[0], found[1], found[2], found[3]
 
 
 def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:

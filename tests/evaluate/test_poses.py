@@ -12,7 +12,7 @@ from pipeline import errors
 from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import poses
-from pipeline.evaluate.estimators import Matches
+from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.inputs import Pose
 from superglue_sift.geometry import two_view
 
@@ -40,7 +40,7 @@ def scene(count=80, noise=0.0, seed=0):
 
 def matches_of(points, seed=0, deviations=None):
     ones = np.ones(len(points[0]))
-    return Matches(*points, ones, ones > 0, seed, deviations)
+    return Points(*points, ones, ones > 0, seed, deviations)
 
 
 def error_of(points):

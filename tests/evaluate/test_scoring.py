@@ -19,8 +19,8 @@ from pipeline.evaluate.inputs import KnownPair
 from pipeline.evaluate.matchers import OURS
 from pipeline.report.rows import Measure
 from superglue_sift.geometry.two_view import corner_error, transform
+from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.pair_matches import PairMatches
 
 SIZE = (320, 240)
 RANSAC = Measure("error", "ransac")
@@ -55,7 +55,7 @@ def exact():
 def test_perfect_matches_give_perfect_metrics(exact, settings):
     known, partner = exact
     np.testing.assert_array_equal(scoring.true_matches(known.pair, TURN), partner)
-    row = score(known, PairMatches(partner, np.ones(20, np.float32)), settings)
+    row = score(known, Matches.from_dense(partner, np.ones(20, np.float32)), settings)
     assert row.counts == scoring.MatchCounts(20, 20, 20, 20)
     assert row.errors[RANSAC] < 0.01 and row.errors[DLT] < 0.01
 
@@ -65,7 +65,8 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     points0 = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
     points1 = np.concatenate([points0, [[62.5, 10], [113.0, 10]]])
     known = pair_of(points0, points1, np.eye(3))
-    row = score(known, PairMatches(np.array([0, 4, 5, -1]), np.ones(4, np.float32)), settings)
+    answer = Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4, np.float32))
+    row = score(known, answer, settings)
     assert row.counts == scoring.MatchCounts(matches=3, correct=2, truth=4, found=1)
 
 
@@ -220,10 +221,10 @@ def test_conditions_of_a_homography(H, hard):
 def test_every_estimator_finds_an_exact_homography(exact, make_params, name):
     known, partner = exact
     settings = scoring.Settings(make_params("evaluate"), estimators.choose([name]))
-    answer = PairMatches(partner, np.ones(20, np.float32))
+    answer = Matches.from_dense(partner, np.ones(20, np.float32))
     error = Measure("error", name)
     assert score(known, answer, settings).errors[error] < 0.05
-    few = PairMatches(np.where(np.arange(20) < 3, partner, -1), np.ones(20, np.float32))
+    few = Matches.from_dense(np.where(np.arange(20) < 3, partner, -1), np.ones(20, np.float32))
     assert math.isinf(scoring.estimate_errors(known, OURS, few, settings)[error])
 
 
@@ -235,9 +236,9 @@ def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, es
     scores = np.full(20, 0.95, np.float32)
     wrong = partner.copy()
     wrong[[0, 1]] = partner[[1, 0]]
-    equal = PairMatches(wrong, scores.copy())
+    equal = Matches.from_dense(wrong, scores.copy())
     scores[:2] = 0.1
-    answer = PairMatches(wrong, scores)
+    answer = Matches.from_dense(wrong, scores)
     error = Measure("error", estimator)
     assert scoring.estimate_errors(known, matcher, answer, settings)[error] < 0.1
     assert scoring.estimate_errors(known, matcher, equal, settings)[error] > 5

@@ -1,11 +1,14 @@
 """What a result says of its matches: the geometry that they fit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from made_scenes import MILD
 
 from superglue_sift.geometry import two_view
 from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
 
 SIZE = (1024, 768)
 
@@ -20,9 +23,9 @@ def made_result(enlarged, aligned=True):
     sides = [two_view.transform(p, to_file).astype(np.float32) for p in (points0, points1)]
     size = (int(enlarged * SIZE[0]), int(enlarged * SIZE[1]))
     matches = np.stack([np.arange(200)] * 2, axis=1)
-    result = MatchResult(*sides, matches, np.ones(200, np.float32), size, size)
+    result = MatchResult(*sides, Matches(matches, np.ones(200, np.float32)), size, size)
     deviations = np.full(200, 0.7 * enlarged, np.float32)
-    return result._replace(deviations=deviations) if aligned else result
+    return replace(result, deviations=deviations) if aligned else result
 
 
 @pytest.mark.parametrize("aligned", [True, False])

@@ -291,8 +291,8 @@ class TestSuperGlue:
         one = records(rng, 30)
         order = rng.permutation(30)
         batch = from_pairs([Pair(one, one[order], SIZE, SIZE)])
-        answer = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(batch))
-        assert np.array_equal(order[answer.matches0[0].numpy()], np.arange(30))
+        matches0, *_ = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(batch))
+        assert np.array_equal(order[matches0[0].numpy()], np.arange(30))
 
     def test_swapping_images_transposes(self):
         (one,) = pairs_of((15, 12), seed=3)
@@ -331,11 +331,11 @@ class TestSuperGlue:
 
     def test_mutual_matches(self):
         P = torch.tensor([[0.9, 0.1, 0.0], [0.8, 0.05, 0.1], [0.0, 0.15, 0.1], [0.1, 0.7, 0.8]])
-        found = mutual_matches(P.log()[None], threshold=0.2)
+        matches0, scores0, matches1, _ = mutual_matches(P.log()[None], threshold=0.2)
         # row 1 prefers column 0, which prefers row 0; row 2's best is below the threshold
-        assert found.matches0.tolist() == [[0, -1, -1]]
-        assert found.matches1.tolist() == [[0, -1]]
-        assert found.matching_scores0[0, 0] == pytest.approx(0.9)
+        assert matches0.tolist() == [[0, -1, -1]]
+        assert matches1.tolist() == [[0, -1]]
+        assert scores0[0, 0] == pytest.approx(0.9)
 
     @pytest.mark.parametrize("norm, rotary", [("layer", False), ("batch", False), ("layer", True)])
     def test_fused_for_inference_is_the_same_network(self, norm, rotary):

@@ -70,10 +70,8 @@ def assert_same(model, run, pairs, threshold, tolerance, doubtful=0.0):
         log_P = model(batch)
     expected = mutual_matches(log_P, threshold)
     found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
-    for side in "01":
-        matches, scores = (
-            getattr(expected, f"{kind}{side}").numpy() for kind in ("matches", "matching_scores")
-        )
+    for side, values in zip("01", (expected[:2], expected[2:])):
+        matches, scores = (value.numpy() for value in values)
         far = np.abs(found["matching_scores" + side] - scores) > tolerance
         assert (far | (found["matches" + side] != matches)).sum() <= doubtful * scores.size
     batch_index, index0, index1 = found["matches"].T

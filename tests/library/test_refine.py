@@ -1,5 +1,7 @@
 """Alignment of matches to a fraction of a pixel, on views whose homographies are known exactly."""
 
+from dataclasses import replace
+
 import cv2
 import numpy as np
 import pytest
@@ -7,10 +9,12 @@ from made_pairs import records_at
 from made_scenes import IDENTITY, MILD, places_shown
 
 from superglue_sift import Matcher
+from superglue_sift.features import sift
 from superglue_sift.features.features import Features
 from superglue_sift.geometry import refinement, two_view
 from superglue_sift.geometry.tracks import refine_tracks
 from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
 
 SIZE = (320, 240)
 TURN = np.array([[0.92, -0.26, 50], [0.26, 0.92, -20], [1e-4, -5e-5, 1]])
@@ -38,9 +42,17 @@ def scatter(H, count=150, px=0.5):
     return records_at(points[inside][:count]), records_at(truth + rng.normal(0, px, truth.shape))
 
 
+def refine(*inputs):
+    """`refinement.refine` as a result: refined positions beside those of image 0."""
+    moved, deviations, correlations = refinement.refine(*inputs)
+    points0 = sift.positions(inputs[2])
+    found = Matches(np.stack([np.arange(len(moved))] * 2, 1), np.ones(len(moved), np.float32))
+    return MatchResult(points0, moved, found, SIZE, SIZE, points0, moved, deviations, correlations)
+
+
 def errors_of(found, H):
-    """(K,) px, without matches that were not aligned."""
-    off = two_view.transform(found.aligned0.astype(float), H) - found.aligned1
+    """(K,) px, without matches that were not refined."""
+    off = two_view.transform(found.points0.astype(float), H) - found.points1
     return np.linalg.norm(off, axis=1)[np.isfinite(found.deviations)]
 
 
@@ -68,14 +80,14 @@ CHANGES = {
     ],
 )
 def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
-    found = refinement.align(texture(IDENTITY), CHANGES[change](texture(H)), *scatter(H))
+    found = refine(texture(IDENTITY), CHANGES[change](texture(H)), *scatter(H))
     assert np.isfinite(found.deviations).mean() > 0.85
     assert errors_of(found, H).mean() < (0.05 if change == "nothing" else 0.1)  # 0.6 before
     assert np.nanmedian(found.correlations) > 0.9
 
 
 def test_matches_that_start_far_off_are_aligned_from_a_coarser_level():
-    found = refinement.align(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
+    found = refine(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
     assert np.isfinite(found.deviations).mean() > 0.9  # 0.7 without
     assert errors_of(found, TURN).mean() < 0.1
 
@@ -88,11 +100,11 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     """Without that errors are several times as large, as the last line shows."""
     images = [texture(IDENTITY), texture(TURN)]
     images[which] = cv2.GaussianBlur(images[which], (0, 0), deviation)
-    found = refinement.align(*images, *scatter(TURN))
+    found = refine(*images, *scatter(TURN))
     error = np.median(errors_of(found, TURN))
     assert np.isfinite(found.deviations).mean() > 0.85 and error < limit_px
     monkeypatch.setattr(refinement, "BLURRED", 100.0)
-    assert np.median(errors_of(refinement.align(*images, *scatter(TURN)), TURN)) > 2 * error
+    assert np.median(errors_of(refine(*images, *scatter(TURN)), TURN)) > 2 * error
 
 
 def measure_deviations(folder, blur, count):
@@ -131,10 +143,11 @@ def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
     image = np.tile(step, (SIZE[1], 1))
     start = np.array([[160.8, 100.7], [159.1, 141.4]])
     points = np.array([[160.0, 100.0], [160.0, 140.0]])
-    found = refinement.align_points(image, image, points, start, np.tile(np.eye(2), (2, 1, 1)))
-    np.testing.assert_allclose(found.aligned1[:, 0], 160, atol=0.02)
-    np.testing.assert_allclose(found.aligned1[:, 1], start[:, 1], atol=0.02)
-    assert (found.deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
+    maps = np.tile(np.eye(2), (2, 1, 1))
+    moved, deviations, _ = refinement.refine_points(image, image, points, start, maps)
+    np.testing.assert_allclose(moved[:, 0], 160, atol=0.02)
+    np.testing.assert_allclose(moved[:, 1], start[:, 1], atol=0.02)
+    assert (deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
 
 
 def test_what_cannot_be_aligned_stays_where_sift_put_it():
@@ -147,12 +160,11 @@ def test_what_cannot_be_aligned_stays_where_sift_put_it():
     start[4] = 1e30
     maps = np.tile(np.eye(2), (9, 1, 1))
     maps[5:8] *= np.array([np.nan, 0.0, 1e6])[:, None, None]
-    found = refinement.align_points(image, image, points, start, maps)
-    assert np.isfinite(found.deviations).tolist() == [True, *[False] * 7, True]
-    np.testing.assert_array_equal(found.aligned1[1:8], start[1:8].astype(np.float32))
+    moved, deviations, _ = refinement.refine_points(image, image, points, start, maps)
+    assert np.isfinite(deviations).tolist() == [True, *[False] * 7, True]
+    np.testing.assert_array_equal(moved[1:8], start[1:8].astype(np.float32))
     flat = np.full(SIZE[::-1], 90, np.uint8)
-    without = refinement.align_points(flat, image, points, points, maps)
-    assert np.isnan(without.deviations).all()
+    assert np.isnan(refinement.refine_points(flat, image, points, points, maps)[1]).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 3)])
@@ -160,7 +172,7 @@ def test_what_cannot_be_aligned_stays_where_sift_put_it():
 def test_images_of_any_size_and_any_number_of_matches(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
-    found = refinement.align(image, image, records_at(points), records_at(points))
+    found = refine(image, image, records_at(points), records_at(points))
     np.testing.assert_array_equal(found.aligned1, points.astype(np.float32))
     assert np.isnan(found.deviations).all() and found.correlations.shape == (count,)
 
@@ -169,9 +181,10 @@ def test_a_result_stays_consistent():
     records = scatter(SHIFT, 50)
     sides = [Features(r, SIZE, texture(H)) for r, H in zip(records, (IDENTITY, SHIFT))]
     scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
-    found = MatchResult.of(*sides, np.arange(len(records[0])), scores)
-    assert found.aligned1 is None and found.align(sides[0], sides[1]._replace(gray=None)) is found
-    aligned = found.align(*sides)
+    indices = np.stack([np.arange(len(records[0]))] * 2, 1)
+    found = MatchResult.of(*sides, Matches(indices, scores))
+    assert found.aligned1 is None and found.refine(sides[0], sides[1]._replace(gray=None)) is found
+    aligned = found.refine(*sides)
     few = aligned.above(0.5)
     np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
     assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
@@ -203,10 +216,10 @@ def test_positions_of_a_track_do_not_depend_on_the_size_of_its_photographs():
     for unit in (1, 3):
         sides = [(unit * place).astype(np.float32) for place in places]
         size = (1600 * unit, 1200 * unit)
-        result = MatchResult(*sides, matches, np.ones(80, np.float32), size, size)
+        result = MatchResult(*sides, Matches(matches, np.ones(80, np.float32)), size, size)
         aligned1 = sides[0] + unit * SHIFT[:2, 2].astype(np.float32)
         deviations = np.full(80, 0.05 * unit, np.float32)
-        result = result._replace(aligned0=sides[0], aligned1=aligned1, deviations=deviations)
+        result = replace(result, aligned0=sides[0], aligned1=aligned1, deviations=deviations)
         found.append([side / unit for side in refine_tracks(sides, [(0, 1, result)])])
     np.testing.assert_allclose(found[0], found[1], atol=2e-3)
     assert np.abs(found[0][1] - found[0][0] - SHIFT[:2, 2]).mean() < 0.05  # 0.56 before

@@ -13,11 +13,12 @@ from made_scenes import IDENTITY, SHIFT, TURN
 from reading import read_json
 
 from benchmarks.dev import colmap
-from superglue_sift import Matcher, errors, likely
+from superglue_sift import Matcher, errors, matcher
 from superglue_sift.apps import cli
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.sift import root_sift_of
 from superglue_sift.geometry import scenes, two_view
+from superglue_sift.matches import Matches
 
 
 def records_of(descriptors, second=None):
@@ -50,14 +51,15 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
     sides = [records_of(each) for each in (one, other)]
-    found, scores = nearest.ratio_matches(*sides)
+    found = nearest.ratio_matches(*sides)
+    indices, scores = found.indices, found.scores
     rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
-    matches = set(map(tuple, found.tolist()))
+    matches = set(map(tuple, indices.tolist()))
     # a ratio within rounding of the limit may fall on either side
     least, most = (plain_matches(*rows, limit) for limit in (0.8 - 1e-4, 0.8 + 1e-4))
     assert least <= matches <= most
     assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
-    assert len(np.unique(found[:, 0])) == len(np.unique(found[:, 1])) == len(found)
+    assert len(np.unique(indices[:, 0])) == len(np.unique(indices[:, 1])) == len(found)
 
 
 def test_the_second_orientation_matches_too():
@@ -66,18 +68,17 @@ def test_the_second_orientation_matches_too():
     second = np.zeros_like(other)
     second[7] = one[3]
     sides = records_of(one), records_of(other, second)
-    found, _ = nearest.ratio_matches(*sides)
-    assert found.tolist() == [[3, 7]]
+    assert nearest.ratio_matches(*sides).indices.tolist() == [[3, 7]]
     alone = records_of(one[:1])
-    assert len(nearest.ratio_matches(alone, alone)[0]) == 0  # no ratio
+    assert len(nearest.ratio_matches(alone, alone)) == 0  # no ratio
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
 def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
     matches = np.array(matches, int).reshape(-1, 2)
     scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
-    kept = set(nearest.surest_each(*matches.T, scores))
-    assert kept == set(nearest.surest_each(*matches[:, ::-1].T, scores))
+    kept = set(nearest.most_confident_each(*matches.T, scores))
+    assert kept == set(nearest.most_confident_each(*matches[:, ::-1].T, scores))
     for i in range(len(matches)):
         rivals = (matches == matches[i]).any(axis=1)
         assert (i in kept) == (scores[i] == scores[rivals].max())
@@ -109,15 +110,15 @@ def test_matches_that_agree_open_a_pair_and_all_that_agree_fill_it():
     # The other 160 are left to the classical matcher
     network = np.concatenate([matches[:40], matches[200:220]])
     scores = np.concatenate([np.full(20, 0.95), np.full(20, 0.6), np.full(20, 0.4)])
-    scores = scores.astype(np.float32)
-    found = scenes.fill(network, scores, 0.28, sides, 0.5, more)
-    assert 0.9 < found.score < 1
-    right = found.matches[:, 0] < 200
+    network = Matches(network, scores.astype(np.float32))
+    found, score = scenes.fill(network, 0.28, sides, 0.5, more)
+    assert 0.9 < score < 1
+    right = found.indices[:, 0] < 200
     # Of 20 at random places few lie on their lines
     assert right.sum() == 200 and (~right).sum() < 3
-    assert (found.matches[:, 0] == found.matches[:, 1]).all()
-    alone = scenes.fill(network, scores, 0.28, sides, 0.5, more.only([]))
-    assert (alone.matches[:, 0] < 200).sum() == 40
+    assert (found.indices[:, 0] == found.indices[:, 1]).all()
+    alone, _ = scenes.fill(network, 0.28, sides, 0.5, Matches.none())
+    assert (alone.indices[:, 0] < 200).sum() == 40
 
 
 def test_an_unsure_match_is_kept_where_its_neighbours_say():
@@ -126,12 +127,12 @@ def test_an_unsure_match_is_kept_where_its_neighbours_say():
     epipole = np.array([1000.0, 0.0])  # the first camera's centre, in image 1
     sides[1].points[150:] += 0.1 * (epipole - sides[1].points[150:])  # some 100 px
     scores = np.repeat(np.float32([0.5, 0.05]), 100)
-    network = matches[:40], np.full(40, 0.6, np.float32)
-    found = scenes.fill(*network, 0.28, sides, 0.5, nearest.Matches(matches, scores))
-    kept = np.bincount(found.matches[:, 0] // 50, minlength=4)  # of each 50
+    network = Matches(matches[:40], np.full(40, 0.6, np.float32))
+    found, _ = scenes.fill(network, 0.28, sides, 0.5, Matches(matches, scores))
+    kept = np.bincount(found.indices[:, 0] // 50, minlength=4)  # of each 50
     assert kept[:2].tolist() == [50, 50]  # sure
     assert kept[2] > 40 and kept[3] < 5
-    unsure = found.scores[found.matches[:, 0] >= 100]
+    unsure = found.scores[found.indices[:, 0] >= 100]
     assert unsure.min() >= 0.5 and unsure.max() <= 0.6  # the means of those around them
 
 
@@ -153,15 +154,15 @@ def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
 
 def test_a_pair_below_the_limit_gives_nothing():
     sides, matches, more = made_pair(right=200, wrong=100)
-    scores = np.full(300, 0.6, np.float32)
-    found = scenes.fill(matches[200:], scores[200:], 0.28, sides, scenes.ACCEPT, more)
-    assert 0 < found.score < scenes.ACCEPT
-    assert found.matches.shape == (0, 2) and found.scores.shape == (0,)
-    right = matches[:200], scores[:200], 0.28, sides
-    assert len(scenes.fill(*right, 1.0, more).matches) == 0
-    assert len(scenes.fill(*right, 0.9, more).matches) == 200
-    none = scenes.fill(matches[:0], scores[:0], 0.28, sides, 0.0, more.only([]))
-    assert none.matches.shape == (0, 2) and none.score > scenes.SKIPPED
+    network = Matches(matches, np.full(300, 0.6, np.float32))
+    wrong = network.only(slice(200, None))
+    found, score = scenes.fill(wrong, 0.28, sides, scenes.ACCEPT, more)
+    assert 0 < score < scenes.ACCEPT and len(found) == 0
+    right = network.only(slice(200)), 0.28, sides
+    assert len(scenes.fill(*right, 1.0, more)[0]) == 0
+    assert len(scenes.fill(*right, 0.9, more)[0]) == 200
+    none, score = scenes.fill(Matches.none(), 0.28, sides, 0.0, Matches.none())
+    assert len(none) == 0 and score > scenes.SKIPPED
 
 
 def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
@@ -190,9 +191,9 @@ def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are
     names = ["Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0007.jpg", "entry-P10_0003.jpg"]
     one, near, other = (place.extract(folder / name) for name in names)
     asked = []
-    of_network = likely.match_pairs
+    of_network = matcher.match_pairs
     monkeypatch.setattr(
-        likely,
+        matcher,
         "match_pairs",
         lambda model, pairs, *more: asked.append(len(pairs)) or of_network(model, pairs, *more),
     )

@@ -50,9 +50,9 @@ def by_hand(folder):
     for ratio in 1.0 - np.arange(CONFIDENCE_BINS) / CONFIDENCE_BINS:
         right = found = 0
         for own, other, partners in zip(*records, truth):
-            near = neighbours(unit_rows(own), unit_rows(other))
-            passed = near.mutual & (near.ratio < min(ratio, 1.0 - 1e-9))
-            matches = np.where(passed, near.nearest, -1)
+            near, mutual = neighbours(unit_rows(own), unit_rows(other))
+            passed = near.only(mutual).above(max(1.0 - ratio, 1e-9))
+            matches, _ = passed.to_dense(len(own))
             asked = partners[: len(matches)]
             counted = (matches >= 0) & (asked != IGNORED)
             found = found + counted.sum()

@@ -50,7 +50,7 @@ def npz_names(folder):
 
 def forbid_matching(monkeypatch):
     monkeypatch.setattr(
-        "superglue_sift.likely.match_pairs", lambda *_: pytest.fail("matched twice")
+        "superglue_sift.matcher.match_pairs", lambda *_: pytest.fail("matched twice")
     )
 
 
