@@ -330,7 +330,8 @@ class Matcher:
         matched = iter(self.match_screened(asked))
         results = []
         for pair, each in zip(batch, screened):
-            found, score = Matches.none(), scenes.SKIPPED
+            found = Matches.none()
+            score = scenes.SKIPPED
             if each.agreeing >= rules.likely:
                 settings = self.threshold, self.resize, rules.accept
                 found, score = scenes.finish(each, *next(matched), *settings)
