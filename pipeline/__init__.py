@@ -17,7 +17,8 @@ What stages share:
     params        params.yaml: its keys, limits and messages
     distributed, signals, prefetch    ranks; requests to stop; work done ahead of time
     provenance, trained_on            code and versions; the photographs that a model has seen
-    tracking/     the local log of a run, and MLflow
+    tracking      the local log of a run; mlflow_store sends it to MLflow, served_model is the
+                  registered model
     bootstrap     means over pairs and their confidence intervals
     errors, files, compat    errors that a person reads; atomic writes; the two torch stacks
 """

@@ -20,9 +20,11 @@ CHANGES_NO_OUTPUT = (
     "pipeline.errors",
     "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
     "pipeline.launch",
+    "pipeline.mlflow_store",
     "pipeline.params",
     "pipeline.prefetch",  # results of others, in their order
     "pipeline.signals",
+    "pipeline.served_model",
     "pipeline.tracking",
     "superglue_sift.errors",
     "superglue_sift.files",

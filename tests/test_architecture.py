@@ -48,7 +48,9 @@ MAY_IMPORT = {
     "views": set(),
     "features": set(),
     "report": {"bootstrap", "provenance"},
-    "tracking": {"bootstrap", "provenance"},
+    "mlflow_store": {"bootstrap", "provenance", "served_model"},
+    "served_model": set(),
+    "tracking": {"mlflow_store", "provenance"},
     "fetch": {"image_sets", "views", "provenance"},
     "keypoints": {"image_sets", "views", "features", "prefetch", "signals", "provenance"},
     "train": {

@@ -231,23 +231,19 @@ def track(
     if args.mlflow_run is None:
         return
     folder = args.pairs or args.poses
-    prefix = f"pairs/{folder.resolve().stem}" if folder else tracking.EVALUATION
-    prefix = "paper" if args.paper else prefix
-    is_main = prefix == tracking.EVALUATION  # of the data it was trained on
+    name = "paper" if args.paper else folder.resolve().stem if folder else ""
+    prefix = "/".join(filter(None, (tracking.EVALUATION, name)))
+    is_main = not name  # of the data it was trained on
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
         for variant, content in contents.items():
-            group = "/".join(filter(None, (tracking.HEADLINE, "" if is_main else prefix, variant)))
-            leading = tracking.LEADING if is_main else ()
-            metrics = {
-                name if name in leading else f"{group}/{name}": value
-                for name, value in summary.headline(content).items()
-            }
+            group = "/".join(filter(None, (prefix, variant)))
+            metrics = {f"{group}/{key}": value for key, value in summary.headline(content).items()}
             run.log(metrics, int(info.get("step") or 0))
         run.artifact(args.out, prefix)
-        run.tags({f"{tracking.HIDDEN}{prefix}.processor": provenance.processor()})
+        run.tags({f"{tracking.TAGS}{prefix}.processor": provenance.processor()})
         if is_main:
             content = contents[""]
-            run.describe(summary.result(content), summary.note(content, prefix, tracking.RUN_ID))
+            run.describe(summary.result(content), summary.note(content))
             run.compare_with_champion(args.out / "pairs.csv")
 
 

@@ -116,21 +116,19 @@ def text(content: Content) -> str:
     return "\n\n".join(filter(None, sections))
 
 
-def note(content: Content, folder: str, run_id: str) -> str:
-    """Description of an MLflow run in Markdown: verdict, table, two pictures from its artifacts in
-    `folder`.
-    """
-    notes = " ".join(f"{line.rstrip('.')}." for line in content.notes)
-    table = "\n\n".join([tables.comparison(content.table), tables.negatives(content.table)])
-    lines = [
-        " ".join(verdict(content)),
-        f"```\n{table.strip()}\n```",
-        f"{content.title}; {notes} All metrics: `{folder}/matchers.csv`; pictures and curves:"
-        f" `{folder}/index.html`.",
+def note(content: Content) -> str:
+    """Description of an MLflow run: a Markdown table of at most four matchers, ours first."""
+    ours = content.table[OURS]
+    words = ("precision", "recall", "matching_score")
+    shown = [each for each in (leading_area(content), *map(Measure, words)) if each in ours]
+    found = tables.negative_matches(content.table)
+    head = [
+        f"{content.title}, in %",
+        *map(tables.heading, shown),
+        *(["wrong matches"] * bool(found)),
     ]
-    for picture in content.pictures:
-        if picture.name in PICTURES:
-            place = f"get-artifact?path={folder}/pictures/{picture.name}.png&run_uuid={run_id}"
-            words = f"**{PICTURES[picture.name]}.** {picture.caption}"
-            lines.append(f"{words}\n\n![{picture.name}]({place})")
-    return "\n\n".join(lines)
+    rows = [head, ["---"] * len(head)]
+    for matcher, values in list(content.table.items())[:4]:
+        negative = [f"{found[matcher][0]:.1f}" if matcher in found else "-"] * bool(found)
+        rows.append([title(matcher), *(tables.percent(values.get(m)) for m in shown), *negative])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -7,7 +7,7 @@ import cv2
 import numpy as np
 import pytest
 
-from pipeline.tracking.mlflow_store import save_model
+from pipeline.mlflow_store import save_model
 from superglue_sift import Matcher
 from superglue_sift.network.weights import shipped_weights
 

@@ -18,11 +18,9 @@ from waiting import wait_until
 
 from pipeline import tracking
 from pipeline.errors import RequestError
+from pipeline.mlflow_store import redact
 from pipeline.provenance import main_root
-from pipeline.tracking import __main__ as command
-from pipeline.tracking import sender
-from pipeline.tracking.log import EventLog
-from pipeline.tracking.secrets import redact
+from pipeline.tracking import EventLog
 from pipeline.train import __main__ as train
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,8 +35,8 @@ def quick(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
     monkeypatch.setenv(SAMPLING, "3600")
-    monkeypatch.setattr(sender, "POLL_SECONDS", 0.1)
-    monkeypatch.setattr(sender, "LONGEST_PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(tracking, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(tracking, "LONGEST_PAUSE_SECONDS", 0.2)
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ def stored_run(store, run=None):
     client = client_of(store)
     runs = client.search_runs([e.experiment_id for e in client.search_experiments()])
     if run is not None:
-        runs = [each for each in runs if each.data.tags["mlflow.superglue.run_key"] == run.key]
+        runs = [each for each in runs if each.data.tags["superglue.run_key"] == run.key]
     assert len(runs) == 1
     return runs[0]
 
@@ -94,11 +92,11 @@ def write_weights(path, name="trained"):
 
 def resend(folder, *more):
     """The exit code of the command on the reports in a folder, as in a process of its own."""
-    senders = [each for each in threading.enumerate() if isinstance(each, sender.Sender)]
+    senders = [each for each in threading.enumerate() if isinstance(each, tracking.Sender)]
     for each in senders:
         if each._given_up.is_set():  # it may still be in a request
             each.join(PATIENCE)
-    return command.main(["resend", "--reports", str(folder), *more])
+    return tracking.main(["resend", "--reports", str(folder), *more])
 
 
 def log_steps(run, start, stop):
@@ -128,7 +126,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     assert stored.data.params["train.lr"] == "0.0001"
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
-    assert {"mlflow.superglue.git.commit", "mlflow.superglue.git.dirty"} < set(stored.data.tags)
+    assert {"superglue.git.commit", "superglue.git.dirty"} < set(stored.data.tags)
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
     (file,) = client.list_artifacts(stored.info.run_id, "pictures")
     assert file.path == "pictures/matches.png"
@@ -165,7 +163,7 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
         pairs = pairs_csv(tmp_path / name / "pairs.csv", errors, keypoints)
         with tracking.attach(folder / "log.jsonl", training=name) as run:
             run.artifact(pairs, "test")
-            run.describe("AUC@5", f"Verdict on {name}, {tracking.RUN_ID}.")
+            run.describe("AUC@5", f"Verdict on {name}, run.")
             run.compare_with_champion(pairs)
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
@@ -178,7 +176,7 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     versions = [client.get_model_version("superglue-sift", str(n)) for n in range(1, 6)]
     said = [version.tags.get("champion", "") for version in versions]
     assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
-    assert versions[4].description == f"Verdict on better, {versions[4].run_id}."
+    assert versions[4].description == "Run better, result AUC@5"
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, store, tmp_path):

@@ -14,7 +14,7 @@ import base64
 import binascii
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Optional
 
 import cv2
 import numpy as np
@@ -25,22 +25,26 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType
 
 from superglue_sift import Matcher, RequestError
-from superglue_sift.apps.results import aligned_lists
 from superglue_sift.features.images import UPRIGHT, BadImage, decode_gray
 
 WEIGHTS = "weights"  # name of the artifact
 MAX_KEYPOINTS = 4096  # of an image, in any request
 MAX_PIXELS = 50_000_000  # of an image given as pixels
-# threshold 0: the model's own
-PARAMS = {"threshold": 0.0, "max_keypoints": MAX_KEYPOINTS, "refine": True}
+REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 
 
-def signature() -> ModelSignature:
-    """Columns image0 and image1, and the parameters."""
-    kinds = {float: DataType.double, int: DataType.long, bool: DataType.boolean}
+def signature(threshold: float) -> ModelSignature:
+    """Columns image0 and image1, and the parameters with their defaults.
+
+    threshold: the model's own.
+    """
     inputs = Schema([ColSpec(AnyType(), name) for name in ("image0", "image1")])
-    specs = [ParamSpec(name, kinds[type(value)], value) for name, value in PARAMS.items()]
-    return ModelSignature(inputs=inputs, params=ParamSchema(specs))
+    params = [
+        ParamSpec("threshold", DataType.double, threshold),
+        ParamSpec("max_keypoints", DataType.long, MAX_KEYPOINTS),
+        ParamSpec("refine", DataType.boolean, True),
+    ]
+    return ModelSignature(inputs=inputs, params=ParamSchema(params))
 
 
 def input_example() -> List[Dict[str, str]]:
@@ -85,42 +89,49 @@ class Answers:
 
     # Without types: MLflow reads them as a signature
     def predict(self, context, model_input, params=None):
-        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2), scores (K,), as lists;
-        aligned0, aligned1 (K, 2), deviations (K,) px, None where a position was not refined,
-        correlations (K,); None with refine=False.
+        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2) and scores (K,), as lists; and
+        aligned0, aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
+        position was not refined. With refine=False, these four are None.
 
         Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason in one
         line.
         """
-        asked = {**PARAMS, **(params or {})}
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
         try:
-            return [self._match(row, asked) for row in rows]
+            return [self._match(row, **(params or {})) for row in rows]
         except (RequestError, BadImage) as error:
             raise MlflowException.invalid_parameter_value(str(error)) from None
 
-    def _match(self, row: Mapping[str, Any], asked: Mapping[str, Any]) -> Dict[str, Any]:
-        threshold = float(asked["threshold"])
-        max_keypoints = int(asked["max_keypoints"])
-        if not 0 <= threshold < 1 or not 1 <= max_keypoints <= MAX_KEYPOINTS:
-            raise RequestError(f"threshold must be 0 to 1, max_keypoints 1 to {MAX_KEYPOINTS}")
+    def _match(
+        self,
+        row: Mapping[str, Any],
+        threshold: Optional[float] = None,
+        max_keypoints: int = MAX_KEYPOINTS,
+        refine: bool = True,
+    ) -> Dict[str, Any]:
+        if not 1 <= max_keypoints <= MAX_KEYPOINTS:
+            raise RequestError(f"max_keypoints: must be 1 to {MAX_KEYPOINTS}")
         matcher = dataclasses.replace(
             self.matcher,
-            max_keypoints=max_keypoints,
-            threshold=threshold or self.matcher.threshold,
-            refine=bool(asked["refine"]),
+            max_keypoints=int(max_keypoints),
+            threshold=self.matcher.threshold if threshold is None else float(threshold),
+            refine=bool(refine),
         )
-        matches = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
+        found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
-        return {
-            **{name: np.asarray(getattr(matches, name)).tolist() for name in names},
-            **aligned_lists(matches),
-        }
+        answer: Dict[str, Any] = {name: np.asarray(getattr(found, name)).tolist() for name in names}
+        for name in REFINED:
+            values = None
+            if found.aligned1 is not None:
+                values = np.asarray(getattr(found, name), np.float64).round(4)
+                values = np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
+            answer[name] = values
+        return answer
 
 
 class MatcherModel(Answers, PythonModel):
     """`Matcher` behind MLflow's interface. One answer for each row of the input."""
 
 
-if __name__ != "pipeline.tracking.matcher_model":  # loaded by MLflow from the model's copy
+if __name__ != "pipeline.served_model":  # loaded by MLflow from the model's copy
     set_model(MatcherModel())

@@ -1,0 +1,498 @@
+"""MLflow, 3.1 and later: addresses, the local store, the events of a run, and the best model."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+from urllib.parse import unquote, urlsplit
+
+from pipeline import errors, provenance
+from pipeline.bootstrap import MIN_CLUSTERS, Clusters, auc_by_pair
+
+EXPERIMENT = "superglue-sift"
+MODEL = "superglue-sift"  # in the model registry
+CHAMPION = "champion"  # its alias for the best version
+EVALUATION = "test"  # prefix of the metrics, and folder of the files, of the stage `evaluate`
+VALIDATION_F1 = "val/f1"
+AUC = f"{EVALUATION}/auc_5"
+LIMIT = 5  # px, of the AUC that decides
+SEPARATOR = " · "  # between a run's name and its result
+TAGS = "superglue."  # prefix of our tags
+KEY_TAG = f"{TAGS}run_key"
+OWN_STORE = "sqlite:///mlflow.db"  # of a clone
+CUDA_STORE = "mlflow-cu111.db"  # of the CUDA 11.1 image, whose MLflow is older
+ARTIFACTS = "mlartifacts"  # folder of the files of all runs, beside a local store
+
+
+Event = Dict[str, Any]
+
+
+# --- no password is printed, stored or sent
+
+SECRETS = (
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+)
+# The login in front of the name of a server or a database, and the value of `?password=...`
+_LOGIN = re.compile(r"\b((?:https?|\w+sql(?:\+\w+)?)://)[^\s'\"<>]*@")
+_OPTION = re.compile(r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig)[\w.-]*=)[^\s'\"&;]*")
+
+
+def redact(value: Any) -> Any:
+    """A text, or a JSON value with its texts, without logins in addresses and without the secrets
+    of the environment.
+    """
+    if isinstance(value, dict):
+        return {key: redact(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(inner) for inner in value]
+    if not isinstance(value, str):
+        return value
+    text = _OPTION.sub(r"\1***", _LOGIN.sub(r"\1", value))
+    secrets = [os.environ.get(name, "") for name in SECRETS]
+    with contextlib.suppress(ValueError):
+        password = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", "")).password or ""
+        secrets += [password, unquote(password)]
+    for secret in secrets:
+        if len(secret) > 3:
+            text = text.replace(secret, "***")
+    return text
+
+
+def say(text: str) -> None:
+    """Print one line to stderr."""
+    print(f"tracking: {redact(text)}", file=sys.stderr, flush=True)
+
+
+# --- addresses
+
+
+def database(uri: str) -> Optional[Path]:
+    """The file of a SQLite address; None for a server. A relative file lies in the user's clone."""
+    scheme, _, path = uri.partition(":///")
+    return provenance.main_root() / path if scheme == "sqlite" and path else None
+
+
+def place_of(uri: str) -> str:
+    """An address as logs name it: without a password, and the store of a clone without the folder
+    of the clone, which may be copied or moved.
+    """
+    return OWN_STORE if database(uri) == database(OWN_STORE) else redact(uri)
+
+
+def experiment_name() -> str:
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+
+
+def error_code(error: Exception) -> str:
+    """The error code of MLflow's answer; "" for other errors."""
+    return getattr(error, "error_code", "")
+
+
+def reason_of(error: Exception) -> str:
+    return textwrap.shorten(redact(str(error)) or type(error).__name__, 200, placeholder="...")
+
+
+# --- MLflow, 3.1 and later
+
+# Columns of a local store that hold paths of artifacts
+PATHS = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "storage_location"),
+)
+AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
+TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+FILE_SECONDS = "300"  # for the answer to a file
+ENVIRONMENT = {
+    TIMEOUT: "5",  # seconds, for small requests
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+    "MLFLOW_LOGGING_LEVEL": "ERROR",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+}
+VIEW_TAG = "mlflow.sharedViewState.results"
+# MLflow's table of runs at the address that `ui` prints. MLflow 3.1 shows an error if a key is
+# missing.
+VIEW = {
+    "selectedColumns": [
+        "params.`train.lr`",
+        "params.`train.steps`",
+        f"metrics.`{VALIDATION_F1}`",
+        f"metrics.`{AUC}`",
+        f"metrics.`{AUC}_gain`",
+    ],
+    "orderByKey": "attributes.start_time",
+    "orderByAsc": False,
+    "searchFilter": "",
+    "startTime": "ALL",
+    "lifecycleFilter": "Active",
+    "modelVersionFilter": "All Runs",
+    "datasetsFilter": [],
+    "runsPinned": [],
+    "runsHidden": [],
+    "runsHiddenMode": "FIRST_10_RUNS",
+    "groupBy": None,
+    "runsExpanded": {},
+    "groupsExpanded": {},
+    "runsVisibilityMap": {},
+    "chartsSearchFilter": "",
+}
+ABOUT_MODEL = (
+    "SuperGlue on SIFT keypoints. Each version is the best model of one training. The alias"
+    f" `{CHAMPION}` belongs to the first version, until another one is better on the same pairs of"
+    " photographs: the 95 % interval of the difference of AUC@5 lies above 0. A version's tag"
+    f" `{CHAMPION}` says how it compared."
+)
+
+
+def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
+    """A client of the server or local store, and the id of the experiment, which is created if it
+    does not exist. Raises RequestError for an address without a scheme.
+    """
+    for key, value in ENVIRONMENT.items():
+        os.environ.setdefault(key, value)
+    import mlflow
+    from mlflow.tracking import MlflowClient
+
+    for logger in ("mlflow", "alembic"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    if "://" not in uri and not uri.startswith("databricks"):
+        raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
+    # MLflow finds artifacts and the source of a model with the global address, not the client's
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_registry_uri(uri)
+    path = database(uri)
+    # MLflow's default is the current directory, which may be a temporary copy of DVC
+    place = (path.resolve().parent / ARTIFACTS / name).as_uri() if path else None
+    if path:
+        create_database(path)
+        bind_artifacts(path, name, str(place))
+    client = MlflowClient(uri, uri)
+    experiment = client.get_experiment_by_name(name)
+    number = experiment.experiment_id if experiment else client.create_experiment(name, place)
+    view = json.dumps(VIEW)
+    if experiment is None or experiment.tags.get(VIEW_TAG) != view:
+        client.set_experiment_tag(number, VIEW_TAG, view)
+    return client, number
+
+
+def create_database(path: Path) -> None:
+    """Create the file of a local store, or bring it to the tables of this version of MLflow.
+
+    This happens in a file beside it, which is then renamed: a process that is killed meanwhile
+    leaves the store as it was. Raises RequestError for a file that MLflow cannot read.
+    """
+    from mlflow.store.db import utils
+
+    newest = utils._get_latest_schema_revision()
+    if _revision(path) == newest:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.new")
+    with open(beside, "ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may do the same
+        if _revision(path) == newest:
+            beside.unlink(missing_ok=True)
+            return
+        # what a killed process left
+        beside.with_name(f"{beside.name}-journal").unlink(missing_ok=True)
+        shutil.copyfile(path if path.is_file() else os.devnull, beside)
+        logging.disable(logging.INFO)  # one line for each change of a table
+        try:
+            engine = utils.create_sqlalchemy_engine(f"sqlite:///{beside}")
+            utils._initialize_tables(engine)
+            engine.dispose()
+            beside.replace(path)
+        except Exception as error:
+            raise errors.RequestError(
+                f"MLflow cannot read {path} ({reason_of(error)}); rename or delete it, and the next"
+                " run makes a new one"
+            ) from None
+        finally:
+            logging.disable(logging.NOTSET)
+            beside.unlink(missing_ok=True)
+
+
+def _revision(path: Path) -> str:
+    """The revision of the tables in a local store; "" without a complete store."""
+    if not path.is_file():
+        return ""
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as store:
+        return next(store.execute("SELECT version_num FROM alembic_version"), ("",))[0]
+    return ""
+
+
+def bind_artifacts(path: Path, name: str, place: str) -> None:
+    """Let an experiment and its runs have their files in the folder `place` beside the store.
+
+    MLflow stores whole paths. In a clone that was copied or moved, or that a container sees at
+    another path, they name the old folder.
+    """
+    with contextlib.closing(sqlite3.connect(path, timeout=60)) as store, store:
+        query = "SELECT artifact_location FROM experiments WHERE name = ?"
+        (old,) = next(store.execute(query, (name,)), (place,))
+        if old == place or not old.endswith(f"/{ARTIFACTS}/{place.rpartition('/')[2]}"):
+            return
+        for table, column in PATHS:
+            store.execute(
+                f"UPDATE {table} SET {column} = ? || substr({column}, ?)"
+                f" WHERE {column} = ? OR substr({column}, 1, ?) = ?",
+                (place, len(old) + 1, old, len(old) + 1, f"{old}/"),
+            )
+
+
+class Store:
+    """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
+
+    def __init__(self, uri: str, header: Event) -> None:
+        self._client, self._experiment = open_experiment(uri, header["experiment"])
+        query = f"tags.`{KEY_TAG}` = '{header['run']}'"
+        runs = self._client.search_runs([self._experiment], query, max_results=1)
+        self.is_new = not runs
+        if self.is_new:
+            tags = {**header.get("tags", {}), KEY_TAG: header["run"]}
+            run = self._client.create_run(
+                self._experiment, header.get("time"), tags, header.get("name")
+            )
+            runs = [run]
+        self.run_id = runs[0].info.run_id
+
+    def is_active(self) -> bool:
+        """Whether the run can be written, since nobody has deleted it."""
+        return self._client.get_run(self.run_id).info.lifecycle_stage == "active"
+
+    def send(self, events: List[Event]) -> None:
+        """Add metrics, params, tags, data and the state of the run."""
+        from mlflow.entities import Metric, Param, RunTag
+
+        metrics = []
+        params = []
+        tags: Dict[str, str] = {}
+        for event in events:
+            for name, value in event.get("metrics", {}).items():
+                metrics.append(Metric(name, float(value), event["time"], event["step"]))
+            params += [Param(*item) for item in event.get("params", {}).items()]
+            tags.update({} if "run" in event else event.get("tags", {}))
+        run_tags = [RunTag(*item) for item in tags.items()]
+        items = {"metrics": metrics, "params": params, "tags": run_tags}
+        for kind, most in AT_ONCE.items():
+            for at in range(0, len(items[kind]), most):
+                part: Dict[str, Any] = {kind: items[kind][at : at + most]}
+                self._client.log_batch(self.run_id, **part)
+        for event in events:
+            if "dataset" in event:
+                self._log_dataset(event["dataset"])
+            if "end" in event:
+                self._client.set_terminated(self.run_id, event["end"], event["time"])
+
+    def _log_dataset(self, event: Event) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        source = json.dumps({"uri": event["source"], "digest": event["digest"]})
+        short = event["digest"].rpartition(":")[2][:36]  # MLflow's limit; `source` has all of it
+        data = Dataset(event["name"], short, "local", source)
+        inputs = [DatasetInput(data, [InputTag("mlflow.data.context", "training")])]
+        self._client.log_inputs(self.run_id, datasets=inputs)
+
+    def send_files(self, event: Event) -> None:
+        """Send the files of an event, or compare its model."""
+        before = os.environ[TIMEOUT]
+        os.environ[TIMEOUT] = FILE_SECONDS
+        try:
+            if "artifact" in event:
+                send = self._client.log_artifact
+                if Path(event["artifact"]).is_dir():
+                    send = self._client.log_artifacts
+                send(self.run_id, event["artifact"], event["folder"] or None)
+            if "model" in event:
+                self._register(event["model"], event["step"])
+            if "compare" in event:
+                self._compare_with_champion(Path(event["compare"]))
+        finally:
+            os.environ[TIMEOUT] = before
+
+    def _register(self, files: List[str], step: int) -> None:
+        """Log the weights as a model of the run, and register a version. The first is champion."""
+        from mlflow.entities import LoggedModelOutput
+
+        from superglue_sift import Matcher
+
+        done = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        if any(version.tags.get("step") == str(step) for version in done):
+            return
+        threshold = Matcher.load(files[0], device="cpu").threshold  # also checks the file
+        logged = self._client.create_logged_model(
+            self._experiment, MODEL, self.run_id, model_type="matcher"
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            save_model(Path(folder) / "model", self.run_id, logged.model_id, files, threshold)
+            self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
+        self._client.finalize_logged_model(logged.model_id, "READY")
+        self._client.log_outputs(self.run_id, [LoggedModelOutput(logged.model_id, step)])
+        registered = self._client.search_registered_models(f"name = '{MODEL}'")
+        if not registered:
+            self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
+        elif registered[0].description != ABOUT_MODEL:
+            self._client.update_registered_model(MODEL, ABOUT_MODEL)
+        version = self._client.create_model_version(
+            MODEL,
+            f"models:/{logged.model_id}",
+            self.run_id,
+            {"step": str(step)},
+            model_id=logged.model_id,
+            await_creation_for=0,
+        ).version
+        self._describe(version)
+        champion = self._champion()
+        if champion is None or champion.run_id == self.run_id:
+            self._crown(version, "yes: the first version" if champion is None else "yes")
+        else:
+            self._client.set_model_version_tag(MODEL, version, CHAMPION, "no: not yet evaluated")
+
+    def _describe(self, version: str) -> None:
+        """Say on the page of a version what it is: its run, preset and AUC."""
+        run = self._client.get_run(self.run_id)
+        name, _, result = str(run.info.run_name).partition(SEPARATOR)
+        preset = run.data.tags.get(f"{TAGS}preset", "")
+        about = {"run": name, "preset": preset, "result": result or "not yet evaluated"}
+        text = ", ".join(f"{key} {value}" for key, value in about.items() if value)
+        self._client.update_model_version(MODEL, version, f"{text[0].upper()}{text[1:]}")
+        for key, value in about.items():
+            self._client.set_model_version_tag(MODEL, version, key, value)
+
+    def _champion(self) -> Any:
+        """The version with the alias; None if there is none."""
+        number = self._client.get_registered_model(MODEL).aliases.get(CHAMPION)
+        return None if number is None else self._client.get_model_version(MODEL, number)
+
+    def _crown(self, version: str, reason: str) -> None:
+        self._client.set_registered_model_alias(MODEL, CHAMPION, version)
+        self._client.set_model_version_tag(MODEL, version, CHAMPION, reason)
+
+    def _compare_with_champion(self, pairs: Path) -> None:
+        """Give the alias to the run's model if it beats the champion on the same pairs."""
+        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        if not versions:
+            return
+        version = str(max(int(each.version) for each in versions))
+        self._describe(version)
+        champion = self._champion()
+        if champion is None or champion.run_id == self.run_id:
+            return
+        path = f"{EVALUATION}/pairs.csv"
+        files = [file.path for file in self._client.list_artifacts(champion.run_id, EVALUATION)]
+        theirs = None
+        with tempfile.TemporaryDirectory() as folder:
+            if path in files:
+                theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
+            better, reason = better_than(pairs, theirs)
+        result = f"{reason}, against version {champion.version}"
+        if better:
+            self._crown(version, f"yes: {result}")
+            lost = f"no: version {version} is better"
+            self._client.set_model_version_tag(MODEL, champion.version, CHAMPION, lost)
+        else:
+            self._client.set_model_version_tag(MODEL, version, CHAMPION, f"no: {result}")
+        best = version if better else champion.version
+        say(f"{MODEL} version {best} is {CHAMPION}; version {version}: {result}")
+
+
+def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
+    """Whether a model is better than another one, and why, by the pairs.csv of their evaluations.
+
+    Better: the 95 % interval of the difference of AUC@5 on the same pairs is above 0, with enough
+    photographs. theirs: None for a model that was never evaluated.
+    """
+    import pandas
+
+    if theirs is None:
+        return True, "that version was never evaluated"
+    tables = [pandas.read_csv(path, dtype=str) for path in (ours, theirs)]
+    nearest, rows = (
+        [table[table.matcher == name].reset_index(drop=True) for table in tables]
+        for name in ("nn", "superglue")
+    )
+    if not nearest[0].equals(nearest[1]):  # the same keypoints give the same nearest neighbours
+        return False, "evaluated on other pairs"
+    error = next(name for name in rows[0] if name.startswith("error_"))
+    areas = [auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
+    clusters = Clusters(list(rows[0].scene))
+    difference = clusters.mean(areas[0] - areas[1]).line()
+    if difference["low"] is None:
+        return False, "one photograph is not enough to compare"
+    value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))
+    better = difference["low"] > 0 and clusters.count >= MIN_CLUSTERS
+    return better, (
+        f"AUC@{LIMIT} {value} points, 95 % interval {low} .. {high},"
+        f" {difference['pairs']} pairs of {clusters.count} scenes"
+    )
+
+
+def make_monitors() -> List[Any]:
+    """MLflow's monitors of CPU and memory, and of NVIDIA's GPUs where there are some."""
+    from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
+    from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+
+    monitors: List[Any] = [CPUMonitor()]
+    with contextlib.suppress(Exception):  # without a driver or its library: of various types
+        monitors.append(GPUMonitor())
+    return monitors
+
+
+def save_model(
+    folder: Path, run_id: str, model_id: str, files: List[str], threshold: float
+) -> None:
+    """Write an MLflow model. files: the weights, and their JSON. threshold: the model's own."""
+    from mlflow import pyfunc
+    from mlflow.models import Model
+
+    import superglue_sift
+    from pipeline import served_model
+
+    pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
+    pyfunc.save_model(
+        folder,
+        python_model=str(served_model.__file__),
+        code_paths=[str(Path(superglue_sift.__file__).parent)],
+        artifacts=dict(zip((served_model.WEIGHTS, "description"), files)),
+        signature=served_model.signature(threshold),
+        input_example=served_model.input_example(),
+        pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
+        mlflow_model=Model(run_id=run_id, model_id=model_id),
+    )
+
+
+def show_pages(uri: str, host: str, port: int) -> int:
+    """Become MLflow's server on the local store, and print the address of the table of runs."""
+    _, experiment = open_experiment(uri, experiment_name())
+    table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
+    table += "&workflowType=machine_learning"  # else MLflow 3.17 opens its page for chat models
+    if database(uri) is None:
+        print(f"table of runs: {redact(uri)}{table}")
+        return 0
+    print(f"table of runs: http://127.0.0.1:{port}{table}\nCtrl-C ends MLflow", flush=True)
+    other = provenance.main_root() / CUDA_STORE
+    if other.is_file() and database(uri) != other:
+        print(f"{other} has the runs of the CUDA 11.1 image: its command `ui` shows them")
+    sys.stdout.flush()
+    # In the environment, `ps` does not show a password
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri
+    server = ["mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
+    return os.execv(sys.executable, [sys.executable, "-m", *server])
