@@ -86,6 +86,13 @@ def database(uri: str) -> Optional[Path]:
     return provenance.main_root() / path if scheme == "sqlite" and path else None
 
 
+def shorten(path: Path) -> str:
+    """A path for a log: that of a file of the user's clone begins there."""
+    path = path.resolve()
+    root = provenance.main_root().resolve()
+    return str(path.relative_to(root) if root in path.parents else path)
+
+
 def place_of(uri: str) -> str:
     """An address as logs name it: without a password, and the store of a clone without the folder
     of the clone, which may be copied or moved.
@@ -222,8 +229,8 @@ def create_database(path: Path) -> None:
             beside.replace(path)
         except Exception as error:
             raise errors.RequestError(
-                f"MLflow cannot read {path} ({reason_of(error)}); rename or delete it, and the next"
-                " run makes a new one"
+                f"MLflow cannot read {path.name}; rename or delete it, and the next run makes a new"
+                f" one; {reason_of(error)}"
             ) from None
         finally:
             logging.disable(logging.NOTSET)
@@ -317,14 +324,14 @@ class Store:
         os.environ[TIMEOUT] = FILE_SECONDS
         try:
             if "artifact" in event:
-                send = self._client.log_artifact
-                if Path(event["artifact"]).is_dir():
-                    send = self._client.log_artifacts
-                send(self.run_id, event["artifact"], event["folder"] or None)
+                path = provenance.main_root() / event["artifact"]
+                send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+                send(self.run_id, str(path), event["folder"] or None)
             if "model" in event:
-                self._register(event["model"], event["step"])
+                files = [str(provenance.main_root() / name) for name in event["model"]]
+                self._register(files, event["step"])
             if "compare" in event:
-                self._compare_with_champion(Path(event["compare"]))
+                self._compare_with_champion(provenance.main_root() / event["compare"])
         finally:
             os.environ[TIMEOUT] = before
 
@@ -334,10 +341,10 @@ class Store:
 
         from superglue_sift import Matcher
 
+        threshold = Matcher.load(files[0], device="cpu").threshold  # first, to check the file
         done = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if any(version.tags.get("step") == str(step) for version in done):
             return
-        threshold = Matcher.load(files[0], device="cpu").threshold  # also checks the file
         logged = self._client.create_logged_model(
             self._experiment, MODEL, self.run_id, model_type="matcher"
         )

@@ -40,6 +40,7 @@ from pipeline.mlflow_store import (
     reason_of,
     redact,
     say,
+    shorten,
 )
 from pipeline.params import flatten
 
@@ -196,7 +197,7 @@ class Run:
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Add a file, or all files of a folder, under `folder` of the run. Sent at the end."""
-        self._append({"artifact": str(path.resolve()), "folder": folder})
+        self._append({"artifact": shorten(path), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "") -> None:
         """Record the data of the run. `digest` is its full hash."""
@@ -211,11 +212,11 @@ class Run:
 
     def model(self, *paths: Path, step: int = 0) -> None:
         """Register the model at the end. paths: its weights, and their JSON."""
-        self._append({"model": [str(path.resolve()) for path in paths], "step": step})
+        self._append({"model": [shorten(path) for path in paths], "step": step})
 
     def compare_with_champion(self, pairs: Path) -> None:
         """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": str(pairs.resolve())})
+        self._append({"compare": shorten(pairs)})
 
     def tags(self, tags: Dict[str, str]) -> None:
         """Set further tags."""
@@ -550,7 +551,8 @@ class Sender(threading.Thread):
 
 def _paths(event: Event) -> List[Path]:
     """The files that an event sends and that are there."""
-    paths = [Path(name) for name in event.get("model") or [event.get("artifact")] if name]
+    names = event.get("model") or [event.get("artifact")]
+    paths = [provenance.main_root() / name for name in names if name]
     found = [file for path in paths for file in (path, *path.rglob("*"))]
     return [file for file in found if file.is_file()]
 

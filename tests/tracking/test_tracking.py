@@ -1,6 +1,9 @@
 """Tracking: the log comes first, every point arrives, and no server can hold up or end the work."""
 
+import contextlib
 import os
+import shutil
+import sqlite3
 import subprocess
 import sys
 import textwrap
@@ -14,6 +17,7 @@ from faults.group import digest
 from made_scenes import write_model
 from made_trainings import leave_mlflow_out
 from mlflow_gate import Gate, Silent
+from reading import read_files
 from waiting import wait_until
 
 from pipeline import tracking
@@ -157,13 +161,13 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
 
     def champion_after(name, errors, keypoints=9):
         model = write_weights(tmp_path / "best.safetensors", name)
-        with open_run(folder, training=name) as run:
+        with open_run(folder, training=name, name=name, tags={"superglue.preset": "ci"}) as run:
             run.model(model, step=1)
         (tmp_path / name).mkdir()
         pairs = pairs_csv(tmp_path / name / "pairs.csv", errors, keypoints)
         with tracking.attach(folder / "log.jsonl", training=name) as run:
             run.artifact(pairs, "test")
-            run.describe("AUC@5", f"Verdict on {name}, run.")
+            run.describe("AUC@5 60.0", "| a table |")
             run.compare_with_champion(pairs)
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
@@ -174,9 +178,12 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     assert champion_after("worse", [4.0] * 24) == 1
     assert champion_after("better", [e / 2 for e in some]) == 5
     versions = [client.get_model_version("superglue-sift", str(n)) for n in range(1, 6)]
-    said = [version.tags.get("champion", "") for version in versions]
-    assert said[0] == "" and "other pairs" in said[2] and "95 % interval" in said[4]
-    assert versions[4].description == "Run better, result AUC@5"
+    said = [version.tags["champion"] for version in versions]
+    assert said[0] == "no: version 5 is better"
+    assert said[2] == "no: evaluated on other pairs, against version 1"
+    assert said[4].startswith("yes: AUC@5 +") and "95 % interval" in said[4]
+    assert versions[4].description == "Run better, preset ci, result AUC@5 60.0"
+    assert "`champion`" in client.get_registered_model("superglue-sift").description
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, store, tmp_path):
@@ -321,7 +328,7 @@ def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
         run = type("Known", (), {"key": key})
         assert steps(store, "train/loss", run) == [2, 4, 6, 8]
         assert steps(store, "val/f1", run) == [0, 2, 4, 6, 8]  # the initial weights first
-    assert EventLog(reports / "train/log.jsonl").sent(gate.uri)
+    assert EventLog(reports / "train/log.jsonl").sent()[gate.uri]
 
 
 def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(
@@ -452,20 +459,148 @@ def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, 
     assert "hunter22" not in (tmp_path / "log.jsonl").read_text()
 
 
-def test_the_address_of_a_run_comes_before_that_of_the_environment(tmp_path, monkeypatch):
-    default = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", default)
-    assert tracking.tracking_uri("http://mlflow:5000") == "http://mlflow:5000"
-    assert tracking.tracking_uri("") == default
-    # Of another container
-    assert tracking.tracking_uri("sqlite:////elsewhere/mlflow.db") == default
-    (tmp_path / "other.db").touch()
-    assert (
-        tracking.tracking_uri(f"sqlite:///{tmp_path}/other.db") == f"sqlite:///{tmp_path}/other.db"
-    )
+def test_a_run_stays_where_it_arrived_else_the_current_address_counts(tmp_path, monkeypatch):
+    here = f"sqlite:///{tmp_path / 'here.db'}"
+    log = EventLog(tmp_path / "log.jsonl")
+    log.append({"run": "1", "tracking_uri": "http://mlflow:5000"})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+    assert tracking.tracking_uri() == here
+    assert tracking.tracking_uri(log) == here  # the first address never answered
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    assert tracking.tracking_uri(log) == "http://mlflow:5000"  # nobody names another one
+    log.append({"sent": 0, "place": "sqlite:////of/another/container.db"})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
+    assert tracking.tracking_uri(log) == here
+    log.append({"sent": 0, "place": "http://mlflow:5000"})
+    assert tracking.tracking_uri(log) == "http://mlflow:5000"
     # the password, which is stored nowhere, is the environment's
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@mlflow:5000")
-    assert tracking.tracking_uri("http://mlflow:5000") == "http://me:secret@mlflow:5000"
+    assert tracking.tracking_uri(log) == "http://me:secret@mlflow:5000"
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [
+        ("localhost:5999", "write http://localhost:5999"),
+        ("htp://localhost:5999", "unsupported URI 'htp://localhost:5999'"),
+    ],
+)
+def test_a_wrong_address_ends_at_once_and_the_corrected_one_counts(
+    store, tmp_path, monkeypatch, capfd, uri, said
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    run = open_run(tmp_path)
+    log_steps(run, 0, 3)
+    run._sender.join(PATIENCE)
+    assert not run._sender.is_alive() and run.close() is False
+    assert resend(tmp_path) == 1  # not after an hour
+    text = capfd.readouterr().err
+    assert said in text and "--to URI" in text
+    assert resend(tmp_path, "--to", store) == 0
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    assert resend(tmp_path) == 0
+    assert steps(store, "train/loss") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("deleted", ["run", "experiment"])
+def test_what_somebody_deleted_ends_at_once_with_the_words_of_the_server(
+    gate, store, tmp_path, capfd, deleted
+):
+    gate.start()
+    run = open_run(tmp_path)
+    wait_until(lambda: run._sender._offset)
+    client = client_of(store)
+    if deleted == "run":
+        client.delete_run(stored_run(store).info.run_id)
+    else:
+        client.delete_experiment(stored_run(store).info.experiment_id)
+    log_steps(run, 0, 100)
+    run._sender.join(PATIENCE)
+    assert not run._sender.is_alive() and run.close() is False
+    said = capfd.readouterr().err
+    assert said.count("refuses the run") == 1 and "must be in the 'active' state" in said
+    assert resend(tmp_path) == (0 if deleted == "run" else 1)  # a new run; no new experiment
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 0.3, 1.0, 3.0])
+def test_a_store_whose_creation_was_killed_is_created_by_the_next_run(tmp_path, monkeypatch, after):
+    path = tmp_path / "mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
+    script = "import sys; from pathlib import Path; from pipeline import mlflow_store as s; "
+    script += "s.create_database(Path(sys.argv[1]))"
+    words = [sys.executable, "-c", script, str(path)]
+    with subprocess.Popen(words, cwd=ROOT) as process:
+        beside = tmp_path / ".mlflow.db.new"
+        wait_until(lambda: (beside.exists() and beside.stat().st_size > 0) or path.exists())
+        time.sleep(after)
+        process.kill()
+    with open_run(tmp_path / "reports") as run:
+        run.log({"train/loss": 1.0}, 1)
+        assert run.close(wait=PATIENCE)
+    assert [file.name for file in tmp_path.glob("*mlflow.db*")] == ["mlflow.db"]
+
+
+def test_a_store_that_an_older_version_left_half_made_is_named(tmp_path, monkeypatch, capfd):
+    with contextlib.closing(sqlite3.connect(tmp_path / "half.db")) as half:
+        half.execute("CREATE TABLE _alembic_tmp_runs (a)")
+        half.execute("CREATE TABLE experiments (a)")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'half.db'}")
+    run = open_run(tmp_path / "reports")
+    assert run.close(wait=PATIENCE) is False
+    said = capfd.readouterr().err
+    assert f"{tmp_path}/half.db refuses" in said and "rename or delete it" in said
+    assert (tmp_path / "half.db").is_file()
+
+
+def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path, monkeypatch):
+    """The first clone stays as it is, and the copy shows its old files too."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    first.mkdir()
+    (first / "dvc.yaml").touch()
+    (first / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+    write_weights(first / "best.safetensors")
+    script = """if True:
+        from pathlib import Path
+        from pipeline import tracking
+        with tracking.open_run(Path("reports"), {}, training="identity") as run:
+            run.artifact(Path("dvc.yaml"), "old")
+            run.model(Path("best.safetensors"))"""
+    words = [sys.executable, "-c", script]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(words, cwd=first, env=environment, timeout=PATIENCE, check=True)
+    shutil.copytree(first, copy)
+    first.rename(tmp_path / "moved")
+    before = read_files(tmp_path / "moved")
+    monkeypatch.chdir(copy)
+    with tracking.attach(copy / "reports/log.jsonl", "identity") as run:
+        run.artifact(copy / "dvc.yaml", "new")
+    store = f"sqlite:///{copy / 'mlflow.db'}"
+    stored = stored_run(store)
+    assert stored.info.artifact_uri.startswith(f"file://{copy}/mlartifacts/superglue-sift/")
+    files = client_of(store).list_artifacts(stored.info.run_id)
+    assert [file.path for file in files if file.is_dir] == ["new", "old"]
+    version = client_of(store).get_model_version("superglue-sift", "1")
+    assert f"{copy}/mlartifacts" in client_of(store).get_model_version_download_uri(
+        version.name, version.version
+    )
+    assert read_files(tmp_path / "moved") == before and not first.exists()
+
+
+def test_a_run_has_each_view_once_and_the_digests_of_its_data_and_parameters(store, tmp_path):
+    views = {"homography": {"tilt_deg": 0.0}}
+    own = {"homography": {"tilt_deg": 9.0}}
+    sections = {"views": views, "keypoints": {"views": views}, "evaluate": {"views": own}}
+    with tracking.open_run(tmp_path, sections) as run:
+        run.dataset("views", "sha256:12", "data/keypoints")
+    data = stored_run(store).data
+    shown = {name: value for name, value in data.params.items() if "tilt" in name}
+    assert shown == {
+        "views.homography.tilt_deg": "0.0",
+        "evaluate.views.homography.tilt_deg": "9.0",
+    }
+    assert data.tags["superglue.data"] == "sha256:12" and len(data.tags["superglue.params"]) == 16
 
 
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
