@@ -439,7 +439,7 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     if not nearest[0].equals(nearest[1]):  # the same keypoints give the same nearest neighbours
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
-    areas = [auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
+    areas = [auc_by_pair([float(text) for text in table[error]], LIMIT) for table in rows]
     clusters = Clusters(list(rows[0].scene))
     difference = clusters.mean(areas[0] - areas[1]).line()
     if difference["low"] is None:

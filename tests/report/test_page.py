@@ -121,14 +121,14 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("said", PLAIN)
-def test_the_verdict_says_one_thing_and_opens_page_note_and_command(said, tmp_path, capsys):
+def test_the_verdict_says_one_thing_and_opens_page_and_command(said, tmp_path, capsys):
     """Where the photographs are too few there is no interval that could contradict it."""
     gain = Row(OURS, AUC_5, 0.016, 0.007, 0.024, 99, "ratio_test", said)
     given = content(differences=[gain], clusters=3 if said == "too few" else 52)
     assert summary.verdict(given)[0] == PLAIN[said]
     body = page.render(given).split("</h1>")[1]
     assert body.lstrip().startswith(f'<p class="verdict">{PLAIN[said]}')
-    assert summary.note(given, "test", "{run_id}").startswith(PLAIN[said])
+    assert summary.note(given).splitlines()[2].startswith("| SuperGlue (ours) | ")
     (tmp_path / document.TEXT).write_text(summary.text(given).partition("\n\n")[2])
     assert report.main(["--evaluation", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith(PLAIN[said])
