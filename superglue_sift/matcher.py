@@ -30,7 +30,7 @@ from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import nearest
 from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.features.extractors import load as load_extractor
-from superglue_sift.features.features import Features, Image, extract, gray_of
+from superglue_sift.features.features import Features, Image, extract, gray_of, mask_of
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName
@@ -154,29 +154,45 @@ class Matcher:
             frame,
         )
 
-    def extract(self, image: Image) -> Features:
-        """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read."""
-        if not isinstance(image, (str, Path)):
-            return self.extract_gray(gray_of(image))._replace(image=image)
-        return self.extract_file(read(image), image)
+    def extract(self, image: Image, mask: Optional[Union[FileName, np.ndarray]] = None) -> Features:
+        """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read.
 
-    def extract_file(self, data: bytes, path: FileName) -> Features:
+        mask: no keypoint lies where it is black (0) or False: (H, W) pixels of the image, or a file
+            of the size of the image's file, as COLMAP has them. Transparent pixels are left out in
+            any case.
+        """
+        if isinstance(image, (str, Path)):
+            return self.extract_file(read(image), image, mask)
+        gray, transparent = gray_of(image)
+        given = None if mask is None else mask_of(mask, (gray.shape[1], gray.shape[0]), 1)
+        return self.extract_gray(gray, (transparent, given))._replace(image=image)
+
+    def extract_file(
+        self, data: bytes, path: FileName, mask: Optional[Union[FileName, np.ndarray]] = None
+    ) -> Features:
         """`extract` for the bytes of a file."""
-        gray, turned = decode(data, str(path), True, self.frame)
-        features = self.extract_gray(gray)
-        return features._replace(image=path, turned=turned if self.frame == UPRIGHT else 1)
+        photo = decode(data, str(path), True, self.frame)
+        turned = photo.turned if self.frame == UPRIGHT else 1
+        given = None if mask is None else mask_of(mask, photo.size, turned)
+        features = self.extract_gray(photo.pixels, (photo.mask, given), str(path))
+        # a file of very many pixels is read at a smaller scale
+        return features.resize(photo.size)._replace(image=path, turned=turned)
 
-    def extract_gray(self, gray: np.ndarray) -> Features:
-        """`extract` for gray pixels (H, W) uint8.
+    def extract_gray(
+        self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]] = (), name: str = "an image"
+    ) -> Features:
+        """`extract` for gray pixels (H, W) uint8, without keypoints where one of the masks (H, W)
+        uint8 is 0. name: of the image, for warnings.
 
         Raises RequestError if the model's extractor may not be run.
         """
         if self.extractor is None:
-            name = self.model.config.extractor
-            reason = f"the model's keypoints come from {name}, code that runs only if allowed"
-            raise RequestError(f"{reason}: extractor='{name}' (--extractor {name})")
-        features = extract(gray, self.max_keypoints, self.resize, self.extractor)
-        return features._replace(frame=self.frame)
+            source = self.model.config.extractor
+            reason = f"the model's keypoints come from {source}, code that runs only if allowed"
+            raise RequestError(f"{reason}: extractor='{source}' (--extractor {source})")
+        used = [mask for mask in masks if mask is not None]
+        settings = self.max_keypoints, self.resize, self.extractor
+        return extract(gray, *settings, used, name)._replace(frame=self.frame)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
         """`extract` several images, two at a time; features are returned unchanged."""

@@ -1,28 +1,24 @@
 """Extractors of keypoints: SIFT, or a function of yours with the name `module:function`.
 
-    def function(gray, max_keypoints):         # (H, W) uint8; number of keypoints, more are dropped
+    def function(gray, max_keypoints):  # (H, W) uint8; number of keypoints, more are dropped
         return {
-            "keypoints": ...,                  # (n, 2) pixels, the centre of the first pixel at (0,
-                                               0)
-            "scores": ...,                     # (n,), 0 or more; the highest are kept
-            "descriptors": ...,                # (n, D): float32, of any length; or uint8, 8 bits
-                                               per byte
-            "scales": ...,                     # (n,) diameters in pixels, above 0
-            "angles": ...,                     # (n,) degrees, clockwise; both scales and angles, or
-                                               neither
+            "keypoints": ...,           # (n, 2) pixels, the centre of the first pixel at (0, 0)
+            "scores": ...,              # (n,), 0 or more; the highest are kept
+            "descriptors": ...,         # (n, D) float32, of any length
+            "scales": ...,              # (n,) diameters in pixels, above 0
+            "angles": ...,              # (n,) degrees, clockwise; both or neither of the two
         }
 
 Values are arrays, or tensors on the CPU. Equal images must give equal values. The module must be
-importable. `superglue_sift.opencv_features` has two examples.
+importable. `superglue_sift.opencv_features` has an example.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import math
 from dataclasses import dataclass
-from typing import Any, Callable, Mapping, Tuple
+from typing import Any, Callable, Mapping, Optional, Tuple
 
 import cv2
 import numpy as np
@@ -34,29 +30,35 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, "sift" or "module:function". Call it as `sift.extract`; returns records of
+    """An extractor, "sift" or "module:function". Call it as `sift.extract`; it returns keypoints of
     `dtype`.
 
-    scale_angle: whether it provides scale and angle (else they are 0). code: SHA-256 of the
-    module's file, of SIFT its version.
+    scale_angle: whether it provides scale and angle, which are 0 otherwise.
+    code: the SHA-256 of the module's file; for SIFT its version.
     """
 
     name: str
     dtype: np.dtype
     scale_angle: bool
-    function: Callable[[np.ndarray, int], Any]
+    function: Callable[..., Any]
     code: str = ""
 
-    def __call__(self, gray: np.ndarray, max_keypoints: int) -> np.ndarray:
-        """(n,) records, n <= max_keypoints, highest rank first, positions distinct."""
+    def __call__(
+        self, gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None
+    ) -> np.ndarray:
+        """(n,) keypoints, n <= max_keypoints, highest rank first, positions distinct."""
         if self.name == DEFAULT.name:
-            return self.function(gray, max_keypoints)
-        records = records_of(self.name, self.function(gray, max_keypoints))
-        if not len(records):
+            return self.function(gray, max_keypoints, mask)
+        found = records_of(self.name, self.function(gray, max_keypoints))
+        if not len(found):
             return np.empty(0, self.dtype)
-        if records.dtype != self.dtype or bool(records["scale"][0]) != self.scale_angle:
+        if found.dtype != self.dtype or bool(found["scale"][0]) != self.scale_angle:
             raise RequestError(f"extractor {self.name}: its descriptors change from image to image")
-        return sift.strongest(records, max_keypoints)
+        if mask is not None:
+            x, y = np.rint(sift.positions(found).T).astype(int)
+            height, width = mask.shape
+            found = found[mask[y.clip(0, height - 1), x.clip(0, width - 1)] > 0]
+        return sift.strongest(found, max_keypoints)
 
 
 DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
@@ -64,9 +66,9 @@ DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
 
 @functools.lru_cache(maxsize=4)
 def load(name: str) -> Extractor:
-    """Load an extractor by name, and run it on a test pattern to learn the kind of its descriptors.
+    """Load an extractor by name, and run it on a test pattern to learn the size of a descriptor.
 
-    Raises RequestError: no such module or function, or a wrong return value.
+    Raises RequestError if there is no such module or function, or if it returns a wrong value.
     """
     if name == DEFAULT.name:
         return DEFAULT
@@ -98,33 +100,27 @@ def test_pattern() -> np.ndarray:
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
-    """Record dtype for descriptors of `dim` entries, or bits."""
+    """The dtype of keypoints with descriptors of `dim` entries: "sift" or "float"."""
     if kind == "sift":
         return sift.ORIENTED
-    field = ("bits", "u1", (dim // 8,)) if kind == "binary" else ("descriptor", "<f4", (dim,))
-    return np.dtype([*((name, "<f4") for name in sift.GEOMETRY), field])
+    geometry = [(name, "<f4") for name in sift.GEOMETRY]
+    return np.dtype([*geometry, ("descriptor", "<f4", (dim,))])
 
 
 def kind_of(dtype: np.dtype) -> Tuple[str, int]:
     """(kind, dim) of a dtype from `record_dtype`. Raises ValueError for any other."""
     if dtype in (sift.KEYPOINT, sift.ORIENTED):
         return "sift", 128
-    for kind, field, bits in (("binary", "bits", 8), ("float", "descriptor", 1)):
-        dim = bits * math.prod(dtype[field].shape) if field in (dtype.names or ()) else 0
-        if dim and dtype == record_dtype(kind, dim):
-            return kind, dim
-    raise ValueError(f"{dtype}: not a record of keypoints")
-
-
-def descriptors_of(records: np.ndarray) -> np.ndarray:
-    """The (first) descriptors of (n,) records: (n, D) float32 or uint8, for bits (n, D / 8)
-    uint8.
-    """
-    return records["bits" if "bits" in (records.dtype.names or ()) else "descriptor"]
+    shape = dtype["descriptor"].shape if "descriptor" in (dtype.names or ()) else ()
+    if len(shape) == 1 and dtype == record_dtype("float", shape[0]):
+        return "float", shape[0]
+    raise ValueError(f"{dtype}: not a dtype of keypoints")
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """(n,) records of the return value of extractor `name`. Raises RequestError for wrong ones."""
+    """(n,) keypoints from the return value of extractor `name`. Raises RequestError for a wrong
+    one.
+    """
 
     def wrong(reason: str) -> RequestError:
         return RequestError(f"extractor {name}: {reason} (see docs/features.md)")
@@ -137,7 +133,7 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
     if not count and (descriptors.ndim != 2 or not descriptors.shape[1]):
-        return np.empty(0, sift.ORIENTED)  # of an unknown kind
+        return np.empty(0, sift.ORIENTED)  # nothing tells the length of its descriptors
     if not count:
         keypoints = keypoints.reshape(0, 2)
     if keypoints.shape != (count, 2) or scores.shape != (count,):
@@ -146,14 +142,9 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
         )
     if descriptors.ndim != 2 or len(descriptors) != count or not descriptors.shape[1]:
         raise wrong(f"descriptors {descriptors.shape} of {count} keypoints: must be (n, D)")
-    if descriptors.dtype != np.uint8 and descriptors.dtype.kind != "f":
-        raise wrong(f"descriptors of {descriptors.dtype}: must be float32, or uint8 for bits")
-    binary = descriptors.dtype == np.uint8
-    width = descriptors.shape[1]
-    records = np.zeros(
-        count,
-        record_dtype("binary", -(-width // 4) * 32) if binary else record_dtype("float", width),
-    )
+    if descriptors.dtype.kind != "f":
+        raise wrong(f"descriptors of {descriptors.dtype}: must be float32")
+    records = np.zeros(count, record_dtype("float", descriptors.shape[1]))
     records["x"], records["y"] = keypoints.T
     records["score"] = scores
     if ("scales" in values) != ("angles" in values):
@@ -163,7 +154,7 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
         records["angle"] = np.asarray(values["angles"])
         if not (records["scale"] > 0).all():
             raise wrong("scales must be above 0")
-    descriptors_of(records)[:, :width] = descriptors
+    records["descriptor"] = descriptors
     geometry = np.stack([records[key] for key in sift.GEOMETRY])
     if not (np.isfinite(geometry).all() and np.isfinite(descriptors).all() and (scores >= 0).all()):
         raise wrong("numbers must be finite, and scores 0 or more")

@@ -4,8 +4,9 @@ caller.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Any, Callable, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
@@ -15,8 +16,19 @@ import torch
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.features.extractors import kind_of
-from superglue_sift.features.images import STORED, UPRIGHT, Photo, pixels_of, read_photo, reduce
+from superglue_sift.features.images import (
+    FEW_LEVELS,
+    STORED,
+    UPRIGHT,
+    Photo,
+    count_levels,
+    pixels_of,
+    read_mask,
+    read_photo,
+    reduce,
+)
 from superglue_sift.features.sift import KEYPOINT, whole_sift
+from superglue_sift.files import FileName
 from superglue_sift.geometry import two_view
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
@@ -27,8 +39,11 @@ ALIGNED_AT = 2
 # Smaller images are enlarged to this longer side for SIFT, at most ENLARGED_MOST times
 ENLARGED_TO = 768
 ENLARGED_MOST = 2
-# (gray, max_keypoints) -> records, as `sift.extract`
-Extract = Callable[[np.ndarray, int], np.ndarray]
+# (gray, max_keypoints, mask) -> keypoints, as `sift.extract`
+Extract = Callable[..., np.ndarray]
+
+
+logger = logging.getLogger(__name__)
 
 
 class Features(NamedTuple):
@@ -185,18 +200,48 @@ Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
 
 
 def extract(
-    gray: np.ndarray, max_keypoints: int, resize: int = 0, extractor: Extract = sift.extract
+    gray: np.ndarray,
+    max_keypoints: int,
+    resize: int = 0,
+    extractor: Extract = sift.extract,
+    masks: Sequence[np.ndarray] = (),
+    name: str = "an image",
 ) -> Features:
     """Extract keypoints of (H, W) uint8, in its pixels.
 
     resize: longer side to which a larger image is reduced for the extractor. An image below
     ENLARGED_TO is enlarged for it, but not above `resize`. 0: as it is.
+    masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
+    name: of the image, in the warning for a picture without keypoints or with few gray levels.
     """
     size = (gray.shape[1], gray.shape[0])
     seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
     found_at = (seen.shape[1], seen.shape[0])
-    found = Features(extractor(seen, max_keypoints), found_at, found_at=found_at)
+    mask = None
+    for each in masks:
+        small = cv2.resize(each, found_at, interpolation=cv2.INTER_NEAREST)
+        mask = small if mask is None else cv2.min(mask, small)
+    records = extractor(seen, max_keypoints, *([] if mask is None else [mask]))
+    found = Features(records, found_at, found_at=found_at)
+    levels = count_levels(seen)
+    if not len(found.records) or levels < FEW_LEVELS:
+        counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
+        logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
     return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
+
+
+def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
+    """A mask that the caller gave, (H, W) uint8, for an image of `size` (width, height).
+
+    mask: a file, of the stored pixels (`images.read_mask`), or an array (H, W), 0 or False where
+    pixels are left out. Raises RequestError for one of another size.
+    """
+    if isinstance(mask, (str, Path)):
+        return read_mask(mask, size, turned)
+    mask = np.asarray(mask)
+    if mask.shape != (size[1], size[0]):
+        raise RequestError(f"a mask of shape {mask.shape}: the image has {(size[1], size[0])}")
+    return (mask != 0).astype(np.uint8)
 
 
 def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
@@ -208,15 +253,22 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 
-def gray_of(image: Union[np.ndarray, torch.Tensor, PIL.Image.Image]) -> np.ndarray:
-    """Convert the pixels of an `Image` to (H, W) uint8. Raises RequestError for other pixels."""
+def gray_of(
+    image: Union[np.ndarray, torch.Tensor, PIL.Image.Image],
+) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """The pixels of an `Image` as (H, W) uint8 gray, and their mask, (H, W) uint8 and 0 where a PIL
+    image is transparent, else None. Raises RequestError for other pixels.
+    """
+    mask = None
+    if isinstance(image, PIL.Image.Image):
+        mask = pixels_of(image, gray=True)[1]
     pixels = _array(image)
     is_gray = pixels.ndim == 2
     is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (is_gray or is_color) or 0 in pixels.shape:
         allowed = "must be uint8, (H, W) gray or (H, W, 3) BGR"
         raise RequestError(f"an image of {pixels.dtype} {pixels.shape}: {allowed}")
-    return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY)
+    return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY), mask
 
 
 def photo_of(image: Image, frame: str) -> Photo:
@@ -231,7 +283,7 @@ def _array(image: Any) -> np.ndarray:
     if isinstance(image, np.ndarray):
         return image
     if isinstance(image, PIL.Image.Image):
-        return pixels_of(image, gray=image.mode[0] in "1LIF")
+        return pixels_of(image, gray=image.mode[0] in "1LIF")[0]
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")

@@ -1,12 +1,11 @@
-"""Image files to pixels: Pillow reads, checks and orients them.
+"""From the files of photographs to pixels of 8 bits.
 
-The content decides the format, not the extension. Gray, colour, CMYK, palette, 16-bit and
-transparent files are all read as 8-bit. Of animations the first picture is read.
+Pillow reads a file by its content, whatever its extension; OpenCV reads colours of 16 bits, and
+tifffile the TIFF layouts that Pillow reads wrong or not at all. Of an animation, the first picture
+is read. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
 
-Damage that Pillow does not see in a JPEG is looked for here: a missing end, and holes of zeros,
-which decoders show as gray. A file of more than `MAX_PIXELS` is refused by its header, before its
-pixels take memory. Only the formats of `FORMATS` are tried: Pillow knows some that run other
-programs.
+Pixels of more than 8 bits are scaled by the range that is in use (`range_in_use`). Transparent
+pixels and pixels without data are masked: an extractor finds no keypoint there.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
 how to rotate them upright, as browsers and `cv2.imread` do; COLMAP uses them as stored. Training
@@ -17,28 +16,39 @@ states the frame of its coordinates.
 from __future__ import annotations
 
 import io
+import math
+import os
 from pathlib import Path
-from typing import NamedTuple, Tuple
+from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from PIL.JpegImagePlugin import JpegImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.files import FileName
-from superglue_sift.geometry.two_view import Size, divide, unit_of
+from superglue_sift.geometry.two_view import Size, compose, divide, resizing, unit_of
 
-# of images in folders
+# What counts as a photograph of a folder: these extensions, outside of folders that the system,
+# a network drive or an archive program keeps for itself. Names that begin with a dot are hidden.
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
     ".gif", ".jp2", ".avif", ".heic", ".heif",
 )  # fmt: skip
+SYSTEM_FOLDERS = {
+    "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin", "__macosx",
+    "lost+found", "network trash folder", "system volume information", "temporary items",
+}  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
-MAX_PIXELS = 200_000_000  # a larger image could exceed a worker's memory
-HOLE_BYTES = 1024  # shortest run of zeros in coded JPEG data that counts as damage
+MAX_PIXELS = 200_000_000  # more could exceed a worker's memory
 # Brands of ISO 23008-12
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+
+INNER = (0.1, 99.9)  # percentiles: dust and glints beyond them do not set the range
+SAMPLED = 1 << 18  # pixels that the range is taken from
+FEW_LEVELS = 16  # gray levels: with fewer, a picture is nearly flat or a drawing
 
 UPRIGHT = "upright"
 STORED = "stored"
@@ -64,23 +74,90 @@ class BadImage(RequestError):
 
 
 class Photo(NamedTuple):
-    """An image to draw.
+    """The pixels of a file.
 
-    pixels: (H, W) or (H, W, 3) uint8 BGR, upright; to_shown: (3, 3) maps a result to them.
+    pixels: (H, W) or (H, W, 3) uint8 BGR.
+    to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
+    size: (width, height) of the file in the frame of `pixels`, which are fewer for files above
+        `MAX_PIXELS`.
+    turned: EXIF orientation of the file, 1 to 8.
+    mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is none such.
     """
 
     pixels: np.ndarray
     to_shown: np.ndarray
+    size: Size = (0, 0)
+    turned: int = 1
+    mask: Optional[np.ndarray] = None
+
+
+# --- the photographs of a folder
+
+
+def is_photo(name: str) -> bool:
+    """Whether a path, with forward slashes and relative to its folder, names a photograph."""
+    *folders, file = name.split("/")
+    return file.lower().endswith(EXTENSIONS) and not any(map(_is_hidden, [*folders, file]))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+
+
+def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
+    """Each visible folder at or below `folder`, with its sorted file names.
+
+    Links to folders are entered after all others, once, and not if they lead back above `folder`.
+    """
+    top = os.path.realpath(folder)
+    waiting = [os.fspath(folder)]
+    entered = set()
+    for start in waiting:  # links are appended meanwhile
+        for place, folders, files in os.walk(start):
+            real = os.path.realpath(place)
+            if real in entered or (start is not waiting[0] and f"{top}/".startswith(f"{real}/")):
+                folders[:] = []
+                continue
+            entered.add(real)
+            folders[:] = sorted(name for name in folders if not _is_hidden(name))
+            below = (os.path.join(place, name) for name in folders)
+            waiting += [path for path in below if os.path.islink(path)]
+            yield Path(place), sorted(files)
+
+
+def list_photos(folder: FileName) -> List[Path]:
+    """The photographs at or below `folder` by `is_photo` and `walk_folders`, sorted.
+
+    Links without a target are listed, since reading them reports the error. Raises RequestError if
+    the folder is missing.
+    """
+    if not os.path.isdir(folder):
+        raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
+    return sorted(
+        place / name for place, names in walk_folders(folder) for name in names if is_photo(name)
+    )
+
+
+def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
+    """The mask of the photograph `name`, relative to its folder: `name.png` in the folder `masks`,
+    as in COLMAP, or the same with `.png` in place of the extension. None if there is neither.
+    """
+    first = Path(masks) / f"{name}.png"
+    candidates = (first, (Path(masks) / name).with_suffix(".png"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+# --- reading
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if damaged."""
-    return decode(data, name, True, frame)[0]
+    return decode(data, name, True, frame).pixels
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode to (H, W, 3) uint8 BGR, with the checks and errors of `decode_gray`."""
-    return decode(data, name, False, frame)[0]
+    return decode(data, name, False, frame).pixels
 
 
 def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
@@ -90,9 +167,28 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 
 def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
-    shown, turn = decode(read(path), str(path), False, UPRIGHT)
-    to_shown = to_upright(turn, turn_size(shown.shape[1::-1], turn))
-    return Photo(shown, to_shown if frame == STORED else np.eye(3))
+    photo = decode(read(path), str(path), False, UPRIGHT)
+    turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
+    to_shown = turn if frame == STORED else np.eye(3)
+    return photo._replace(
+        to_shown=compose(resizing(photo.size, photo.pixels.shape[1::-1]), to_shown)
+    )
+
+
+def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
+    """Read the mask of a photograph as stored: (H, W) uint8, 0 where it is black.
+
+    size: (width, height) of the photograph, after it was rotated by the EXIF orientation `turned`.
+    Raises RequestError for an unreadable mask, or one whose size is not that of the stored pixels.
+    """
+    image = open_image(read(path), str(path))
+    stored = turn_size(size, turned)
+    if image.size != stored:
+        own, needed = ("x".join(map(str, each)) for each in (image.size, stored))
+        raise RequestError(f"{path}: the mask has {own} pixels, its photograph {needed}")
+    is_plain = image.mode in ("1", "L") or image.mode[0] in "IF"
+    black = np.asarray(image if is_plain else image.convert("L")) == 0
+    return turn_upright(np.where(black, 0, 255).astype(np.uint8), turned)
 
 
 def read(path: FileName) -> bytes:
@@ -104,57 +200,373 @@ def read(path: FileName) -> bytes:
         raise RequestError(f"{path}: cannot be read: {reason}") from None
 
 
+def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
+    """Decode the bytes of a file to gray or BGR pixels in `frame`. Raises BadImage."""
+    tags = _tiff_tags(data)
+    if tags is not None and not _pillow_reads(tags):
+        values = _read_by_tifffile(data, name, tags)
+        pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
+        return _in_frame(pixels, mask, (tags[256], tags[257]), tags.get(ORIENTATION, 1), frame)
+    image = open_image(data, name)
+    is_deep = _is_deep_colour(image)
+    stored = _stored_size(image)
+    try:
+        if image.format == "PNG":
+            image.load()  # its EXIF data may follow its pixels
+        turn = _orientation(image)  # of a TIFF before decoding, after which it has none
+        # the luma of a JPEG: faster than by way of RGB, and up to two gray levels closer
+        factor = _shrink(image, "L" if gray else None, name)
+        values = _read_by_opencv(data) if is_deep else None
+        if values is not None:
+            pixels, mask = _pixels_of_values(values, gray, None)
+        else:
+            pixels, mask = pixels_of(image, gray)
+        if factor > 1:
+            # libjpeg rounds the size up, so its pixels lie at multiples of the factor
+            width, height = pixels.shape[1::-1]
+            exact = resizing((stored[0] / factor, stored[1] / factor), (width, height))
+            flags = cv2.INTER_LINEAR
+            border = cv2.BORDER_REPLICATE
+            pixels = cv2.warpPerspective(pixels, exact, (width, height), None, flags, border)
+    except BadImage:
+        raise
+    except Exception as error:  # any: decoders of damaged data raise what they like
+        raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
+    is_upright = image.format == "TIFF" and values is None  # Pillow has rotated it
+    return _in_frame(pixels, mask, stored, turn, frame, is_upright)
+
+
+def _in_frame(
+    pixels: np.ndarray,
+    mask: Optional[np.ndarray],
+    stored: Size,
+    turn: int,
+    frame: str,
+    is_upright: bool = False,
+) -> Photo:
+    """The photo of these pixels, rotated to `frame`. stored: (width, height) as in the file."""
+    if is_upright != (frame == UPRIGHT):
+        undone = inverse(turn) if is_upright else turn
+        pixels = turn_upright(pixels, undone)
+        mask = None if mask is None else turn_upright(mask, undone)
+    size = turn_size(stored, turn) if frame == UPRIGHT else stored
+    return Photo(pixels, np.eye(3), size, turn, mask)
+
+
+# --- Pillow
+
+
 def open_image(data: bytes, name: str) -> Image.Image:
     """Read the header of a file: size, format and mode. Raises BadImage if it cannot be used.
 
-    All bytes of a PNG are checked, of a JPEG its end and holes of zeros; other damage may show
-    when the pixels are decoded.
+    All bytes of a PNG are checked. Other damage shows when the pixels are decoded.
     """
-    image, stream = _open(data, name)
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        limit = f"at most {MAX_PIXELS // 1_000_000} megapixels"
-        raise BadImage(name, f"too large: {width}x{height} pixels, {limit}")
-    # libtiff takes memory for a whole tile, whatever the size of the image
-    tile = [int(getattr(image, "tag_v2", {}).get(tag, 0)) for tag in (322, 323)]
-    if tile[0] * tile[1] > MAX_PIXELS:
-        raise BadImage(name, f"too large: tiles of {tile[0]}x{tile[1]} pixels")
-    if image.format == "JPEG":
-        blocks = width * height // 64 * max(len(image.getbands()), 3)
-        _check_jpeg(data, stream.tell(), blocks, name)
-    elif image.format == "PNG":
+    image = _open(data, name)
+    if image.format == "PNG":
         try:
             image.verify()  # the checksum of every chunk; the file has to be opened again
         except Exception as error:
             raise BadImage(name, f"damaged PNG: {_line(error)}") from None
-        image = _open(data, name)[0]
+        image = _open(data, name)
     return image
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
-    """Whether it is a JPEG of 8 bits, gray or of three components. Raises as `open_image`."""
+    """Whether every decoder gives Pillow's pixels for this file: a JPEG of 8 bits, gray or of three
+    components, which ends with its end marker and has at most `MAX_PIXELS`. Raises as `open_image`.
+    """
     image = open_image(data, name)
-    return image.format == "JPEG" and image.mode in ("L", "RGB")
+    width, height = image.size
+    is_plain = image.format == "JPEG" and image.mode in ("L", "RGB")
+    return is_plain and data.endswith(b"\xff\xd9") and width * height <= MAX_PIXELS
 
 
-def pixels_of(image: Image.Image, gray: bool) -> np.ndarray:
-    """Pixels of a PIL image: (H, W) uint8 gray, or (H, W, 3) uint8 BGR; transparency is ignored."""
-    deep = image.mode[0] in "IF"
-    if "transparency" in image.info:
-        image = image.copy()  # the caller's keeps it
-        del image.info["transparency"]  # of a palette: Pillow would warn
+def _open(data: bytes, name: str) -> Image.Image:
+    """Not by `Image.open`, whose limit of pixels is one number for the whole process."""
+    if not data:
+        raise BadImage(name, "empty file")
+    reason = "not an image, or of a format that is not read"
+    if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
+        reason = "a web page, not an image"
+    lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
+    Image.init()  # fills Image.OPEN, the first time
+    for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
+        factory, accept = Image.OPEN[kind]
+        accepts = accept is not None and accept(data[:16])
+        if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
+            reason = accepts
+        elif accepts:
+            try:
+                # an MPO holds several pictures, of which the first is a JPEG
+                return (JpegImageFile if kind == "JPEG" else factory)(io.BytesIO(data), "")
+            except Exception as error:
+                reason = f"damaged {kind}: {_line(error)}"
+    if lacks_heic:
+        reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
+    raise BadImage(name, reason)
+
+
+def _register_heic() -> bool:
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
+
+
+def _stored_size(image: Image.Image) -> Size:
+    """(width, height) as stored. Pillow swaps those of a TIFF that it will rotate."""
+    tags = getattr(image, "tag_v2", None)
+    return (tags[256], tags[257]) if tags else image.size
+
+
+def _orientation(image: Image.Image) -> int:
+    for key in ("xmp", "XML:com.adobe.xmp"):
+        image.info.pop(key, None)  # Pillow would take the orientation from it where EXIF has none
+    try:
+        turn = image.getexif().get(ORIENTATION, 1)
+    except Exception:  # damaged EXIF data
+        return 1
+    return turn if turn in AXES else 1
+
+
+def _shrink(image: Image.Image, mode: Optional[str], name: str) -> int:
+    """Let Pillow read an image above `MAX_PIXELS` at a smaller scale: a JPEG at 1/2, 1/4 or 1/8, a
+    TIFF by its largest overview. Returns the factor of a JPEG, else 1. Raises BadImage for others.
+    """
+    width, height = image.size
+    if image.format == "JPEG":
+        factors = [f for f in (1, 2, 4, 8) if width * height <= MAX_PIXELS * f * f]
+        # the decoder of a progressive JPEG keeps all of it in memory, at any scale
+        if factors and (factors[0] == 1 or "progressive" not in image.info):
+            image.draft(mode, (width // factors[0], height // factors[0]))
+            return factors[0]
+    if width * height <= MAX_PIXELS:
+        return 1
+    for page in range(1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1):
+        image.seek(page)
+        if _is_overview(image.width, image.height, width, height):
+            return 1
+    raise _too_large(name, width, height)
+
+
+def _is_overview(width: int, height: int, full_width: int, full_height: int) -> bool:
+    """Whether a page of a TIFF has the shape of the full picture, and can be read."""
+    same_shape = abs(width * full_height / (height * full_width) - 1) < 0.01
+    return same_shape and width * height <= MAX_PIXELS
+
+
+def _too_large(name: str, width: int, height: int) -> BadImage:
+    return BadImage(
+        name,
+        f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels are read"
+        " in full; save it smaller (matching reduces images to --resize, 1024 px, anyway), as a"
+        " baseline JPEG, or as a TIFF with overviews (gdaladdo), which are read at a smaller scale",
+    )
+
+
+def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """Pixels of a PIL image, (H, W) uint8 gray or (H, W, 3) uint8 BGR, and their mask, (H, W) uint8
+    and 0 where the image is transparent or has no data. The mask is None if there is no such pixel.
+    """
+    if image.mode[0] in "IF":
+        return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
+    mask = None
     if image.mode == "La":
         image = image.convert("LA")
+    if image.has_transparency_data:
+        mask = np.array(image.convert("RGBA"))[..., 3]
+        image = image.copy()  # the caller's keeps its transparency
+        image.info.pop("transparency", None)  # of a palette: Pillow would warn
     if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
         image = image.convert("L")
-    elif image.mode not in ("L", "RGB", "RGBA") and not deep:
+    elif image.mode not in ("L", "RGB", "RGBA"):
         image = image.convert("RGB")
-    pixels = np.asarray(image)
-    if deep:
-        pixels = _to_8_bits(pixels)
-    if pixels.ndim == 2:  # a copy can be written to
+    return _gray_or_bgr(np.asarray(image), gray), None if mask is None or mask.all() else mask
+
+
+def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
+    """Pixels (H, W) or RGB (H, W, 3 or more) uint8 as (H, W) gray or (H, W, 3) BGR, as a copy."""
+    if pixels.ndim == 2:
         return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
-    return cv2.cvtColor(pixels[..., :3], cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR)
+    kind = cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR
+    return cv2.cvtColor(np.ascontiguousarray(pixels[..., :3]), kind)
+
+
+# --- pixels of more than 8 bits
+
+
+def _is_deep_colour(image: Image.Image) -> bool:
+    """Whether a file has colours of more than 8 bits, of which Pillow reads 8, or may have them."""
+    may_have = ";16" in str(getattr(image, "tile", "")) or image.format in ("PPM", "JPEG2000")
+    return may_have and image.mode in ("LA", "RGB", "RGBA")
+
+
+def _read_by_opencv(data: bytes) -> Optional[np.ndarray]:
+    """RGB or RGBA of more than 8 bits, (H, W, 3 or 4), as stored. None for 8 bits."""
+    values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+    if values is None or values.dtype == np.uint8 or values.ndim == 2:
+        return None
+    return values[..., [2, 1, 0, 3][: values.shape[2]]]
+
+
+def _tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
+    """The tags of the first picture of a TIFF. None for other files and damaged ones."""
+    if data[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
+        return None
+    try:
+        tags = ImageFileDirectory_v2(data[: 16 if 43 in data[2:4] else 8])
+        stream = io.BytesIO(data)
+        stream.seek(tags.next)
+        tags.load(stream)
+        return tags if {256, 257} <= set(tags) else None
+    except Exception:  # Pillow then says what is damaged
+        return None
+
+
+def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
+    """Whether Pillow, or OpenCV for colours of 16 bits, reads this layout right.
+
+    tests/features/test_images.py compares pixels. Pillow reads other layouts as noise, as a
+    negative, or not at all.
+    """
+    bits = set(tags.get(258, (1,)))
+    kinds = set(tags.get(339, (1,)))
+    photometric = tags.get(262, 1)
+    layout = (photometric, tags.get(277, 1))
+    if bits <= {1, 2, 4, 8} and kinds == {1}:
+        return layout in {(0, 1), (1, 1), (1, 2), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
+    if tags.get(284, 1) != 1:  # one plane for each band
+        return False
+    if bits == {16} and kinds == {1}:
+        return layout in {(1, 1), (2, 3), (2, 4), (5, 4)}
+    return bits == {32} and kinds == {3} and layout == (1, 1) and tags.prefix == b"II"
+
+
+def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:
+    """Values of a TIFF, (H, W) gray or RGB(A) (H, W, 3 or 4), as stored.
+
+    Of more bands than a photograph has, the first three are its colours, as in other programs; of
+    two, the first is its gray. Raises BadImage for what cannot be read, with its layout.
+    """
+    bands = tags.get(277, 1)
+    kind = {1: "uint", 2: "int", 3: "float"}.get(tags.get(339, (1,))[0], "other type of ")
+    layout = f"{bands} band{'s' * (bands > 1)} of {kind}{tags.get(258, (1,))[0]}"
+    convert = "convert it: gdal_translate -b 1 -ot Byte -scale IN.tif OUT.tif"
+    try:
+        tifffile = import_extra("tifffile", "tiff")
+    except RequestError as error:
+        raise BadImage(name, f"a TIFF of {layout}: {error}, or {convert}") from None
+    width = tags[256]
+    height = tags[257]
+    try:
+        with tifffile.TiffFile(io.BytesIO(data)) as file:
+            fitting = (
+                page
+                for page in file.pages
+                if _is_overview(page.imagewidth, page.imagelength, width, height)
+            )
+            page = next(fitting, None)
+            if page is None:
+                raise _too_large(name, width, height)
+            values = page.asarray()
+            is_alpha = bool(page.extrasamples) and page.extrasamples[-1] in (1, 2)
+    except BadImage:
+        raise
+    except Exception as error:
+        raise BadImage(name, f"a TIFF of {layout} cannot be read: {_line(error)}; {convert}") from (
+            None
+        )
+    if tags.get(284, 1) == 2 and values.ndim == 3:
+        values = np.moveaxis(values, 0, -1)
+    if tags.get(262, 1) not in (0, 1, 2) or values.ndim > 3 or values.dtype.kind not in "uif":
+        raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
+    if tags.get(262, 1) == 0:  # white is zero
+        values = -values if values.dtype.kind == "f" else ~values
+    if values.ndim == 2 or bands == 2:
+        return values if values.ndim == 2 else values[..., 0]
+    return values[..., [0, 1, 2, bands - 1] if is_alpha and bands > 3 else [0, 1, 2]]
+
+
+def _nodata(tags: Mapping[int, Any]) -> Optional[float]:
+    """The value of pixels without data that GDAL has noted in a TIFF, None without one."""
+    try:
+        return float(str(tags[42113]).strip("\0 "))
+    except (KeyError, ValueError):
+        return None
+
+
+def _pixels_of_values(
+    values: np.ndarray, gray: bool, nodata: Optional[float]
+) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """Scale values of any type, (H, W) gray or (H, W, 3 or 4) RGB(A), by the range that is in use.
+
+    Returns pixels and mask, as `pixels_of`.
+    """
+    known = np.isfinite(values[..., :3] if values.ndim == 3 else values)
+    colours = values[..., :3] if values.ndim == 3 else values
+    if nodata is not None:
+        known &= colours != nodata
+    low, high = range_in_use(colours, known)
+    wide = np.float32 if values.dtype.itemsize < 4 or values.dtype == np.float32 else np.float64
+    levels = colours.astype(wide)
+    levels[~known] = low
+    levels = (levels.clip(low, high) - wide(low)) * wide(256.0 / max(high - low, 1e-30))
+    pixels = levels.clip(0, 255).astype(np.uint8)
+    mask = known.any(axis=-1) if values.ndim == 3 else known
+    if values.shape[2:] == (4,):
+        mask = mask & (values[..., 3] > 0)
+    return _gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
+
+
+def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
+    """(low, high) of the values that become the gray levels 0 and 256.
+
+    They are the percentiles `INNER` of the medians of 3x3 values, so that single hot and dead
+    pixels do not count, without an end value that stands apart from the rest, such as -9999 for no
+    data. Where they fill half of the range from 0 to a power of two, it is this range: 10, 12, 14
+    and 16 bits of the same photograph give the same gray levels.
+
+    Args:
+        values: (H, W) or (H, W, 3), all bands of which share one range.
+        known: of the same shape, False where a value has no meaning.
+    """
+    step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
+    rows, columns = (min(3, side) for side in values.shape[:2])
+    last = values.shape[0] - rows + 1, values.shape[1] - columns + 1
+    places = [
+        (slice(y, y + last[0], step), slice(x, x + last[1], step))
+        for y in range(rows)
+        for x in range(columns)
+    ]
+    around = [np.where(known[at], values[at].astype(np.float64), np.nan) for at in places]
+    medians = np.median(around, axis=0)  # nan where any of the nine is unknown
+    kept = np.sort(medians[np.isfinite(medians)])
+    if not kept.size:
+        return 0.0, 0.0
+    for end in (0, -1, 0, -1):  # -32768 and -9999 may both stand for no data
+        rest = kept[kept != kept[end]]
+        if len(np.unique(rest)) < FEW_LEVELS:
+            continue
+        low, high = np.percentile(rest, INNER)
+        if max(low - kept[end], kept[end] - high) > high - low:
+            kept = rest
+    low, high = (float(value) for value in np.percentile(kept, INNER))
+    if low >= 0 and high > 0:
+        top = 2.0 ** math.ceil(math.log2(high))
+        top = top if values.dtype.kind == "f" else max(top, 256.0)
+        if 2 * (high - low) >= top:
+            return 0.0, top
+    return low, high
+
+
+def count_levels(gray: np.ndarray) -> int:
+    """How many of the 256 gray levels the pixels (H, W) uint8 have."""
+    return int(np.count_nonzero(cv2.calcHist([gray], [0], None, [256], [0, 256])))
+
+
+# --- sizes and orientations
 
 
 def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
@@ -167,11 +579,10 @@ def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """Rotate stored pixels (H, W) or (H, W, C) upright; may return the same array."""
-    across, down = AXES[orientation]
-    if not across[0]:
-        pixels = pixels.swapaxes(0, 1)
-    return np.ascontiguousarray(pixels[:: sum(down), :: sum(across)])
+    """Rotate stored pixels (H, W) or (H, W, 3) uint8 upright."""
+    image = Image.fromarray(pixels)
+    image.getexif()[ORIENTATION] = orientation
+    return np.array(ImageOps.exif_transpose(image))
 
 
 def turn_size(size: Size, orientation: int) -> Size:
@@ -190,99 +601,6 @@ def to_upright(orientation: int, size: Size) -> np.ndarray:
     H[:2, :2] = AXES[orientation]
     H[:2, 2] = np.where(H[:2, :2] < 0, np.array(size) - 1.0, 0.0).sum(axis=1)
     return H
-
-
-def decode(data: bytes, name: str, gray: bool, frame: str) -> Tuple[np.ndarray, int]:
-    """Pixels in `frame`, and the EXIF orientation of the file, 1 to 8. Raises BadImage."""
-    image = open_image(data, name)
-    if gray and image.format == "JPEG":
-        # The luma of the file: faster than by way of RGB, and up to two gray levels closer.
-        image.draft("L", None)
-    deep_color = ";16" in str(getattr(image, "tile", "")) and image.mode[0] != "I"
-    try:
-        if image.format == "PNG":
-            image.load()  # its EXIF data may follow its pixels
-        turn = _orientation(image)  # of a TIFF before decoding, after which it has none
-        pixels = pixels_of(image, gray)
-    except Exception as error:  # any: decoders of damaged data raise what they like
-        raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
-    if deep_color and pixels.max() < 16:  # Pillow reads the upper 8 bits
-        raise BadImage(name, "16-bit colour of which 12 bits or fewer are used: save it as 8-bit")
-    is_upright = image.format == "TIFF"  # Pillow has rotated it
-    if is_upright != (frame == UPRIGHT):
-        pixels = turn_upright(pixels, inverse(turn) if is_upright else turn)
-    return pixels, turn
-
-
-def _open(data: bytes, name: str) -> Tuple[Image.Image, io.BytesIO]:
-    """The opened image, and its stream, which stands where the header ends.
-
-    Not by `Image.open`, whose limit of pixels is one number for the whole process.
-    """
-    if not data:
-        raise BadImage(name, "empty file")
-    reason = "not an image, or of a format that is not read"
-    if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
-        reason = "a web page, not an image"
-    lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
-    Image.init()  # fills Image.OPEN, the first time
-    for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
-        factory, accept = Image.OPEN[kind]
-        accepts = accept is not None and accept(data[:16])
-        if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
-            reason = accepts
-        elif accepts:
-            stream = io.BytesIO(data)
-            try:
-                # of the pictures of an MPO the first, which is a JPEG
-                return (JpegImageFile if kind == "JPEG" else factory)(stream, ""), stream
-            except Exception as error:
-                reason = f"damaged {kind}: {_line(error)}"
-    if lacks_heic:
-        reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
-    raise BadImage(name, reason)
-
-
-def _register_heic() -> bool:
-    try:
-        import pillow_heif
-    except ImportError:
-        return False
-    pillow_heif.register_heif_opener()
-    return True
-
-
-def _check_jpeg(data: bytes, scan: int, blocks: int, name: str) -> None:
-    """Raise BadImage for damage that decoders do not report. scan: where the coded data begin;
-    blocks: number of 8x8 blocks of all components.
-    """
-    end = data.find(b"\xff\xd9", scan)
-    if end < 0:
-        raise BadImage(name, "truncated JPEG: no end-of-image marker")
-    # A flat 8x8 block takes at least two bits, so a run of zeros this long would code more blocks
-    # than the picture has.
-    hole = max(HOLE_BYTES, blocks // 4)
-    if data.find(bytes(hole), scan, end) >= 0:
-        raise BadImage(name, f"damaged JPEG: a hole of {hole} or more zero bytes in the coded data")
-
-
-def _orientation(image: Image.Image) -> int:
-    for key in ("xmp", "XML:com.adobe.xmp"):
-        image.info.pop(key, None)  # Pillow would take the orientation from it where EXIF has none
-    try:
-        turn = image.getexif().get(ORIENTATION, 1)
-    except Exception:  # damaged EXIF data
-        return 1
-    return turn if turn in AXES else 1
-
-
-def _to_8_bits(pixels: np.ndarray) -> np.ndarray:
-    """Scale gray pixels of more bits by those in use: cameras store 10, 12 or 14 bits in 16."""
-    if pixels.dtype.kind == "f":
-        pixels = np.nan_to_num(pixels, posinf=0.0)
-        return (np.clip(pixels / max(1.0, pixels.max()), 0, 1) * 255).round().astype(np.uint8)
-    unused = max(int(pixels.max()).bit_length(), 8) - 8
-    return (pixels.clip(0) >> unused).astype(np.uint8)
 
 
 def _line(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Tuple
 import numpy as np
 import torch
 
-from superglue_sift.features.extractors import descriptors_of, kind_of
+from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.sift import ORIENTED, rank, root_sift_of
 from superglue_sift.matches import Matches
 
@@ -31,15 +31,10 @@ SELECTING_RATIO = 0.95
 
 
 def unit_rows(records: np.ndarray) -> np.ndarray:
-    """The (first) descriptors of records (n,) as (n, D) float32 of length 1: RootSIFT for SIFT.
-
-    Bits become -1 or +1: distances are then square roots of Hamming distances.
-    """
-    kind = kind_of(records.dtype)[0]
-    given = descriptors_of(records)
-    if kind == "sift":
-        return root_sift_of(given)
-    rows = np.unpackbits(given, axis=1).astype(np.float32) * 2 - 1 if kind == "binary" else given
+    """The (first) descriptors of records (n,) as (n, D) float32 of length 1: RootSIFT for SIFT."""
+    rows = records["descriptor"]
+    if kind_of(records.dtype)[0] == "sift":
+        return root_sift_of(rows)
     return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
 
 

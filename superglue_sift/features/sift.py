@@ -18,7 +18,7 @@ Choices and the measurements behind them:
 from __future__ import annotations
 
 import functools
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -41,14 +41,16 @@ CONTRAST = 0.0133  # minimum contrast of a keypoint, a third of OpenCV's default
 VERSION = "2"
 
 
-def extract(gray: np.ndarray, max_keypoints: int) -> np.ndarray:
+def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
     """Extract the `max_keypoints` (1 or more) of highest `rank` of an image (H, W) uint8. Equal
     input gives equal bytes.
+
+    mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
 
     Returns (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing
     rank; the first orientation is the one of smaller angle. (0,) for an image without structure.
     """
-    points = detector().detect(gray)
+    points = detector().detect(gray, mask)
     values = values_of(points)
     order, first = _by_position(values)
     # orientations of one point follow each other

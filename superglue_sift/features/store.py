@@ -1,5 +1,5 @@
-"""Features of many images, computed once and kept on disk, by the content of the image and the
-settings.
+"""Features of many images, computed once and kept on disk, by the content of the image and its mask
+and by the settings.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ import collections
 import functools
 import hashlib
 import io
+import os
 from pathlib import Path
-from typing import Dict, NamedTuple, OrderedDict, Tuple, Union
+from typing import Dict, NamedTuple, Optional, OrderedDict, Tuple, Union
 
 import cv2
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from superglue_sift import __version__
 from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import ALIGNED_AT, Features
-from superglue_sift.features.images import read, read_gray, reduce
+from superglue_sift.features.images import find_mask, read, read_gray, reduce
 from superglue_sift.files import DAMAGED, write_atomic
 from superglue_sift.matcher import Matcher
 
@@ -35,10 +36,18 @@ class Item(NamedTuple):
 class FeatureStore:
     """Features of images: all on disk, the recently used ones in memory."""
 
-    def __init__(self, matcher: Matcher, folder: Path) -> None:
-        """folder: for the files, created with the first one."""
+    def __init__(
+        self, matcher: Matcher, folder: Path, masks: Optional[Path] = None, root: Path = Path()
+    ) -> None:
+        """folder: for the files, created with the first one.
+
+        masks: folder of masks, named after the photographs below the folder `root`
+        (`images.find_mask`); a photograph without one is used whole. None: no masks.
+        """
         self.matcher = matcher
         self.folder = folder
+        self.masks = masks
+        self.root = root
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
         self._settings = (
@@ -71,10 +80,18 @@ class FeatureStore:
         return self(item)._replace(gray=reduce(gray, self._side))
 
     def digest(self, item: Item) -> str:
-        """SHA-256 of the image's content. Raises RequestError if it cannot be read."""
+        """SHA-256 of the content of the image and its mask. Raises RequestError if either cannot be
+        read.
+        """
         if item.name not in self._digests:
             self._read(item)
         return self._digests[item.name]
+
+    def mask_of(self, item: Item) -> Optional[Path]:
+        """The file with the mask of a photograph, None if there is none."""
+        if self.masks is None or not isinstance(item.image, Path):
+            return None
+        return find_mask(self.masks, os.path.relpath(item.image, self.root))
 
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""
@@ -88,7 +105,7 @@ class FeatureStore:
                 return features._replace(frame=self.matcher.frame, turned=int(file["turned"]))
         except DAMAGED:  # or missing
             if isinstance(item.image, Path):
-                features = self.matcher.extract_file(content, str(item.image))
+                features = self.matcher.extract_file(content, str(item.image), self.mask_of(item))
             else:
                 features = self.matcher.extract(item.image)
         data = io.BytesIO()
@@ -101,7 +118,9 @@ class FeatureStore:
         """The bytes of the file, or of the pixels; and their digest, which is kept."""
         if isinstance(item.image, Path):
             content = read(item.image)
-            digest = hashlib.sha256(content).hexdigest()
+            mask = self.mask_of(item)
+            hashed = content if mask is None else content + b"mask" + read(mask)
+            digest = hashlib.sha256(hashed).hexdigest()
         else:
             content = item.image.tobytes()
             digest = hashlib.sha256(f"{item.image.shape}".encode() + content).hexdigest()

@@ -1,6 +1,4 @@
-"""Photographs that a camera stored lying: all eight orientations of EXIF, in every format that
-carries them.
-"""
+"""Photographs that a camera stored lying, in the results of the command and of the library."""
 
 import cv2
 import numpy as np
@@ -12,21 +10,7 @@ from pipeline import errors
 from superglue_sift import Matcher
 from superglue_sift.apps import cli
 from superglue_sift.features import images
-from superglue_sift.features.images import STORED, UPRIGHT, decode_color, decode_gray, read_photo
-from superglue_sift.geometry.two_view import transform
-
-ALL = range(1, 9)
-# where the corner at the top left of the stored pixels lies upright (Exif 2.32, 4.6.4)
-CORNERS = {1: "top left", 2: "top right", 3: "bottom right", 4: "bottom left",
-           5: "top left", 6: "top right", 7: "bottom right", 8: "bottom left"}  # fmt: skip
-SIZE = (60, 40)
-
-
-def marked():
-    """(40, 60, 3): black, white at the top left."""
-    image = np.zeros((*SIZE[::-1], 3), np.uint8)
-    image[:10, :15] = 255
-    return image
+from superglue_sift.features.images import STORED, UPRIGHT, read_photo
 
 
 def save(path, pixels, orientation):
@@ -35,48 +19,7 @@ def save(path, pixels, orientation):
 
     exif = Image.Exif()
     exif[images.ORIENTATION] = orientation
-    kind = {".tif": "TIFF", ".jpg": "JPEG", ".png": "PNG", ".webp": "WEBP"}[path.suffix]
-    options = {"tiffinfo": {images.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
-    options.update({"WEBP": {"lossless": True}, "JPEG": {"quality": 97}}.get(kind, {}))
-    Image.fromarray(pixels if pixels.ndim == 2 else pixels[..., ::-1]).save(path, kind, **options)
-
-
-def white_corner(image):
-    rows, columns = np.nonzero((image if image.ndim == 2 else image[..., 0]) > 128)
-    height, width = image.shape[:2]
-    return (
-        f"{'bottom' if rows.mean() > height / 2 else 'top'}"
-        f" {'right' if columns.mean() > width / 2 else 'left'}"
-    )
-
-
-@pytest.mark.parametrize("ending", [".jpg", ".png", ".webp", ".tif"])
-@pytest.mark.parametrize("orientation", ALL)
-def test_pixels_upright_and_stored(tmp_path, ending, orientation):
-    path = tmp_path / f"a{ending}"
-    save(path, marked(), orientation)
-    data = path.read_bytes()
-    assert images.decode(data, str(path), True, STORED)[1] == orientation
-    for decode in (decode_gray, decode_color):
-        stored = decode(data, frame=STORED)
-        turned = decode(data, frame=UPRIGHT)
-        assert stored.shape[:2] == (40, 60) and white_corner(stored) == "top left"
-        assert turned.shape[:2] == ((40, 60) if orientation < 5 else (60, 40))
-        assert white_corner(turned) == CORNERS[orientation]
-        np.testing.assert_array_equal(decode(data), stored)
-    if ending != ".webp":  # which OpenCV 4 does not turn
-        as_opencv = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
-        np.testing.assert_array_equal(decode_color(data, frame=UPRIGHT), as_opencv)
-
-
-@pytest.mark.parametrize("orientation", ALL)
-def test_positions_move_as_pixels_do(orientation):
-    stored = np.arange(40 * 60, dtype=np.int64).reshape(40, 60)  # each pixel has its own number
-    shown = images.turn_upright(stored, orientation)
-    y, x = (each.ravel() for each in np.mgrid[:40, :60])
-    moved = transform(np.stack([x, y], axis=1).astype(float), images.to_upright(orientation, SIZE))
-    np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
-    np.testing.assert_array_equal(images.turn_upright(shown, images.inverse(orientation)), stored)
+    Image.fromarray(pixels if pixels.ndim == 2 else pixels[..., ::-1]).save(path, exif=exif)
 
 
 @pytest.fixture(scope="module")

@@ -96,12 +96,12 @@ def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, le
 
 
 def test_a_model_that_is_not_compared_leaves_no_photograph_out(work, capsys):
-    orb = {"extractor": "superglue_sift.opencv_features:orb", "descriptor": "binary"}
+    orb = {"extractor": "superglue_sift.opencv_features:kaze", "descriptor": "float"}
     other = write_model(work / "other.safetensors", **orb, descriptor_dim=256)
     trained_on.write(other, ["285"])
     assert run(work, "--also", f"orb={other}") == 0
     printed = capsys.readouterr().out
-    assert "SKIP orb: of keypoints of superglue_sift.opencv_features:orb" in printed
+    assert "SKIP orb: of keypoints of superglue_sift.opencv_features:kaze" in printed
     assert "left out" not in printed and evaluated(work)["superglue"] == set(COCO)
 
 

@@ -72,12 +72,12 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
 
 
 def test_a_store_says_of_which_features_it_is(tmp_path):
-    binary = Extractor("mine:bits", record_dtype("binary", 256), False, lambda *_: None)
+    mine = Extractor("mine:f", record_dtype("float", 256), False, lambda *_: None)
     rows = [store.write_shard(tmp_path / store.shard_name(0), [])]
-    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, binary)))
+    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, mine)))
     opened = Store(tmp_path)
     found = (opened.extractor, opened.dtype, opened.scale_angle)
-    assert found == (binary.name, binary.dtype, False)
+    assert found == (mine.name, mine.dtype, False)
 
 
 def test_every_damage_is_found_when_all_is_verified(tmp_path):
