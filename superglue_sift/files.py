@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import errno
 import hashlib
@@ -10,9 +11,10 @@ import os
 import tempfile
 import threading
 import tokenize
+import unicodedata
 import zlib
 from pathlib import Path
-from typing import Any, Iterable, Optional, Union
+from typing import Any, Iterable, List, Optional, Tuple, Union
 from zipfile import BadZipFile
 
 from superglue_sift.errors import RequestError
@@ -91,3 +93,43 @@ def file_sha256(path: FileName) -> str:
         for block in iter(lambda: stream.read(1 << 20), b""):
             digest.update(block)
     return digest.hexdigest()
+
+
+def read_lines(path: FileName) -> List[Tuple[int, str]]:
+    """The lines of a text file, stripped, with their numbers from 1; without empty lines and those
+    that begin with `#`.
+
+    Reads UTF-8 and UTF-16 (as PowerShell writes it), with and without a byte order mark, and line
+    ends of any system. Bytes of file names that are not UTF-8 are kept (surrogateescape). Raises
+    RequestError for a file that is missing or no text.
+    """
+    try:
+        data = Path(path).read_bytes()
+        encoding = "utf-8-sig"
+        if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            encoding = "utf-16"
+        elif data[1:2] == b"\0" or data[:1] == b"\0":  # ASCII in UTF-16 without its mark
+            encoding = "utf-16-le" if data[1:2] == b"\0" else "utf-16-be"
+        errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
+        text = data.decode(encoding, errors)
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        text = "\0"
+    if "\0" in text:
+        raise RequestError(f"{path}: is not a text file; save it as text in UTF-8")
+    numbered = enumerate(map(str.strip, io.StringIO(text, newline=None)), 1)
+    return [(number, line) for number, line in numbered if line and not line.startswith("#")]
+
+
+def spelled_as_file(folder: FileName, name: str) -> Optional[str]:
+    """`name` as a file below `folder` spells it, None if there is no such file.
+
+    Lists from another system name a file with backslashes, or spell an accented letter as one
+    character or as two (Unicode NFC, and NFD on a Mac).
+    """
+    for path in (name, name.replace("\\", "/")):
+        for form in (path, *(unicodedata.normalize(kind, path) for kind in ("NFC", "NFD"))):
+            if os.path.lexists(os.path.join(folder, form)):
+                return form
+    return None
