@@ -9,9 +9,12 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
 import gc
 import os
 import re
+import socket
+import time
 import uuid
 import warnings
 from pathlib import Path
@@ -23,13 +26,16 @@ import torch.distributed as dist
 # Here, because its functions keep the group that is there when it is imported
 import torch.distributed.nn
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from pipeline import compat, signals
-from pipeline.errors import AGENT_PID, LostPeer, read_number
+from pipeline.errors import RequestError, WorkError, read_number
 
-# Seconds after which a rendezvous or a collective counts as a lost rank; SG_TIMEOUT sets another
-# limit.
-TIMEOUT_SECONDS = 120
+# Seconds for all ranks to meet at the start (SG_START_TIMEOUT), and later for the slowest rank to
+# come to a collective (SG_TIMEOUT), which may have to write a checkpoint or to compile first.
+START_SECONDS = 120
+TIMEOUT_SECONDS = 600  # NCCL's own
+NOTICE_SECONDS = 2  # for torchrun to see which rank was killed, before the others end
 NCCL_BYTES_PER_RANK = 64 << 20  # its shared-memory channels between the ranks of one machine
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
@@ -51,15 +57,12 @@ def _adopt_slurm() -> None:
     precedence.
     """
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
-    # itself
-    if (
-        "RANK" in os.environ
-        or "SLURM_STEP_ID" not in os.environ
-        or read_number("SLURM_NTASKS", 1) < 2
-    ):
+    # itself; SLURM_NTASKS is that of the job, whose interactive shell is a step of one task
+    tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
+    if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
-    os.environ["WORLD_SIZE"] = os.environ["SLURM_NTASKS"]
+    os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     # rank 0 runs on the first node of its step; the job may have been started on a login node
     nodes = (
@@ -77,18 +80,39 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
+def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
+    """`port` if it is free at an address of this machine ("": at all); for 0 any free port.
+
+    Raises RequestError if the port is in use, or the address another machine's.
+    """
+    if port > 65535:
+        raise RequestError(f"MASTER_PORT={port}: must be at most 65535")
+    try:
+        with socket.create_server((address, port)) as server:
+            return server.getsockname()[1]
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            fix = "is in use by another program: choose another port, or leave it unset"
+            raise RequestError(f"MASTER_PORT={port} {fix}") from None
+        raise RequestError(
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: cannot be used on this machine"
+            f" ({error.strerror}): leave them unset; several nodes need NNODES and RDZV_ENDPOINT"
+        ) from None
+
+
 def start() -> Context:
     """Join the process group named by torchrun's (or SLURM's) environment, if any.
 
     NCCL carries GPU tensors, gloo CPU tensors and other objects; with torch 1.10 NCCL carries all.
 
     Raises:
-        RequestError: an environment variable is not a number.
+        RequestError: an environment variable is not a number, or the port is in use.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if by_torchrun:
         # without torchrun this rank would hold its GPU for ever and write into the next run's
         # folder
-        signals.end_with_parent(parent=read_number(AGENT_PID, os.getppid()))
+        signals.end_with_parent()
     _adopt_slurm()
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1)
@@ -99,8 +123,23 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
     if world_size > 1:
-        timeout = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
-        dist.init_process_group(compat.backend(device.type), timeout=timeout)
+        if rank == 0 and not by_torchrun:
+            free_port("", read_number("MASTER_PORT", 0))
+        meeting, waiting = (
+            datetime.timedelta(seconds=read_number(name, usual))
+            for name, usual in (
+                ("SG_START_TIMEOUT", START_SECONDS),
+                ("SG_TIMEOUT", TIMEOUT_SECONDS),
+            )
+        )
+        store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
+        dist.init_process_group(
+            compat.backend(device.type),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=waiting,
+        )
     return Context(rank, world_size, device)
 
 
@@ -274,14 +313,19 @@ def wrap(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Context]:
-    """Context of a process in its group: `start`, then `finish`, or `abandon` if the work fails."""
-    context = start()
+    """Context of a process in its group: `start`, then `finish`, or `abandon` if the work fails.
+
+    Raises WorkError if another rank died or hangs.
+    """
     try:
+        context = start()
         yield context
     except BaseException as error:
         abandon()
-        if not isinstance(error, LostPeer) and lost_peer(error):
-            reason = str(error).splitlines()[0]
-            raise LostPeer(f"rank {context.rank}: another rank died or hangs ({reason})") from error
-        raise
+        if not lost_peer(error):
+            raise
+        time.sleep(NOTICE_SECONDS)
+        rank = os.environ.get("RANK", "0")
+        reason = str(error).splitlines()[0]
+        raise WorkError(f"rank {rank}: another rank died or hangs ({reason})") from error
     finish()

@@ -1,52 +1,49 @@
 """Start a stage on all local processes: `python -m pipeline.launch pipeline.train [its arguments]`.
 
 It checks the request first, so that an error is one line and exit code 2, not a traceback of every
-rank. It chooses the number of processes (NPROC_PER_NODE, never part of a stage's hash), runs
-torchrun, which restarts a run that lost a process, forwards signals, and returns the stage's own
-exit code, which torchrun does not.
+rank. Then torchrun runs in this process. It starts the ranks, and passes a signal on to them. The
+launcher returns the exit code of the stage, and starts the ranks again if one of them was killed.
 
-NPROC_PER_NODE: a number, or auto (the default): the number of GPUs, else 2, on any number of cores,
-because it decides the last bits of the weights.
+NPROC_PER_NODE: the number of processes, or auto (the default), which is the number of GPUs. Without
+a GPU auto means 2, on any number of cores, because it decides the last bits of the weights.
 Several nodes: set NNODES (2, or 1:2 for an elastic job) and RDZV_ENDPOINT (host:port of one of
-them), the same on each node; RDZV_ID tells jobs at one endpoint apart. One node: MASTER_ADDR and
-MASTER_PORT choose another address.
-LOCAL_ADDR: the address by which other nodes reach this one, if not its host name (torch's
-GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME name the network interface). SG_MAX_RESTARTS (3): how often
-a run that lost a process is restarted from its newest checkpoint.
+them), the same on each node. RDZV_ID tells jobs at one endpoint apart. LOCAL_ADDR is the address by
+which other nodes reach this one, if its host name does not resolve to it (torch 2).
+GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the network interface.
+One node: MASTER_ADDR and MASTER_PORT choose another address than a free port of 127.0.0.1.
+SG_MAX_RESTARTS (3): how often a run that lost a process starts again from its newest checkpoint.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import importlib
 import logging
 import os
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
-from typing import Dict, List, Optional, Sequence
-
-import psutil
+from typing import Dict, List, Optional, Sequence, Tuple
 
 from pipeline import errors, signals
-from pipeline.errors import (
-    AGENT_PID,
-    EXIT_FOLDER,
-    LOST_PEER,
-    STOPPED,
-    STOPPING,
-    RequestError,
-    read_number,
-)
+from pipeline.errors import RESTARTS, STOPPED, RequestError, read_number
 from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
-AGENT = "--agent"  # first argument of the process in which torchrun runs
 LAUNCHED = ("pipeline.keypoints", "pipeline.train")
+# Variables of the ranks, unless they are set
+VARIABLES = {
+    # torch 1.10 warns at every import
+    "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
+    # no warnings of torch's C++ code, whose failures raise in Python
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    # a restarted rank must not read a dead peer's address from a shared store: it would hang
+    # (pytorch#135712)
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    # seconds for a rank to save after SIGTERM (torch 1.10: always 30)
+    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
+    # a rank that waits for a dead one must fail; the name changed with torch 2.2
+    "NCCL_ASYNC_ERROR_HANDLING": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
 
 
 def processes_per_node() -> int:
@@ -69,87 +66,10 @@ def require_gpus(processes: int) -> None:
         )
 
 
-def free_port() -> int:
-    """A free TCP port: two runs on one machine must not share torchrun's fixed default."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def command(module: str, arguments: Sequence[str], processes: int) -> List[str]:
-    """The torchrun command line, with underscores in its options for torch 1.10.
-
-    One node, too, has a c10d rendezvous: restarted ranks of a static one read a dead peer's
-    address, and hang.
-    """
-    nodes = os.environ.get("NNODES", "1")
-    own = local_address()
-    endpoint = os.environ.get("RDZV_ENDPOINT", "")
-    if nodes == "1":  # not --standalone, which resolves the host's name; containers may fail to
-        endpoint = f"{own}:{os.environ.get('MASTER_PORT') or free_port()}"
-    if not endpoint:
-        raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
-    options = {
-        "nproc_per_node": processes,
-        "nnodes": nodes,
-        "max_restarts": read_number("SG_MAX_RESTARTS", 3),
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": endpoint,
-        "rdzv_id": os.environ.get("RDZV_ID", "pipeline"),
-    }
-    if own:  # torchrun cannot tell from an address which node has the endpoint
-        is_host = endpoint.rsplit(":", 1)[0] == own
-        options["rdzv_conf"] = f"is_host={str(is_host).lower()}"
-    torchrun = [sys.executable, "-m", "pipeline.launch", AGENT]
-    words = [f"--{name}={value}" for name, value in options.items()]
-    return [*torchrun, *words, "-m", module, *arguments]
-
-
-def local_address() -> str:
-    """The address by which other ranks reach this node; "": its host name."""
-    if os.environ.get("NNODES", "1") == "1":
-        return os.environ.get("MASTER_ADDR", "127.0.0.1")
-    return os.environ.get("LOCAL_ADDR", "")
-
-
-def _agent(arguments: Sequence[str]) -> int:
-    """torchrun without its traceback and log about a failed rank; 1 if one failed, else 0.
-
-    A rank that raised has shown its own traceback, and the launcher names one that was killed.
-    """
-    from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    os.environ[AGENT_PID] = str(os.getpid())
-    try:
-        run.main([*own_address(), *arguments])
-    except (ChildFailedError, SignalException):
-        return 1  # some schedulers signal every process; the ranks have saved
-    return 0
-
-
-def own_address() -> List[str]:
-    """torchrun's option for the address by which other nodes reach this one; none for its host
-    name.
-
-    torch 1.10's torchrun has no such option: its agent gets another host name instead.
-    """
-    from torch.distributed.elastic.agent.server import api
-    from torch.distributed.launcher.api import LaunchConfig
-
-    address = local_address()
-    if address and hasattr(LaunchConfig, "local_addr"):
-        return [f"--local_addr={address}"]
-    if address:
-        api._get_fq_hostname = lambda: address  # type: ignore[attr-defined]
-    return []
-
-
 def world_sizes(processes: int) -> List[int]:
-    """All numbers of ranks the run may have: several with an elastic NNODES such as 1:2. Raises
-    RequestError.
+    """All numbers of ranks that the run may have, several with an elastic NNODES such as 1:2.
+
+    Raises RequestError.
     """
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
@@ -159,62 +79,116 @@ def world_sizes(processes: int) -> List[int]:
     return [nodes * processes for nodes in range(numbers[0], numbers[-1] + 1)]
 
 
-def environment(processes: int, exit_folder: Path) -> Dict[str, str]:
-    """Environment of the ranks."""
-    values = {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // processes)),
-        # a restarted rank must not read a dead peer's address from a shared store: it would hang
-        # (pytorch#135712)
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # Seconds for a rank to save after SIGTERM
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
-        # Torch 1.10, at every import
-        "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
-        # torch's C++ warnings; failures raise in Python
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        # a rank that waits for a dead one must fail; the name changed with torch 2.2
-        "NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        **os.environ,
-        EXIT_FOLDER: str(exit_folder),
-    }
-    wait_passively(values)
-    return values
+def is_one_node() -> bool:
+    return os.environ.get("NNODES", "1") == "1"
 
 
-def run_stage(module: str, arguments: Sequence[str], processes: int, folder: Path) -> int:
-    """Run torchrun, forward signals to its ranks, and return the stage's own exit code.
+def torchrun_options(processes: int, restarts: int) -> List[str]:
+    """The options of torchrun, with underscores for torch 1.10.
 
-    folder: EXIT_FOLDER of the ranks, by which they say how they ended.
+    Raises RequestError if the address is wrong, or a port in use.
     """
-    for number in signals.STOP_SIGNALS:
-        signal.signal(number, functools.partial(_forward, folder))
-    line = command(module, arguments, processes)
-    values = environment(processes, folder)
-    # torchrun ends with a killed launcher, and the ranks with torchrun
-    code = subprocess.Popen(line, env=values, preexec_fn=signals.end_with_parent).wait()
-    attempt = max((int(file.suffix[1:]) for file in folder.glob("*.[0-9]*")), default=0)
-    lost = errors.lost_ranks(folder, attempt, processes)
-    if lost and (folder / STOPPING).exists():
-        return STOPPED  # before the ranks had begun, or while they could not save
-    if lost and code:
-        print(lost, end="", file=sys.stderr)
-        return 1
-    # not torchrun's own code: torch 1.10's agents may fail after all ranks are done
-    ends = [end for _, end in sorted(errors.codes_of(folder, attempt).items()) if end != "0"]
-    return next((int(end) for end in ends if end != LOST_PEER), 1 if ends else 0)
+    options = {"nproc_per_node": processes, "max_restarts": 0, "monitor_interval": 0.1}
+    if is_one_node():  # not --standalone, which resolves the host's name; containers may fail to
+        options.update(_own_address())
+    else:
+        options.update(_rendezvous(), max_restarts=restarts)
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
-def _forward(folder: Path, number: int, frame) -> None:
-    """Forward to the ranks, not to torchrun, which would kill them 30 s later, saved or not."""
-    (folder / STOPPING).touch()
-    ranks: List[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        # torchrun is our only child
-        ranks = [rank for torchrun in psutil.Process().children() for rank in torchrun.children()]
-    for rank in ranks:
-        with contextlib.suppress(psutil.Error):
-            rank.send_signal(signal.SIGTERM)
+def _own_address() -> Dict[str, object]:
+    from pipeline.distributed import free_port
+
+    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+    return {
+        "nnodes": 1,
+        "master_addr": address,
+        "master_port": free_port(address, read_number("MASTER_PORT", 0)),
+    }
+
+
+def _rendezvous() -> Dict[str, object]:
+    """Where several nodes meet."""
+    from torch.distributed.launcher.api import LaunchConfig
+
+    nodes = os.environ["NNODES"]
+    endpoint = os.environ.get("RDZV_ENDPOINT", "")
+    if ":" not in endpoint:
+        raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
+    options: Dict[str, object] = {
+        "nnodes": nodes,
+        "rdzv_backend": "c10d",
+        "rdzv_endpoint": endpoint,
+        "rdzv_id": os.environ.get("RDZV_ID", "pipeline"),
+    }
+    own = os.environ.get("LOCAL_ADDR", "")
+    if own and not hasattr(LaunchConfig, "local_addr"):
+        raise RequestError(
+            f"LOCAL_ADDR={own} needs torch 2: let the host name of each node resolve to its address"
+            " (docker run --add-host)"
+        )
+    if own:  # torchrun cannot tell from an address which node has the endpoint
+        is_host = endpoint.rsplit(":", 1)[0] == own
+        options.update(local_addr=own, rdzv_conf=f"is_host={str(is_host).lower()}")
+    return options
+
+
+def run_torchrun(words: List[str]) -> Tuple[int, int]:
+    """Run torchrun in this process. Returns the first rank that failed, and its exit code.
+
+    The code is 0 if none failed, and negative if a signal killed the rank.
+
+    Raises:
+        SignalException: this process was asked to stop, and the ranks have ended.
+        RequestError: the nodes do not meet.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    logging.disable(logging.CRITICAL)  # a rank that raised has shown its own traceback
+    try:
+        run.run(run.parse_args(words))
+    except ChildFailedError as error:
+        # in the order in which they were seen; torchrun ended the later ones itself
+        rank, failure = next(iter(error.failures.items()))
+        return rank, failure.exitcode
+    except RendezvousError as error:
+        endpoint = os.environ.get("RDZV_ENDPOINT")
+        raise RequestError(f"RDZV_ENDPOINT={endpoint}: the nodes do not meet: {error}") from None
+    return 0, 0
+
+
+def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
+    """Run the ranks until they are done, and start them again if one was killed.
+
+    Several nodes have to start again together: torchrun does it, whatever ended a rank.
+
+    Returns the exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    for name, value in {**VARIABLES, "OMP_NUM_THREADS": usable_cores() // processes or 1}.items():
+        os.environ.setdefault(name, str(value))
+    wait_passively()
+    # torchrun passes SIGTERM and SIGINT on to the ranks
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    restarts = read_number("SG_MAX_RESTARTS", 3)
+    for attempt in range(restarts + 1 if is_one_node() else 1):
+        os.environ[RESTARTS] = str(attempt)
+        options = [f"--rdzv_id={attempt}"] if is_one_node() else []
+        options += torchrun_options(processes, restarts)
+        try:
+            rank, code = run_torchrun([*options, "-m", module, *arguments])
+        except SignalException:
+            return STOPPED
+        if code >= 0:
+            return code
+        name = signal.Signals(-code).name
+        print(f"rank {rank} was killed ({name}), perhaps for lack of memory", file=sys.stderr)
+        if attempt < restarts and is_one_node():
+            print("starting again from the newest checkpoint", file=sys.stderr)
+    return 1
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -226,6 +200,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rest = arguments[1:]
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "check"):
@@ -236,10 +211,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     # End with a checkpoint if dvc is killed, before it starts another run
     if "DVC_STAGE" in os.environ:
         signals.end_with_parent(signal.SIGTERM)
-    with tempfile.TemporaryDirectory(prefix="launch-") as folder:
-        return run_stage(name, rest, processes, Path(folder))
+    code = run_stage(name, rest, processes)
+    # From here on a signal ends the launcher at once, so that DVC does not start the next stage
+    for number in signals.STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    return code
 
 
 if __name__ == "__main__":
-    # not errors.run for the agent: it would write an exit code next to those of the ranks
-    raise SystemExit(_agent(sys.argv[2:]) if sys.argv[1:2] == [AGENT] else errors.run(main))
+    raise SystemExit(errors.run(main))

@@ -55,7 +55,7 @@ class Gate:
         )
         from mlflow.server import app, handlers
 
-        from pipeline.launch import free_port
+        from pipeline.distributed import free_port
 
         handlers._tracking_store = handlers._model_registry_store = None
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app

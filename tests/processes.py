@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 
 from pipeline import distributed
-from pipeline.launch import free_port
+from pipeline.distributed import free_port
 
 LIMIT_SECONDS = 120
 

@@ -135,7 +135,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     with signals.defer() as stop, distributed.process_group() as context:
         training = Training(paths, context, stop, *check(argv, context.world_size))
-        return training.validate_only() if args.validate_only else training.run()
+        code = training.validate_only() if args.validate_only else training.run()
+    # A stop that came after the last step also ends the pipeline, such as `dvc repro`
+    return errors.STOPPED if stop.requested else code
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ from pipeline.train.curves import CURVES
 from pipeline.train.identity import Fingerprint, changed_keys, fingerprint_of, misfits, name_of
 from superglue_sift.network.weights import BadCheckpoint, load_model_file
 
-# How often torchrun, or SLURM's requeue, has started this training again
-RESTARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+# How often the launcher, torchrun, or SLURM's requeue, has started this training again
+RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 
 
 class TrainPaths(NamedTuple):

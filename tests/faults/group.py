@@ -17,7 +17,7 @@ from typing import List, NamedTuple
 
 from faults import inject
 from pipeline import errors, tracking
-from pipeline.launch import free_port
+from pipeline.distributed import free_port
 from pipeline.train import __main__ as train
 from superglue_sift.network.weights import load_model_file
 

@@ -68,16 +68,16 @@ def test_a_signal_saves_and_resumes_to_the_same_bytes(bench, fault):
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW)])
 @pytest.mark.parametrize(
     "kind, phase, code",
-    [pytest.param("group-term", "forward", 143, marks=SLOW), ("kill", "load_batch", 1)],
+    [pytest.param("group-term", "forward", 143, marks=SLOW), ("kill", "load_batch", -9)],
 )
 def test_processes_that_make_batches(bench, ranks, kind, phase, code):
     """A signal to all saves; a killed one counts as a killed rank."""
     fault = f"{kind}:rank={ranks - 1},step=3,phase={phase}"
-    codes = carry_out(bench, ranks, fault, SG_LOADER_PROCESSES="2")
-    assert codes == [[code] * ranks, [0] * ranks]
+    first, second = carry_out(bench, ranks, fault, SG_LOADER_PROCESSES="2")
+    assert first[-1] == code and set(first) <= {code, 1} and not any(second)
     log = (bench.folder / "cell/log").read_text()
     assert "Traceback" not in log
-    assert ("a process that loads batches died (killed, or out of memory)" in log) == (code == 1)
+    assert ("a process that loads batches died (killed, or out of memory)" in log) == (code == -9)
 
 
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(training):
