@@ -22,7 +22,7 @@ from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
 from pipeline.keypoints.image import gray_views
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.features import extract
-from superglue_sift.geometry import scenes
+from superglue_sift.geometry import verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.matches import Matches
@@ -98,23 +98,21 @@ def aligned(setting: Setting) -> Iterator[Row]:
 
 
 def filled(setting: Setting) -> Iterator[Row]:
-    """The fill of a pair of a scene (`scenes.fill`): classical matches of 8,192 keypoints of each
-    of two views.
-    """
+    """The ratio test and the geometric verification of two views with 8,192 keypoints each."""
     large = cv2.resize(photographs(1)[0], None, fx=SCALE, fy=SCALE, interpolation=cv2.INTER_CUBIC)
     views = rotate(add_noise(large, 8.0))  # for more keypoints than a small photograph has
-    features = [extract(view, scenes.MAX_KEYPOINTS) for view in views]
+    features = [extract(view, verification.MAX_KEYPOINTS) for view in views]
     records = [side.records for side in features]
-    sides = tuple(scenes.side_of(side, 0) for side in features)
     found = nearest.ratio_matches(*records)
     surest = found.indices[np.argsort(-found.scores)[:ALIGNED]]
     ours = Matches(surest, np.ones(len(surest), np.float32))
 
     def fill() -> None:
-        scenes.fill(ours, 0.5, sides, scenes.ACCEPT, nearest.ratio_matches(*records))
+        mutual = nearest.ratio_matches(*records, ratio=1.0)
+        verification.match_one_place(features, ours, mutual, 0.5, 0, verification.ACCEPT)
 
     taken = setting.time({"fill": fill})
-    sizes = " and ".join(f"{len(side.points):,}" for side in sides)
+    sizes = " and ".join(f"{len(side.records):,}" for side in features)
     yield of_seconds(f"filling a pair of {sizes} keypoints", taken["fill"])
 
 

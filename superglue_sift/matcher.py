@@ -34,7 +34,7 @@ from superglue_sift.features.features import Features, Image, extract, gray_of, 
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName
-from superglue_sift.geometry import scenes
+from superglue_sift.geometry import verification
 from superglue_sift.geometry.local_maps import add_guided_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
@@ -54,7 +54,7 @@ MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
 USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
-USUAL_OF_SCENES = (scenes.MAX_KEYPOINTS, scenes.NETWORK_KEYPOINTS, scenes.RESIZE)
+USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, verification.RESIZE)
 PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
 
 
@@ -76,8 +76,8 @@ class Matcher:
     threshold: minimum probability of a match of the network.
     extractor: None if it may not be run.
     refine: align matches by the pixels, if available (`MatchResult.aligned1`).
-    rules: the images show one place, but not every two of them overlap: each pair is first accepted
-        or rejected, then filled with matches of all keypoints (see `scenes`). None: any images.
+    rules: the images show one place, but not every two of them overlap. Each pair is first accepted
+        or rejected, then matches of all keypoints are added (`verification`). None: any images.
     frame: of coordinates: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
         "stored", like COLMAP (see `images`).
     """
@@ -90,7 +90,7 @@ class Matcher:
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
     refine: bool = True
-    rules: Optional[scenes.Rules] = None
+    rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
@@ -134,8 +134,8 @@ class Matcher:
             precision: of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16.
             compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
             extractor: `module:function` of a non-SIFT model, to let it run; else only `Features`.
-            scene: follow `scenes.Rules`; its pairs are not aligned.
-            accept, likely: those of `scenes.Rules`.
+            scene: follow `verification.Rules`; its pairs are not aligned.
+            accept, likely: those of `verification.Rules`.
         """
         rules = _rules(scene, accept=accept, likely=likely)
         device = choose_device(device)
@@ -327,32 +327,26 @@ class Matcher:
             found = match_pairs(self.model, pairs, self.device, selected)
         return list(zip(pairs, found, mutual, selected))
 
-    def match_screened(self, screened: Sequence[scenes.Screened]) -> List[Tuple[Matches, Matches]]:
-        """All matches of the network for each pair, without its stamps, and the mutual nearest
-        neighbours.
-        """
-        batch = [(each.sides[0], each.sides[1]) for each in screened]
-        return [
-            (found.only(~scenes.find_stamps(pair, found)), mutual)
-            for pair, (_, found, mutual, _) in zip(batch, self.match_network(batch))
-        ]
-
     def _match_scene(
-        self, batch: Sequence[Tuple[Features, Features]], rules: scenes.Rules
+        self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
     ) -> List[MatchResult]:
-        """Run the network only where the classical matcher finds something in common."""
-        screened = [scenes.screen(pair, self.resize) for pair in batch]
-        asked = [each for each in screened if each.agreeing >= rules.likely]
-        matched = iter(self.match_screened(asked))
-        results = []
-        for pair, each in zip(batch, screened):
-            found = Matches.none()
-            score = scenes.SKIPPED
-            if each.agreeing >= rules.likely:
-                settings = self.threshold, self.resize, rules.accept
-                found, score = scenes.finish(each, *next(matched), *settings)
-            results.append(dataclasses.replace(MatchResult.of(*pair, found), pair_score=score))
-        return results
+        """Run the network only where the ratio test finds something in common, and verify."""
+        looks = [verification.first_look(pair, self.resize) for pair in batch]
+        asked = [number for number, (agreeing, _) in enumerate(looks) if agreeing >= rules.likely]
+        # without the keypoints of watermarks
+        pairs = []
+        for number in asked:
+            (one, other), (kept0, kept1) = batch[number], looks[number][1]
+            pairs.append((one.select(kept0), other.select(kept1)))
+        found = [(Matches.none(), verification.SKIPPED)] * len(batch)
+        settings = self.threshold, self.resize, rules.accept
+        for number, pair, (_, own, mutual, _) in zip(asked, pairs, self.match_network(pairs)):
+            matches, score = verification.match_one_place(pair, own, mutual, *settings)
+            found[number] = matches.renumber(*looks[number][1]).sort(), score
+        return [
+            dataclasses.replace(MatchResult.of(*pair, matches), pair_score=score)
+            for pair, (matches, score) in zip(batch, found)
+        ]
 
 
 def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
@@ -361,14 +355,14 @@ def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])
 
 
-def _rules(scene: bool, **limits: Any) -> Optional[scenes.Rules]:
+def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
     """Rules of a scene, with the limits that are not None. Raises RequestError for such without a
     scene.
     """
     given = {name: value for name, value in limits.items() if value is not None}
     if given and not scene:
         raise RequestError(f"{', '.join(given)}: only with scene=True")
-    return scenes.Rules(**given) if scene else None
+    return verification.Rules(**given) if scene else None
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:

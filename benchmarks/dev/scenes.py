@@ -1,18 +1,20 @@
-"""Models of places with known cameras, from our matches and from COLMAP's own: `python -m
-benchmarks.dev.scenes`.
+"""COLMAP models of places with known cameras, from our matches and from COLMAP's own.
 
-  python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
-  python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
+    python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
+    python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
 
-Ways to build a database, all mapped by pycolmap: `ours`, the command `superglue-match --colmap`;
-`colmap`, its own SIFT and exhaustive matcher; `held`, the same limited to 1,024 features; `stored`,
-its SIFT matched by `superglue-match --colmap` into that database; `slot`, its SIFT matched by the
-file of --slot, as COLMAP would. Photographs are first reduced to 1,024 px.
-Columns: photographs registered in the largest model; its points, their mean track length and
-reprojection error; mean error of camera centres (in cm if FILE is in metres, and in percent of the
-largest distance between two cameras) and of rotations (degrees) after a similarity; verified pairs,
-and how many of them are false: fewer than half of the matches lie within 4 px of the true epipolar
-lines; wall and processor seconds of extraction and matching.
+Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. Ways to build it:
+`ours` is the command `superglue-match --colmap`; `colmap` is COLMAP's SIFT and exhaustive matcher;
+`held` is the same, limited to 1,024 features; `stored` is COLMAP's SIFT, matched by
+`superglue-match --colmap` into that database; `slot` is COLMAP's SIFT, matched by the file of
+--slot as COLMAP would.
+
+The columns are the photographs registered in the largest model; its points, their mean track length
+and reprojection error; the mean error of camera centres (in cm if FILE is in metres, and in percent
+of the largest distance between two cameras) and of rotations (in degrees) after a similarity; the
+verified pairs, and how many of them are false, which means that fewer than half of their matches
+lie within 4 px of the true epipolar lines; and wall and processor seconds of extraction and
+matching.
 """
 
 from __future__ import annotations
@@ -26,18 +28,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 from scipy.spatial.distance import pdist
 
-from benchmarks.dev import colmap
-from benchmarks.dev.colmap import Camera, library
 from benchmarks.dev.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.evaluate.inputs import image_size
+from superglue_sift import onnx
+from superglue_sift.errors import import_extra
 from superglue_sift.features.images import read_gray, reduce
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE, write_pair
@@ -45,84 +46,169 @@ from superglue_sift.interop.colmap import CENTRE, write_pair
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
-# COLMAP's features; in `held` as many as the network matches
-WAYS = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192, "slot": 8192}
-USUAL = ["ours", "colmap", "held"]
-CENTRES = "centres, cm"
-MODEL = ["registered", "points", "track", "reprojection, px", CENTRES, "%", "rotations"]
-COLUMNS = ["scene", "way", *MODEL, "pairs", "false", "seconds"]
+FEATURES = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192, "slot": 8192}  # of COLMAP
+MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
+CENTRES = MODEL.index("centres, cm")
 
 
-class Scene(NamedTuple):
-    """Photographs of one place in `folder`, with their cameras by name."""
+class Camera(NamedTuple):
+    """K (3, 3) in pixels, the centre of the first at (0, 0); R (3, 3) world to camera; C (3,)
+    centre in the world.
+    """
 
-    name: str
-    folder: Path
-    cameras: Dict[str, Camera]
-
-
-def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """The command line. Raises RequestError."""
-    parser = make_parser("scenes", __doc__)
-    add = parser.add_argument
-    add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
-    add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
-    add("--only", metavar="SCENE", help="this scene alone")
-    add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
-    add("--ways", nargs="+", default=USUAL, choices=list(WAYS), help="what is compared")
-    add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
-    add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
-    options = parser.parse_args(argv)
-    if "slot" in options.ways and not options.slot:
-        raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
-    return options
+    K: np.ndarray
+    R: np.ndarray
+    C: np.ndarray
 
 
-def write_scenes(options: argparse.Namespace) -> Iterator[Scene]:
-    """The scenes asked for, their photographs written below WORK. Raises RequestError."""
-    cameras = colmap.read_cameras(options.cameras)
+Cameras = Dict[str, Camera]  # by the names of photographs
+
+
+def library() -> Any:
+    """Import pycolmap. Raises RequestError if it is not installed."""
+    return import_extra("pycolmap", "colmap")
+
+
+def read_cameras(path: Path) -> Cameras:
+    """Read a text file with `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
+    found = {}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        name, *words = line.split() or ["#"]
+        if name.startswith("#"):
+            continue
+        try:
+            fx, fy, cx, cy, *pose = map(float, words)
+            R, C = np.split(np.array(pose), [9])
+            K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1.0]])
+            found[name] = Camera(K, R.reshape(3, 3), C.reshape(3))
+        except ValueError:
+            raise RequestError(
+                f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C"
+            ) from None
+    return found
+
+
+def relative_pose(camera0: Camera, camera1: Camera) -> Tuple[np.ndarray, np.ndarray]:
+    """R (3, 3) and t (3,) of the motion from one camera to the other."""
+    return camera1.R @ camera0.R.T, camera1.R @ (camera0.C - camera1.C)
+
+
+def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
+    """(3, 3) F with x1^T F x0 = 0 in pixels."""
+    R, (x, y, z) = relative_pose(camera0, camera1)
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
+    return np.linalg.inv(camera1.K).T @ E @ np.linalg.inv(camera0.K)
+
+
+# COLMAP's features, and our file in the place of its matcher
+
+
+def extract(database: Path, folder: Path, most: int) -> None:
+    """Extract COLMAP's SIFT on a CPU, at most `most` features of each image of a folder."""
+    pycolmap = library()
+    options = pycolmap.FeatureExtractionOptions()
+    options.sift.max_num_features = most
+    cpu = pycolmap.Device.cpu
+    pycolmap.extract_features(database, folder, extraction_options=options, device=cpu)
+
+
+def slot_inputs(content: Any) -> Dict[str, Dict[str, np.ndarray]]:
+    """What COLMAP hands over for each image of an open database (its onnx_matchers.cc): arrays by
+    the names of `onnx.COLMAP_SIDE`, by image.
+    """
+    found = {}
+    for image in content.read_all_images():
+        camera = content.read_camera(image.camera_id)
+        keypoints = content.read_keypoints(image.image_id)
+        unit = content.read_descriptors(image.image_id).data.astype(np.float32)
+        a11, a12, a21, a22 = keypoints[:, 2:].T
+        values = {
+            "kpts": keypoints[:, :2] - CENTRE,
+            "desc": unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12),
+            "image_size": np.array([camera.width, camera.height]),
+            "scales": (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2,
+            "oris": np.arctan2(a21, a11),
+        }
+        found[image.name] = {key: value.astype(np.float32)[None] for key, value in values.items()}
+    return found
+
+
+def match_slot(
+    session: Any, side0: Dict[str, np.ndarray], side1: Dict[str, np.ndarray]
+) -> np.ndarray:
+    """Matches (K, 2) by an ONNX session of the file of `superglue_sift.onnx --for colmap`."""
+    inputs = {name + "0": side0[name] for name in onnx.COLMAP_SIDE}
+    inputs.update((name + "1", side1[name]) for name in onnx.COLMAP_SIDE)
+    matches0, _ = session.run(None, inputs)
+    index0 = np.flatnonzero(matches0 >= 0)
+    return np.stack([index0, matches0[index0]], axis=1)
+
+
+def match_all_by_slot(path: Path, file: Path) -> None:
+    """Match all pairs of a database as COLMAP's exhaustive matcher would, and verify them."""
+    pycolmap = library()
+    session = import_extra("onnxruntime", "onnx").InferenceSession(str(file))
+    with pycolmap.Database.open(str(path)) as content:
+        inputs = slot_inputs(content)
+        images = {image.name: image for image in content.read_all_images()}
+        for names in itertools.combinations(inputs, 2):
+            matches = match_slot(session, *(inputs[name] for name in names))
+            sides = []
+            for image in (images[name] for name in names):
+                points = content.read_keypoints(image.image_id)[:, :2].astype(np.float64)
+                sides.append((image.image_id, content.read_camera(image.camera_id), points))
+            write_pair(pycolmap, content, sides, matches.astype(np.uint32))
+
+
+# Scenes
+
+
+def write_scenes(options: argparse.Namespace) -> Dict[str, Cameras]:
+    """Write the photographs of the scenes asked for, reduced, below WORK; their cameras by scene.
+
+    castle_0007.jpg belongs to castle. Raises RequestError.
+    """
+    cameras = read_cameras(options.cameras)
     scenes: Dict[str, List[str]] = {}
     for file in sorted(cameras):
-        if (options.images / file).is_file():
-            # castle_0007.jpg belongs to castle
-            scenes.setdefault(re.sub(r"[-_]?\d+\.\w+$", "", file), []).append(file)
-    if options.only:
-        scenes = {name: files for name, files in scenes.items() if name == options.only}
+        name = re.sub(r"[-_]?\d+\.\w+$", "", file)
+        if (options.images / file).is_file() and options.only in (None, name):
+            scenes.setdefault(name, []).append(file)
     if not scenes:
         raise RequestError(f"{options.images}: no photographs of {options.only or options.cameras}")
+    written: Dict[str, Cameras] = {}
     for name, files in scenes.items():
         title = name if options.every == 1 else f"{name} 1/{options.every}"
-        folder = WORK / title.replace("/", "-") / "photos"
+        folder = photos_of(title)
         folder.mkdir(parents=True, exist_ok=True)
-        chosen = files[:: options.every]
-        written = {f: write_reduced(options.images / f, folder / f, cameras[f]) for f in chosen}
-        yield Scene(title, folder, written)
+        written[title] = {}
+        for file in files[:: options.every]:
+            image = read_gray(options.images / file)
+            small = reduce(image, LONGER)
+            cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
+            to_small = two_view.resizing(image.shape[::-1], small.shape[::-1])
+            written[title][file] = cameras[file]._replace(K=to_small @ cameras[file].K)
+    return written
 
 
-def write_reduced(source: Path, target: Path, camera: Camera) -> Camera:
-    """Write a photograph in gray, reduced; returns its camera there."""
-    image = read_gray(source)
-    small = reduce(image, LONGER)
-    cv2.imwrite(str(target), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
-    scaling = two_view.resizing(image_size(image), image_size(small))
-    return camera._replace(K=scaling @ camera.K)
+def photos_of(scene: str) -> Path:
+    """The folder of a scene's reduced photographs."""
+    return WORK / scene.replace("/", "-") / "photos"
 
 
-def match(scene: Scene, way: str, folder: Path, slot: Optional[Path]) -> Path:
-    """Build a database: ours with the users' command, COLMAP's with its defaults."""
-    pycolmap = library()
-    database = folder / "database.db"
+def build_database(database: Path, photos: Path, way: str, slot: Optional[Path]) -> None:
+    """Match all pairs in one way: ours by the users' command, COLMAP's with its defaults."""
     if way == "ours":
-        run_ours(str(scene.folder), "--out-dir", str(folder / "found"), "--colmap", str(database))
-        return database
-    colmap.extract(database, scene.folder, WAYS[way])
+        folder = str(database.with_suffix(""))
+        run_ours(str(photos), "--out-dir", folder, "--colmap", str(database))
+        return
+    extract(database, photos, FEATURES[way])
     if way == "stored":
         run_ours("--colmap", str(database))
     elif way == "slot" and slot:
-        match_by_slot(database, slot)
+        match_all_by_slot(database, slot)
     else:
-        pycolmap.match_exhaustive(database, device=pycolmap.Device.cpu)
-    return database
+        library().match_exhaustive(database, device=library().Device.cpu)
 
 
 def run_ours(*words: str) -> None:
@@ -133,44 +219,31 @@ def run_ours(*words: str) -> None:
         raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
 
 
-def match_by_slot(path: Path, file: Path) -> None:
-    """Match all pairs of a database as COLMAP's exhaustive matcher would, and verify them."""
-    pycolmap = library()
-    slot = colmap.load_slot(file)
-    with pycolmap.Database.open(str(path)) as content:
-        for pair in itertools.combinations(colmap.read_sides(content).values(), 2):
-            matches = colmap.match(slot, *(side for _, side in pair))
-            both = []
-            for image, side in pair:
-                camera = content.read_camera(image.camera_id)
-                both.append((image.image_id, camera, side.keypoints[:, :2].astype(np.float64)))
-            write_pair(pycolmap, content, both, matches.astype(np.uint32))
-
-
-def map_scene(database: Path, scene: Scene, folder: Path, seed: int) -> List[str]:
-    """Map a database; returns the cells of MODEL for the largest model, errors from three
+def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List[str]:
+    """Map a database. Returns the cells of MODEL for the largest model; its errors from three
     photographs on.
     """
     pycolmap = library()
     pycolmap.set_random_seed(seed)
+    folder = database.with_name(f"model-{seed}")
     folder.mkdir()
-    models = pycolmap.incremental_mapping(database, scene.folder, folder)
+    models = pycolmap.incremental_mapping(database, photos, folder)
     model = max(models.values(), key=lambda model: model.num_reg_images(), default=None)
     registered = model.num_reg_images() if model else 0
-    cells = [f"{registered} of {len(scene.cameras)}"]
-    if registered >= 3:
-        centre, percent, rotation = model_errors(model, scene.cameras)
+    cells = [f"{registered} of {len(cameras)}"]
+    if model and registered >= 3:
+        centre, percent, rotation = model_errors(model, cameras)
         cells += [f"{model.num_points3D():,}", f"{model.compute_mean_track_length():.2f}"]
         cells += [f"{model.compute_mean_reprojection_error():.2f}"]
         cells += [f"{100 * centre:.1f}", f"{percent:.2f}", f"{rotation:.2f}"]
     return cells + [""] * (len(MODEL) - len(cells))
 
 
-def model_errors(model: Any, cameras: Dict[str, Camera]) -> Tuple[float, float, float]:
+def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     """Errors of a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
 
-    Mean distance of the centres, in the units of `cameras`; the same in percent of the largest
-    distance between two true cameras of the scene; mean angle of rotations in degrees.
+    Returns the mean distance of the centres, in the units of `cameras`; the same in percent of the
+    largest distance between two true cameras; and the mean angle of rotations in degrees.
     """
     poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
     centres = np.array([pose.inverse().translation for pose in poses.values()])
@@ -187,7 +260,7 @@ def model_errors(model: Any, cameras: Dict[str, Camera]) -> Tuple[float, float, 
     return distance, 100 * distance / largest, rotation
 
 
-def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
+def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
     """Numbers of verified pairs of a database and of the false ones among them."""
     pycolmap = library()
     verified = false = 0
@@ -199,46 +272,50 @@ def count_pairs(database: Path, scene: Scene) -> Tuple[int, int]:
             if not len(matches):
                 continue
             keys = pycolmap.pair_id_to_image_pair(pair)
-            truth = colmap.pose_between(*(scene.cameras[images[key]] for key in keys))
+            F = fundamental(*(cameras[images[key]] for key in keys))
             both = [points[key][index] for key, index in zip(keys, matches.T)]
-            away = two_view.epipolar_distances(colmap.fundamental(truth), *both)
             verified += 1
-            false += bool((away <= RIGHT_PX).mean() < 0.5)
+            false += bool((two_view.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
     return verified, false
 
 
-def map_often(database: Path, scene: Scene, folder: Path, seeds: int) -> List[str]:
-    """The cells of the model of median error among those of several seeds, with the range."""
-    rows = [map_scene(database, scene, folder / f"model-{seed}", seed) for seed in range(seeds)]
-    place = MODEL.index(CENTRES)
-    rows.sort(key=lambda row: float(row[place] or "inf"))
-    median = list(rows[seeds // 2])
-    if seeds > 1:
-        median[place] += f" ({rows[0][place]} to {rows[-1][place]})"
-    return median
-
-
-def measure(scene: Scene, way: str, slot: Optional[Path], seeds: int) -> List[str]:
-    """The cells of one scene matched in one way."""
-    folder = scene.folder.parent / way
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace) -> List[str]:
+    """The cells of one scene matched in one way, for the model of median error among the seeds."""
+    photos = photos_of(scene)
+    database = photos.parent / way / "database.db"
+    shutil.rmtree(database.parent, ignore_errors=True)
+    database.parent.mkdir()
     started = time.perf_counter()
     used = sum(os.times()[:4])  # of this process and of the children it waited for
-    database = match(scene, way, folder, slot)
+    build_database(database, photos, way, options.slot)
     wall = time.perf_counter() - started
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
-    pairs = map(str, count_pairs(database, scene))
-    return [scene.name, way, *map_often(database, scene, folder, seeds), *pairs, seconds]
+    rows = [map_scene(database, photos, cameras, seed) for seed in range(options.seeds)]
+    rows.sort(key=lambda row: float(row[CENTRES] or "inf"))
+    median = list(rows[len(rows) // 2])
+    if len(rows) > 1:
+        median[CENTRES] += f" ({rows[0][CENTRES]} to {rows[-1][CENTRES]})"
+    return [scene, way, *median, *map(str, count_pairs(database, cameras)), seconds]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the table."""
-    options = parse(argv)
+    parser = make_parser("scenes", __doc__)
+    add = parser.add_argument
+    add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
+    add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
+    add("--only", metavar="SCENE", help="this scene alone")
+    add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
+    add("--ways", nargs="+", default=["ours", "colmap", "held"], choices=list(FEATURES))
+    add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
+    add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
+    options = parser.parse_args(argv)
+    if "slot" in options.ways and not (options.slot and options.slot.is_file()):
+        raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
     library().logging.minloglevel = 2  # errors alone
-    print_head(COLUMNS)
-    for scene, way in itertools.product(write_scenes(options), options.ways):
-        print_row(measure(scene, way, options.slot, options.seeds))
+    print_head(["scene", "way", *MODEL, "pairs", "false", "seconds"])
+    for (scene, cameras), way in itertools.product(write_scenes(options).items(), options.ways):
+        print_row(measure(scene, cameras, way, options))
     return 0
 
 

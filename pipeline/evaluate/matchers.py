@@ -18,7 +18,7 @@ from superglue_sift.features import nearest
 from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
-from superglue_sift.geometry import scenes
+from superglue_sift.geometry import verification
 from superglue_sift.geometry.local_maps import add_guided_matches
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
@@ -139,10 +139,13 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
 
 
 def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -> Matches:
-    """Matches of a pair of a scene as `scenes.fill` finds them; none where it is not accepted."""
-    side0 = scenes.Side(positions(pair.records0).astype(np.float64), pair.size0)
-    side1 = scenes.Side(positions(pair.records1).astype(np.float64), pair.size1)
-    return scenes.fill(found, threshold, (side0, side1), scenes.ACCEPT, mutual)[0].sort()
+    """Matches of a pair of a scene, as `Matcher` finds them; none where it is not accepted.
+
+    found: all matches of the network; mutual: mutual nearest neighbours of all keypoints.
+    """
+    views = [Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)]
+    settings = threshold, 0, verification.ACCEPT
+    return verification.match_one_place(views, found, mutual, *settings)[0]
 
 
 def match_baselines(pair: Pair) -> Dict[str, Matches]:

@@ -44,13 +44,13 @@ from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import EXTENSIONS, STORED, UPRIGHT
 from superglue_sift.files import check_writable, write_atomic
-from superglue_sift.geometry import scenes
+from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.network.weights import shipped_weights
 from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-RULES = ("accept", "likely")  # fields of `scenes.Rules`
+RULES = ("accept", "likely")  # fields of `verification.Rules`
 
 GOES_WITH = {  # option: sources
     "every": (VIDEO, CAMERA),
@@ -112,17 +112,18 @@ what to write
 how to match
 --model FILE  model file (default: the shipped weights)
 --max-keypoints N  maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene
-  {scenes.MAX_KEYPOINTS})
+  {verification.MAX_KEYPOINTS})
 --network-keypoints N  maximum number of them that the network sees, the likely ones of each pair
-  (default {NETWORK_KEYPOINTS}, with --scene {scenes.NETWORK_KEYPOINTS})
+  (default {NETWORK_KEYPOINTS}, with --scene {verification.NETWORK_KEYPOINTS})
 --threshold P  minimum probability of a match (default: the model's own, else 0.2)
 --resize N  reduce images to this longer side (default 1024, with --scene 1600), and enlarge those
   below {ENLARGED_TO} px; 0: neither
 --[no-]scene  photographs of one place: accept or reject pairs, then fill them (default with
   --colmap, else --no-scene)
---accept P  with --scene: minimum probability that both show one place (default {scenes.ACCEPT})
+--accept P  with --scene: minimum probability that both show one place (default
+  {verification.ACCEPT})
 --likely N  with --scene: skip pairs with fewer classical matches of one geometry (default
-  {scenes.LIKELY}; 0: none)
+  {verification.LIKELY}; 0: none)
 --extractor MODULE:FUNCTION  required for non-SIFT models: allows this code to run
 --device NAME  auto (default: a GPU if there is one), cpu, cuda or cuda:N
 --frame upright|stored  frame of coordinates: upright (default), rotated according to EXIF, like
@@ -190,7 +191,7 @@ def match_database(args: argparse.Namespace) -> int:
     """Match the features of an existing COLMAP database, and write the matches into it."""
     from superglue_sift.interop.colmap_stored import StoredFeatures
 
-    default = scenes.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
+    default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
         pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing or "auto", args.k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]

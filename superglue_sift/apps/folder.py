@@ -25,7 +25,7 @@ from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import Features
 from superglue_sift.features.store import FeatureStore, Item
 from superglue_sift.files import file_sha256, write_atomic, write_csv
-from superglue_sift.geometry import acceptance
+from superglue_sift.geometry import verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 from superglue_sift.network.weights import shipped_weights
@@ -84,7 +84,7 @@ def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]
     extractor = matcher.extractor or DEFAULT
     scene = {}
     if matcher.rules:
-        judged = [*acceptance.WEIGHTS.tolist(), acceptance.BIAS]
+        judged = [*verification.WEIGHTS.tolist(), verification.BIAS]
         scene = {"scene": dataclasses.asdict(matcher.rules), "acceptance": judged}
     return {
         "weights": file_sha256(args.model or shipped_weights()),

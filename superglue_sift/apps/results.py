@@ -18,7 +18,7 @@ from PIL import Image
 from superglue_sift import __version__, drawing
 from superglue_sift.features.images import reduce
 from superglue_sift.files import DAMAGED
-from superglue_sift.geometry import scenes, two_view
+from superglue_sift.geometry import two_view, verification
 from superglue_sift.geometry.two_view import Fit, Size
 from superglue_sift.match_result import REFINED, MatchResult
 from superglue_sift.matches import Matches
@@ -186,7 +186,7 @@ def pair_list(folder: Path, root: Path) -> Iterator[Callable[[Any, Any, MatchRes
         def add(item0: Any, item1: Any, found: MatchResult) -> None:
             score = f"{found.pair_score:.4f}"
             reason = "" if found.accepted else "not accepted"
-            if found.pair_score == scenes.SKIPPED:
+            if found.pair_score == verification.SKIPPED:
                 score = ""
                 reason = "skipped: too few classical matches"
             counts = (len(found.matches), score, int(found.accepted))

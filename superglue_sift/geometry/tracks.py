@@ -5,7 +5,7 @@ Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together: a
 (a, b) places the point at a at a distance d from b. With A the local affine map from a's image to
 b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match, and
 each x is small, weighted by SIFT's scatter, which grows with larger images: lengths are those of
-images of `scenes.RESIZE`.
+images of `verification.RESIZE`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry.scenes import RESIZE
 from superglue_sift.geometry.two_view import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
+from superglue_sift.geometry.verification import RESIZE
 from superglue_sift.match_result import MatchResult
 
 DIRECT = 500_000  # maximum number of matched keypoints for a direct solver

@@ -27,7 +27,7 @@ from superglue_sift.features.images import inverse, to_upright, turn_size
 from superglue_sift.features.sift import positions, root_sift_of
 from superglue_sift.features.store import FeatureStore, Item
 from superglue_sift.files import FileName
-from superglue_sift.geometry import scenes, tracks, two_view
+from superglue_sift.geometry import tracks, two_view, verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 
@@ -163,8 +163,8 @@ def database_of(
     """A function that adds pairs of `photos` below `root` to a database, created at the end.
 
     refine: align keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
-    matches of scenes that then do not fit (`scenes.consistent`): without this, four cameras of
-    unknown focal length move by decimetres.
+    matches of scenes that then do not fit (`verification.agree_with_one_geometry`). Without this,
+    four cameras of unknown focal length move by decimetres.
     Raises RequestError for a file name that COLMAP cannot store.
     """
     for photo in photos:
@@ -195,7 +195,8 @@ def database_of(
                 points0 = moved[photo0][result.matches[:, 0]]
                 points1 = moved[photo1][result.matches[:, 1]]
                 sizes = (result.size0, result.size1)
-                result = result.only(scenes.consistent(points0, points1, sizes))
+                fits = verification.agree_with_one_geometry(points0, points1, sizes)
+                result = result.only(fits)
             side0, side1 = (store(photo).move(moved[photo]) for photo in (photo0, photo1))
             database.add(name[photo0], name[photo1], side0, side1, result)
     os.replace(partial, path)

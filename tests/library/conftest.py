@@ -16,9 +16,3 @@ def model(tmp_path_factory):
 def untrained(model):
     """A matcher with that network."""
     return Matcher.load(model, "cpu")
-
-
-@pytest.fixture(scope="session")
-def place():
-    """A matcher of the photographs of a place."""
-    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)

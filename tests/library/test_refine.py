@@ -1,7 +1,5 @@
 """Alignment of matches to a fraction of a pixel, on views whose homographies are known exactly."""
 
-from dataclasses import replace
-
 import cv2
 import numpy as np
 import pytest
@@ -12,7 +10,6 @@ from superglue_sift import Matcher
 from superglue_sift.features import sift
 from superglue_sift.features.features import Features
 from superglue_sift.geometry import refinement, two_view
-from superglue_sift.geometry.tracks import refine_tracks
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 
@@ -205,21 +202,3 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     points1[:60] = two_view.transform(points0[:60], TURN)
     maps = two_view.local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)
-
-
-def test_positions_of_a_track_do_not_depend_on_the_size_of_its_photographs():
-    rng = np.random.default_rng(0)
-    points = rng.uniform(0, 300, (80, 2))
-    places = [p + rng.normal(0, 0.5, p.shape) for p in (points, two_view.transform(points, SHIFT))]
-    matches = np.stack([np.arange(80)] * 2, 1)
-    found = []
-    for unit in (1, 3):
-        sides = [(unit * place).astype(np.float32) for place in places]
-        size = (1600 * unit, 1200 * unit)
-        result = MatchResult(*sides, Matches(matches, np.ones(80, np.float32)), size, size)
-        aligned1 = sides[0] + unit * SHIFT[:2, 2].astype(np.float32)
-        deviations = np.full(80, 0.05 * unit, np.float32)
-        result = replace(result, aligned0=sides[0], aligned1=aligned1, deviations=deviations)
-        found.append([side / unit for side in refine_tracks(sides, [(0, 1, result)])])
-    np.testing.assert_allclose(found[0], found[1], atol=2e-3)
-    assert np.abs(found[0][1] - found[0][0] - SHIFT[:2, 2]).mean() < 0.05  # 0.56 before

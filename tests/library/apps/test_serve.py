@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from superglue_sift import RequestError
 from superglue_sift.apps import results, serve
-from superglue_sift.geometry import scenes
+from superglue_sift.geometry import verification
 
 pytest.importorskip("flask", reason="needs Flask")
 HOME = "http://127.0.0.1:8010"
@@ -62,7 +62,7 @@ def test_two_images_give_the_files_of_the_command(client, untrained, views, thre
 
 
 def test_a_scene_has_the_matches_of_the_command(untrained, views):
-    rules = scenes.Rules(accept=0.0, likely=0)
+    rules = verification.Rules(accept=0.0, likely=0)
     scene = dataclasses.replace(untrained, rules=rules, threshold=0.9)
     expected = scene.match(*map(gray, views))
     assert len(expected.matches) > 50

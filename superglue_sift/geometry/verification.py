@@ -1,0 +1,380 @@
+"""Geometric verification: whether two photographs show one place, and all matches that fit their
+geometry.
+
+With `scene=True`, a pair goes through four steps (`Matcher.match`):
+
+1. `first_look`: the ratio test matches the first keypoints, in a thirtieth of the network's time.
+   Keypoints on a watermark are left out. The pair is skipped if very few of the matches agree with
+   one fundamental matrix.
+2. The network matches the selected keypoints, and the ratio test all keypoints.
+3. `verify_pair` fits a fundamental matrix to the matches of both (MAGSAC++), and computes the
+   probability that both photographs show one place.
+4. If they do, `add_matches_near_lines` keeps all matches near their epipolar lines. Mutual nearest
+   neighbours that fail the ratio test must also be where the matches around them say.
+
+Three numbers tell matches of one place from those of two, which may agree with one fundamental
+matrix by chance, or because windows repeat. A logistic regression weighs them (`probability`):
+
+- agreement: the part of the confidence of all matches of the network that the inliers have. Where
+  photographs share nothing, the network finds few matches, and these do not agree. So this is high
+  also for photographs that share little.
+- order: the part of the neighbours of an inlier that are near it in the other image, too.
+- support: the part of the ratio test's matches around those that agree that agree, too. It does not
+  depend on the network, which is as confident of an equal window as of the right one. The ratio
+  test finds little there, and what it finds by chance disagrees with its neighbours.
+
+The matches of a photograph and its mirror image fit one fundamental matrix, too; but the maps
+around them reverse orientation, and such a pair is never one place.
+
+`python -m benchmarks.dev.verification` learns the weights from made pairs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Iterator, Optional, Sequence, Tuple
+
+import numpy as np
+
+from superglue_sift.errors import check_range
+from superglue_sift.features import nearest
+from superglue_sift.features.features import Features
+from superglue_sift.features.sift import rank
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.local_maps import guided_matches, maps_around, positions_of
+from superglue_sift.geometry.two_view import Size
+from superglue_sift.matches import Matches
+
+ACCEPT = 0.9  # minimum probability of an accepted pair
+# Minimum number of ratio matches of one geometry to run the network; any eight may agree by chance
+LIKELY = 9
+SKIPPED = 0.0  # the score of a pair for which the network was not run; other scores are above it
+FIRST_KEYPOINTS = 2048  # how many keypoints of an image the first look matches
+MAX_KEYPOINTS = 8192
+NETWORK_KEYPOINTS = 512  # models are as good as with 1,024, in two thirds of the time
+RESIZE = 1600  # px, longer side to which photographs are reduced
+
+# Distances from epipolar lines, in both images, in pixels of the reduced images
+INLIER_PX = 1.5  # of an inlier
+BAND_PX = 2.0  # of a match that is kept
+EXACT_PX = 0.8  # of keypoints that the pixels of all pairs refined
+
+COUNTED = 0.2  # confidence above which a match of the network counts
+NEIGHBOURS = 10  # the nearest matches in an image
+FOLLOWED = 5  # how many of them are looked for among the neighbours in the other image
+# Few matches of the ratio test say little: to those that agree so many are added, which have so
+# much support
+ADDED = 20
+USUAL_SUPPORT = 0.75
+WEIGHTS = np.array([3.2, 15.7, 34.9])  # of agreement, order and support
+BIAS = -41.8
+
+# Watermarks, in pixels of an image of `two_view.REFERENCE_PX`
+SAME_PX = 1.5  # scatter of the translations of one watermark
+PLACE_PX = 10.0  # maximum distance from the same place in both images
+AROUND_PX = 16.0  # letters this far from a watermark's matches belong to it
+FEWEST = 4  # matches of a watermark
+BORDER = 0.12  # width of the border, in parts of the shorter side
+# Ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+SPREAD = 0.28
+# True motion is smooth: where a few matches share a translation, many more have similar ones
+ALONE = 2.0  # minimum ratio of a watermark's matches to those with similar translations
+SIMILAR = 4.0  # limit of similar translations, times SAME_PX
+
+Points = Tuple[np.ndarray, np.ndarray]  # positions in both images
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How pairs of a scene are matched. Raises RequestError for a value out of range.
+
+    accept: minimum probability that both photographs of an accepted pair show one place.
+    likely: pairs are skipped if fewer ratio matches of the first keypoints agree on one geometry.
+    """
+
+    accept: float = ACCEPT
+    likely: int = LIKELY
+
+    def __post_init__(self) -> None:
+        check_range("accept", self.accept, 0, 1)
+        check_range("likely", self.likely, 0)
+
+
+def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.ndarray, np.ndarray]]:
+    """Look at two photographs with the ratio test alone.
+
+    resize: longer side in pixels to which the photographs were reduced.
+
+    Returns the number of ratio matches that agree with one fundamental matrix; and for each
+    photograph the indices (m,) of the keypoints that lie on no watermark, by falling rank.
+    """
+    order0, order1 = (np.argsort(-rank(side.records), kind="stable") for side in pair)
+    first = [side.select(order[:FIRST_KEYPOINTS]) for side, order in zip(pair, (order0, order1))]
+    found = nearest.ratio_matches(first[0].records, first[1].records)
+    marked = find_watermarks(first, found)
+    points = reduced_points(first, resize)
+    fit = two_view.fit_fundamental(*positions_of(points, found.only(~marked)), INLIER_PX)
+    kept = []
+    for side, order, some, ends in zip(pair, (order0, order1), first, found.indices.T):
+        mark = some.keypoints[ends[marked]]
+        kept.append(order[~_is_near(side.keypoints[order], mark, [each.size for each in pair])])
+    return int(fit.inliers.sum()), (kept[0], kept[1])
+
+
+def match_one_place(
+    pair: Sequence[Features],
+    network: Matches,
+    mutual: Matches,
+    threshold: float,
+    resize: int,
+    accept: float,
+) -> Tuple[Matches, float]:
+    """Verify a pair, and find all matches of its geometry.
+
+    Args:
+        pair: both photographs, without the keypoints of watermarks.
+        network: all matches of the network, whatever their scores. Those above `threshold` are kept
+            if they agree with the geometry.
+        mutual: mutual nearest neighbours of all keypoints; their scores are one minus the ratio of
+            distances.
+        resize: as for `first_look`.
+        accept: minimum probability of an accepted pair.
+
+    Returns the matches, none for a rejected pair, and the probability of one place.
+    """
+    network = network.only(~find_watermarks(pair, network))
+    points = reduced_points(pair, resize)
+    F, score = verify_pair(network, mutual, points)
+    if F is None or score < accept:
+        return Matches.none(), score
+    return add_matches_near_lines(F, network.above(threshold), mutual, points).sort(), score
+
+
+def verify_pair(
+    network: Matches, mutual: Matches, points: Points
+) -> Tuple[Optional[np.ndarray], float]:
+    """Fit a geometry to the matches of a pair, and judge by it whether both show one place.
+
+    network, mutual: as for `match_one_place`. points: (M, 2) and (N, 2) px of all keypoints.
+
+    Returns F (3, 3) with x1^T F x0 = 0, None without a geometry, and the probability of one place.
+    """
+    counted = network.above(COUNTED)
+    ratio = mutual.above(1.0 - nearest.RATIO)
+    # the network's matches tell which of several geometries is right, but they may be few in wide
+    # views, or lie along one row of windows: those that agree and the ratio test's are exact
+    F = two_view.fit_fundamental(*_distinct(counted, points)[:2], INLIER_PX).model
+    if F is not None:
+        agreeing = _join(_near_lines(F, counted, points, INLIER_PX), ratio)
+        again = two_view.fit_fundamental(*positions_of(points, agreeing), INLIER_PX).model
+        F = F if again is None else again
+    return F, probability(evidence(F, counted, ratio, points))
+
+
+def add_matches_near_lines(
+    F: np.ndarray, network: Matches, mutual: Matches, points: Points
+) -> Matches:
+    """Keep the matches near their epipolar lines, and add those that the matches around confirm.
+
+    F, network, mutual, points: as for `verify_pair`. A match of the network that the ratio test
+    finds, too, has the network's score.
+    """
+    exact = _join(network, mutual.above(1.0 - nearest.RATIO))
+    sure = nearest.one_each(_near_lines(F, exact, points, BAND_PX))
+    unsure = nearest.one_each(_near_lines(F, mutual, points, BAND_PX))
+    return _join(sure, guided_matches(sure, unsure, points))
+
+
+def agree_with_one_geometry(
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
+) -> np.ndarray:
+    """(K,) bool: matches (K, 2) of exactly placed keypoints that are near their epipolar lines.
+
+    All are if they have no geometry. sizes: (width, height) of both images.
+    """
+    # EXACT_PX was chosen at RESIZE
+    points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
+    points1 = points1 / two_view.unit_of(sizes[1], RESIZE)
+    F = two_view.fit_fundamental(points0, points1, EXACT_PX).model
+    if F is None:
+        return np.ones(len(points0), bool)
+    return two_view.epipolar_distances(F, points0, points1) <= EXACT_PX
+
+
+def reduced_points(pair: Sequence[Features], resize: int) -> Points:
+    """Positions (M, 2) and (N, 2) float64 of all keypoints in the reduced images."""
+    points0, points1 = (
+        side.keypoints.astype(np.float64) / two_view.unit_of(side.size, resize) for side in pair
+    )
+    return points0, points1
+
+
+def _join(first: Matches, second: Matches) -> Matches:
+    """Both; a match of both has the score of the first."""
+    both = np.concatenate([first.indices, second.indices])
+    indices, at = np.unique(both, axis=0, return_index=True)
+    return Matches(indices, np.concatenate([first.scores, second.scores])[at])
+
+
+def _near_lines(F: np.ndarray, found: Matches, points: Points, limit_px: float) -> Matches:
+    """The matches near their epipolar lines."""
+    away = two_view.epipolar_distances(F, *positions_of(points, found))
+    return found.only(away <= limit_px)
+
+
+def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Positions (k, 2) of matches in both images, and their scores (k,), by falling score.
+
+    Two orientations of a point may be two keypoints: each position counts once.
+    """
+    points0, points1 = positions_of(points, found)
+    kept = nearest.most_confident_each(points0, points1, found.scores)
+    return points0[kept], points1[kept], found.scores[kept].astype(np.float64)
+
+
+# Evidence
+
+
+def probability(measured: np.ndarray) -> float:
+    """Probability, above 0, that a pair with this evidence (3,) shows one place."""
+    return 1.0 / (1.0 + math.exp(-float(measured @ WEIGHTS) - BIAS))
+
+
+def evidence(
+    F: Optional[np.ndarray], network: Matches, ratio: Matches, points: Points
+) -> np.ndarray:
+    """Measure agreement, order and support, (3,) from 0 to 1, of a geometry F (3, 3).
+
+    network: matches above COUNTED; ratio: matches of the ratio test. points: (M, 2) and (N, 2) px.
+    Zeros without a geometry, or for the geometry of a mirror image.
+    """
+    nothing = np.zeros(len(WEIGHTS))
+    if F is None:
+        return nothing
+    points0, points1, scores = _distinct(network, points)
+    inliers = two_view.epipolar_distances(F, points0, points1) <= INLIER_PX
+    agreeing = points0[inliers], points1[inliers]
+    if len(agreeing[0]) < two_view.MIN_FUNDAMENTAL:
+        return nothing
+    near0, near1 = map(_nearest, agreeing)
+    if two_view.mirrored_part(maps_around(agreeing, near0, agreeing).maps) > 0.5:
+        return nothing
+    order = min(_followed(near0, near1), _followed(near1, near0))
+    agreement = scores[inliers].sum() / scores.sum()
+    return np.array([agreement, order, _support(F, *_distinct(ratio, points))])
+
+
+def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
+    """Part of the ratio test's matches (k, 2) around those near their lines that are near theirs.
+
+    Matches count by their scores (k,). The part is the lower one of both images.
+    """
+    near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
+    count = int(near.sum())
+    if not count or len(scores) <= NEIGHBOURS:
+        return USUAL_SUPPORT
+    around = (_nearest(points)[near] for points in (points0, points1))
+    part = min((scores * near)[each].sum() / scores[each].sum() for each in around)
+    return float((count * part + ADDED * USUAL_SUPPORT) / (count + ADDED))
+
+
+def _followed(near: np.ndarray, there: np.ndarray) -> float:
+    """Part of the nearest neighbours in one image that are neighbours in the other, too."""
+    return float((near[:, :FOLLOWED, None] == there[:, None, :]).any(2).mean())
+
+
+def _nearest(points: np.ndarray) -> np.ndarray:
+    """(k, NEIGHBOURS) indices of the others nearest to each of k points (k, 2), or all others."""
+    from scipy.spatial import KDTree
+
+    _, index = KDTree(points).query(points, min(NEIGHBOURS + 1, len(points)))
+    return np.asarray(index)[:, 1:]
+
+
+# Watermarks
+
+
+def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
+    """(K,) bool: matches of date bars, logos and watermarks, which no geometry may use.
+
+    A watermark lies at the same place in both images, so its matches share one translation, and any
+    F = [e]x fits them: two unrelated photographs with one date bar would show the same place.
+    COLMAP's watermark test looks for a translation among matches near the border. Here those in
+    the middle count too: photographs that are identical, or of one tripod, agree all over the
+    picture, a watermark in a small part of it.
+    """
+    marked = np.zeros(len(found), bool)
+    sizes = (pair[0].size, pair[1].size)
+    every = [side.keypoints for side in pair]
+    points = [each[ends] for each, ends in zip(every, found.indices.T)]
+    for mark in _translations(points[0], points[1], sizes):
+        spreads = [_spread(p[mark], e, size) for p, e, size in zip(points, every, sizes)]
+        if min(spreads) < SPREAD:
+            # wrong matches between two letters of the mark, which lie on one line, also fit F
+            marked |= _is_near(points[0], points[0][mark], sizes) & _is_near(
+                points[1], points[1][mark], sizes
+            )
+    return marked
+
+
+def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
+    """(n,) bool: points (n, 2) of an image on the watermark whose matches are at `mark` (k, 2)."""
+    from scipy.spatial import KDTree
+
+    if not len(mark):
+        return np.zeros(len(points), bool)
+    limit = AROUND_PX * max(map(two_view.unit_of, sizes))
+    return KDTree(mark).query(points, distance_upper_bound=limit)[0] < np.inf
+
+
+def _translations(
+    points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
+) -> Iterator[np.ndarray]:
+    """(K,) bool each: at least FEWEST matches that share one translation, of a watermark at a fixed
+    place from two edges or the centre.
+
+    It is drawn in pixels, or grows with the image that it is drawn on.
+    """
+    size0, size1 = (np.array(size) for size in sizes)
+    unit = max(map(two_view.unit_of, sizes))
+    for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
+        shifts = points1 - scale * points0
+        rest = size1 - scale * size0
+        places = {tuple(rest * part) for part in itertools.product((0, 0.5, 1), repeat=2)}
+        for place in sorted(places):
+            mark = _one_translation(shifts, np.array(place), unit)
+            if mark.sum() >= FEWEST:
+                yield mark
+
+
+def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
+    """(K,) bool: shifts (K, 2) like the most frequent one near `place`, if it stands out."""
+    from scipy.spatial import KDTree
+
+    none = np.zeros(len(shifts), bool)
+    here = shifts[np.linalg.norm(shifts - place, axis=1) <= PLACE_PX * unit]
+    if len(here) < FEWEST:
+        return none
+    counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
+    distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
+    same = distance <= SAME_PX * unit
+    similar = (distance <= SIMILAR * SAME_PX * unit) & ~same
+    return same if same.sum() >= ALONE * similar.sum() else none
+
+
+def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
+    """Area over which `mark` (k, 2) scatters, over that of all keypoints `every` (n, 2).
+
+    An area is the square root of the determinant of the covariance. What lies at the border does
+    not count; 0 if no match is left.
+    """
+    border = BORDER * min(size)
+    high = np.array(size) - 1 - border
+    mark = mark[((mark >= border) & (mark <= high)).all(1)]
+    every = every[((every >= border) & (every <= high)).all(1)]
+    if len(mark) < 3:
+        return 0.0
+    area = np.linalg.det(np.cov(mark.T))
+    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(every.T)), 1e-12)))

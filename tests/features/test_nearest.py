@@ -1,0 +1,71 @@
+"""The ratio test: matches by the definition, second orientations, and one match a keypoint."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from superglue_sift.features import nearest, sift
+from superglue_sift.features.sift import root_sift_of
+
+
+def records_of(descriptors, second=None):
+    """SIFT records with these descriptors (n, 128), at distinct positions."""
+    records = np.zeros(len(descriptors), sift.ORIENTED)
+    records["x"] = records["y"] = np.arange(len(descriptors))
+    records["descriptor"] = descriptors
+    if second is not None:
+        records["second_descriptor"] = second
+    return records
+
+
+def plain_matches(rows0, rows1, limit):
+    """Mutual nearest neighbours that pass both tests both ways, in the plainest way."""
+    distance = np.sqrt(np.maximum(2 - 2 * rows0 @ rows1.T, 0))
+    found = set()
+    for i, row in enumerate(distance):
+        j = int(row.argmin())
+        column = distance[:, j]
+        near = all(each[0] < limit * each[1] for each in (np.sort(row), np.sort(column)))
+        if column.argmin() == i and near and row[j] < limit:
+            found.add((i, j))
+    return found
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(2, 600), st.integers(2, 40))
+def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
+    rng = np.random.default_rng(seed)
+    one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
+    copied = one[rng.integers(0, count0, count1)].astype(float)
+    other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
+    sides = [records_of(each) for each in (one, other)]
+    found = nearest.ratio_matches(*sides)
+    indices, scores = found.indices, found.scores
+    rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
+    matches = set(map(tuple, indices.tolist()))
+    # a ratio within rounding of the limit may fall on either side
+    least, most = (plain_matches(*rows, limit) for limit in (0.8 - 1e-4, 0.8 + 1e-4))
+    assert least <= matches <= most
+    assert ((scores > 0.2 - 1e-3) & (scores <= 1)).all()
+    assert len(np.unique(indices[:, 0])) == len(np.unique(indices[:, 1])) == len(found)
+
+
+def test_the_second_orientation_matches_too():
+    rng = np.random.default_rng(0)
+    one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
+    second = np.zeros_like(other)
+    second[7] = one[3]
+    sides = records_of(one), records_of(other, second)
+    assert nearest.ratio_matches(*sides).indices.tolist() == [[3, 7]]
+    alone = records_of(one[:1])
+    assert len(nearest.ratio_matches(alone, alone)) == 0  # no ratio
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
+def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(matches):
+    matches = np.array(matches, int).reshape(-1, 2)
+    scores = np.random.default_rng(len(matches)).permutation(len(matches)) / 30
+    kept = set(nearest.most_confident_each(*matches.T, scores))
+    assert kept == set(nearest.most_confident_each(*matches[:, ::-1].T, scores))
+    for i in range(len(matches)):
+        rivals = (matches == matches[i]).any(axis=1)
+        assert (i in kept) == (scores[i] == scores[rivals].max())

@@ -1,0 +1,390 @@
+"""Whether two photographs show one place: what counts as evidence, which matches are added, what a
+watermark is, and which real photographs are accepted.
+"""
+
+import csv
+import itertools
+import math
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_pairs import records_at
+from made_scenes import MILD
+from reading import read_json
+
+from benchmarks.dev import scenes as bench
+from superglue_sift import Matcher, errors, matcher
+from superglue_sift.apps import cli
+from superglue_sift.features.features import Features
+from superglue_sift.geometry import two_view, verification
+from superglue_sift.matches import Matches
+
+SIZE = (640, 480)
+
+
+def surface(count, seed=0):
+    """Positions (count, 2) in two views of a wavy surface, from cameras that moved and turned."""
+    rng = np.random.default_rng(seed)
+    points = rng.uniform([-2, -1.5, 0], [2, 1.5, 0], (count, 3))
+    points[:, 2] = 6 + np.sin(2 * points[:, 0]) + 0.5 * np.cos(points[:, 1])
+    sine, cosine = math.sin(0.2), math.cos(0.2)
+    turn = np.array([[cosine, 0, -sine], [0, 1, 0], [sine, 0, cosine]])
+    views = [points, points @ turn.T + [-1.0, 0.1, 0.3]]
+    return tuple(each[:, :2] / each[:, 2:] * 500 + [320, 240] for each in views)
+
+
+def anywhere(count, seed=0):
+    """Positions (count, 2) of wrong matches."""
+    return tuple(np.random.default_rng(seed).uniform(0, [639, 479], (2, count, 2)))
+
+
+def both(*pairs):
+    """The positions of several pairs, one after the other."""
+    return tuple(np.concatenate(each) for each in zip(*pairs))
+
+
+def matches(first, last, score):
+    """Keypoints first to last, each matched with the one of the same number."""
+    index = np.arange(first, last)
+    return Matches(np.stack([index, index], 1), np.full(len(index), score, np.float32))
+
+
+def joined(*parts):
+    return Matches(
+        np.concatenate([part.indices for part in parts]),
+        np.concatenate([part.scores for part in parts]),
+    )
+
+
+def features_at(points):
+    return [Features(records_at(each), SIZE) for each in points]
+
+
+def match(points, network, mutual, threshold=0.28, accept=0.5):
+    return verification.match_one_place(features_at(points), network, mutual, threshold, 0, accept)
+
+
+# Evidence
+
+
+def test_one_place_is_probable_and_wrong_matches_are_not():
+    points = surface(60)
+    F, probability = verification.verify_pair(matches(0, 60, 0.6), matches(0, 60, 0.5), points)
+    assert (two_view.epipolar_distances(F, *points) < 1.5).mean() > 0.95 and probability > 0.95
+    wrong = matches(0, 60, 0.6), matches(0, 60, 0.5), anywhere(60)
+    assert 0 < verification.verify_pair(*wrong)[1] < 0.1
+    few = verification.verify_pair(matches(0, 6, 0.6), matches(0, 6, 0.5), surface(6))
+    assert few[0] is None and 0 < few[1] < 0.1
+
+
+def test_known_agreement_and_support():
+    """The network gives three quarters of its confidence to the first half of its matches. Of the
+    ratio test's matches half lie on the surface: those around them are left and right in turn.
+    """
+    points = both(surface(40), anywhere(40))
+    network = joined(matches(0, 40, 0.9), matches(40, 80, 0.3))
+    F = two_view.fit_fundamental(*surface(40), 1.5).model
+    agreement, order, support = verification.evidence(F, network, matches(0, 40, 0.5), points)
+    assert agreement == pytest.approx(0.75, abs=0.01)
+    assert order > 0.8
+    # forty matches, all of whose neighbours agree, and twenty more with the usual support
+    assert support == pytest.approx((40 * 1 + 20 * 0.75) / 60, abs=0.01)
+
+
+def test_a_place_whose_windows_repeat_has_little_support():
+    """The network is confident of sixty windows. The ratio test agrees with a third of them, and
+    its other matches lie between these.
+    """
+    points = both(surface(60), anywhere(60))
+    network = joined(matches(0, 60, 0.9), matches(60, 80, 0.3))
+    alone = verification.verify_pair(network, matches(0, 60, 0.5), points)[1]
+    disputed = joined(matches(0, 30, 0.5), matches(60, 120, 0.5))
+    assert verification.verify_pair(network, disputed, points)[1] < 0.5 < 0.99 < alone
+
+
+def test_wrong_matches_of_low_confidence_do_not_count():
+    points = both(surface(40), anywhere(300))
+    sure, ratio = matches(0, 40, 0.6), matches(0, 40, 0.5)
+    mixed = joined(sure, matches(40, 340, verification.COUNTED))
+    expected = verification.verify_pair(sure, ratio, points)[1]
+    assert verification.verify_pair(mixed, ratio, points)[1] == pytest.approx(expected)
+
+
+def test_a_mirror_image_is_another_place():
+    points0, points1 = surface(80)
+    given_ = matches(0, 80, 0.9), matches(0, 80, 0.5)
+    assert verification.verify_pair(*given_, (points0, points1))[1] > 0.95
+    F, probability = verification.verify_pair(*given_, (points0, points0 * [-1, 1] + [639, 0]))
+    assert F is not None and probability < 0.01
+
+
+def test_matches_that_slide_along_their_lines_lose_their_order():
+    points0, points1 = surface(60)
+    F = two_view.fit_fundamental(points0, points1, 1.5).model
+    lines = np.column_stack([points0, np.ones(60)]) @ F.T
+    along = np.column_stack([lines[:, 1], -lines[:, 0]]) / np.hypot(lines[:, :1], lines[:, 1:2])
+    slid = points1 + along * np.random.default_rng(1).uniform(-150, 150, (60, 1))
+    given_ = F, matches(0, 60, 0.6), matches(0, 60, 0.5)
+    straight, moved = (
+        verification.evidence(*given_, (points0, each))[1] for each in (points1, slid)
+    )
+    assert moved < 0.5 < 0.8 < straight
+
+
+@settings(max_examples=30)
+@given(st.integers(12, 60), st.integers(0, 1000))
+def test_two_orientations_at_one_position_count_once(count, seed):
+    points = surface(count, seed)
+    twice = np.random.default_rng(seed).integers(0, count, 3 * count)
+    more = both(points, [each[twice] for each in points])
+    network = joined(matches(0, count, 0.6), matches(count, 4 * count, 0.5))
+    F = two_view.fit_fundamental(*points, 1.5).model
+    ratio = matches(0, count, 0.5)
+    once = verification.evidence(F, matches(0, count, 0.6), ratio, points)
+    np.testing.assert_allclose(verification.evidence(F, network, ratio, more), once, rtol=1e-6)
+
+
+# Guided matching
+
+
+def test_matches_that_agree_open_a_pair_and_all_that_agree_are_added():
+    points = both(surface(200), anywhere(100))
+    # The other 160 are left to the ratio test
+    network = joined(matches(0, 40, 0.6), matches(200, 220, 0.4))
+    found, score = match(points, network, matches(0, 300, 0.5))
+    assert 0.5 < score < 1
+    right = found.indices[:, 0] < 200
+    # Of 100 at random places few lie on their lines
+    assert right.sum() == 200 and (~right).sum() < 6
+    assert (np.diff(found.indices[:, 0]) > 0).all()
+    assert (found.scores[:40] == np.float32(0.6)).all() and found.scores[50] == 0.5
+    alone, _ = match(points, network, Matches.none())
+    assert (alone.indices[:, 0] < 200).sum() == 40
+
+
+def test_an_unsure_match_is_kept_where_its_neighbours_say():
+    """Sliding along its epipolar line, a wrong match fits the geometry, but no surface."""
+    points0, points1 = surface(200)
+    F = two_view.fit_fundamental(points0, points1, 1.5).model
+    epipole = np.linalg.svd(F.T)[2][2]
+    points1[150:] += 0.1 * (epipole[:2] / epipole[2] - points1[150:])
+    mutual = joined(matches(0, 100, 0.5), matches(100, 200, 0.05))
+    found, _ = match((points0, points1), matches(0, 40, 0.6), mutual)
+    kept = np.bincount(found.indices[:, 0] // 50, minlength=4)  # of each 50
+    assert kept[:2].tolist() == [50, 50]  # pass the ratio test
+    assert kept[2] > 40 and kept[3] < 5
+    unsure = found.scores[found.indices[:, 0] >= 100]
+    assert unsure.min() >= 0.5 and unsure.max() <= 0.6001  # the means of those around them
+
+
+def test_a_pair_below_the_limit_has_no_matches():
+    points = both(surface(200), anywhere(100))
+    network, mutual = matches(0, 300, 0.6), matches(0, 200, 0.5)
+    found, score = match(points, network.only(slice(200, None)), mutual, accept=0.9)
+    assert 0 < score < 0.9 and len(found) == 0
+    right = points, network.only(slice(200)), mutual
+    assert len(match(*right, accept=1.0)[0]) == 0 < len(match(*right, accept=0.9)[0])
+    nothing, score = match(points, Matches.none(), Matches.none(), accept=0.0)
+    assert len(nothing) == 0 and score > verification.SKIPPED
+
+
+def test_at_exact_places_a_match_a_pixel_off_its_line_is_left_out():
+    points0, points1 = surface(100)
+    points1[3:90:9, 1] += 1.5
+    agree = verification.agree_with_one_geometry
+    kept = agree(points0, points1, (SIZE, SIZE))
+    off = np.zeros(100, bool)
+    off[3:90:9] = True
+    # one whose line runs up and down may still lie on it
+    assert kept[~off].all() and (off & ~kept).sum() >= 8
+    assert agree(points0[:5], points1[:5], (SIZE, SIZE)).all()
+    # a photograph three times as large, in which keypoints scatter three times as far
+    large = (3 * verification.RESIZE, 3 * verification.RESIZE)
+    np.testing.assert_array_equal(agree(3 * points0, points1, (large, SIZE)), kept)
+
+
+# Watermarks
+
+
+def watermarks_of(points0, points1):
+    """Which of these matches are found, among 600 other keypoints anywhere in both images."""
+    points = both((points0, points1), anywhere(600, seed=7))
+    return verification.find_watermarks(features_at(points), matches(0, len(points0), 1.0))
+
+
+def points_in(left, top, right, bottom, count, seed=0):
+    return np.random.default_rng(seed).uniform([left, top], [right, bottom], (count, 2))
+
+
+def scatter(points, seed=1):
+    return points + np.random.default_rng(seed).normal(0, 0.3, points.shape)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        (8, 4, 320, 28),
+        (8, 452, 320, 476),
+        (370, 450, 636, 472),
+        (560, 10, 630, 110),
+        (190, 200, 450, 280),
+    ],
+    ids=["bar at the top", "bar at the bottom", "corner", "logo", "middle"],
+)
+def test_matches_at_one_place_in_a_small_part_of_both_images_are_a_watermarks(box):
+    mark = points_in(*box, 60)
+    right = points_in(60, 60, 580, 420, 60, seed=3)
+    moved = two_view.transform(right, MILD)
+    low, high = np.array(box[:2]) - 20, np.array(box[2:]) + 20
+    covered = [((points > low) & (points < high)).all(1) for points in (right, moved)]
+    right = right[~covered[0] & ~covered[1]][:30]  # nothing is seen under a watermark
+    moved = two_view.transform(right, MILD)
+    found = watermarks_of(np.concatenate([mark, right]), np.concatenate([scatter(mark), moved]))
+    assert len(right) == 30 and found[:60].mean() > 0.95 and not found[60:].any()
+    assert watermarks_of(mark, scatter(mark)).mean() > 0.95
+
+
+@pytest.mark.parametrize("count", [0, 15, 60, 400])
+def test_photographs_of_one_tripod_have_no_watermark(count):
+    points = points_in(5, 5, 634, 474, count)
+    assert not watermarks_of(points, scatter(points)).any()
+
+
+def test_where_a_moving_camera_sees_a_place_stand_still_is_no_watermark():
+    """Around the fixed point of a zoom matches stay where they were, but those beside them move a
+    little.
+    """
+    points = points_in(5, 5, 634, 474, 600)
+    zoomed = (points - [320, 240]) * 1.06 + [320, 240]
+    assert not watermarks_of(points, scatter(zoomed)).any()
+
+
+# Real photographs
+
+
+@pytest.fixture(scope="module")
+def place():
+    """A matcher of the photographs of a place."""
+    return Matcher.load(device="cpu", max_keypoints=3000, resize=768, scene=True)
+
+
+@pytest.fixture(scope="module")
+def strecha(shared_data):
+    folder = shared_data / "poses/strecha"
+    return folder, bench.read_cameras(folder / "cameras_gt.txt")
+
+
+def test_a_scene_has_settings_of_its_own():
+    usual, scene = (Matcher.load(device="cpu", scene=each) for each in (False, True))
+    assert (usual.max_keypoints, usual.network_keypoints, usual.resize) == (4096, 1024, 1024)
+    assert (scene.max_keypoints, scene.network_keypoints, scene.resize) == (8192, 512, 1600)
+    assert usual.refine and not scene.refine
+    assert scene.rules.accept == 0.9  # a false pair ruins a model, a refused one costs little
+
+
+def test_two_photographs_of_a_place_are_accepted_and_two_of_different_places_are_not(
+    strecha, place, monkeypatch
+):
+    folder, cameras = strecha
+    names = ["Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0007.jpg", "entry-P10_0003.jpg"]
+    one, near, other = (place.extract(folder / name) for name in names)
+    asked = []
+    of_network = matcher.match_pairs
+    monkeypatch.setattr(
+        matcher,
+        "match_pairs",
+        lambda model, pairs, *more: asked.append(len(pairs)) or of_network(model, pairs, *more),
+    )
+    found = place.match(one, near)
+    rejected, again = place.match_batch([(one, other), (one, near)])
+    assert asked == [1, 1]  # not of (one, other)
+    np.testing.assert_array_equal(again.matches, found.matches)
+    assert rejected.pair_score == verification.SKIPPED and not rejected.accepted
+    assert len(rejected.matches) == 0
+    assert found.accepted and found.pair_score > 0.95
+    assert len(found.matches) > 850  # 917; the network alone finds 474
+    pair = [cameras[name] for name in names[:2]]
+    F = bench.fundamental(*pair)
+    assert (two_view.epipolar_distances(F, found.points0, found.points1) < 4).mean() > 0.95
+    pose = found.relative_pose(*(camera.K for camera in pair))
+    turn = pose.R @ bench.relative_pose(*pair)[0].T
+    assert np.degrees(np.arccos((np.trace(turn) - 1) / 2)) < 1
+    kept = list(place.match_many(one, [near, other], accepted_only=True))
+    assert [len(each.matches) for each in kept] == [len(found.matches)]
+
+
+def draw_bar(image, number):
+    """A black bar at the top with the date and time of photograph `number`."""
+    image = image.copy()
+    unit = max(image.shape) / 640
+    image[: int(32 * unit)] = 0
+    words = f"2024-03-{11 + number:02d} 14:{22 + number}:07 CAM 03"
+    write(image, words, (8 * unit, 24 * unit), unit)
+    return image
+
+
+def draw_name(image, _number):
+    """The name of an agency at the lower right."""
+    image = image.copy()
+    unit = max(image.shape) / 640
+    write(image, "(c) PhotoStock Agency", image.shape[1::-1] - np.array([270, 12]) * unit, unit)
+    return image
+
+
+def write(image, words, at, unit):
+    thick = max(1, round(2 * unit))
+    x, y = map(int, at)
+    face = cv2.FONT_HERSHEY_SIMPLEX
+    cv2.putText(image, words, (x, y), face, 0.7 * unit, 255, thick, cv2.LINE_AA)
+
+
+@pytest.mark.parametrize("draw", [draw_bar, pytest.param(draw_name, marks=pytest.mark.slow)])
+def test_unrelated_photographs_with_one_watermark_are_not_accepted(shared_data, place, draw):
+    paths = sorted((shared_data / "coco/val").glob("*.jpg"))[3:7]
+    images = [cv2.imread(str(path), cv2.IMREAD_GRAYSCALE) for path in paths]
+    photos = [place.extract(draw(image, number)) for number, image in enumerate(images)]
+    for one, other in itertools.combinations(photos, 2):
+        found = place.match(one, other)
+        assert not found.accepted and found.pair_score < 0.2
+    assert place.match(photos[0], photos[0]).accepted
+
+
+def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(strecha, tmp_path):
+    pycolmap = pytest.importorskip("pycolmap")
+    names = ("Herz-Jesus-P25_0005.jpg", "Herz-Jesus-P25_0006.jpg", "entry-P10_0003.jpg")
+    (tmp_path / "photos").mkdir()
+    for name in names:
+        image = cv2.imread(str(strecha[0] / name), cv2.IMREAD_GRAYSCALE)
+        small = cv2.resize(image, (768, 512), interpolation=cv2.INTER_AREA)
+        cv2.imwrite(str(tmp_path / "photos" / name), small)
+    words = f"{tmp_path}/photos --out-dir {tmp_path}/found --json-files --max-keypoints 2000"
+    tables, keypoints = [], []
+    for name in ("first.db", "again.db", "resumed.db"):  # from all that is done, and from a part
+        if name == "resumed.db":
+            min((tmp_path / "found").glob("*_matches.npz")).unlink()
+        command = [*words.split(), "--device", "cpu", "--colmap", str(tmp_path / name)]
+        assert errors.exit_code(cli.main, command) == 0
+        with (tmp_path / "found/pairs.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        with pycolmap.Database.open(str(tmp_path / name)) as database:
+            images = database.read_all_images()
+            assert len(images) == 3 and database.num_verified_image_pairs() == 1
+            # a few do not fit any more where the pixels agree
+            assert 0.9 < database.num_matches() / int(rows[0]["matches"]) <= 1
+            keypoints.append([database.read_keypoints(each.image_id) for each in images])
+        tables.append((tmp_path / "found/pairs.csv").read_bytes())
+    assert [row["accepted"] for row in rows] == ["1", "0", "0"]
+    assert float(rows[0]["pair_score"]) > 0.95 and rows[0]["reason"] == ""
+    for row in rows[1:]:
+        skipped = "skipped: too few classical matches"
+        assert row["reason"] == ("not accepted" if row["pair_score"] else skipped)
+        assert float(row["pair_score"] or 0) < verification.ACCEPT
+    assert tables == [tables[0]] * 3
+    for again in keypoints[1:]:
+        assert all(map(np.array_equal, again, keypoints[0]))
+    about = [read_json(path) for path in sorted((tmp_path / "found").glob("*_*.json"))]
+    assert [each["accepted"] for each in about] == [True, False, False]
+    assert abs(about[0]["pair_score"] - float(rows[0]["pair_score"])) < 1e-4
