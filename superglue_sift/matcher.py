@@ -336,8 +336,8 @@ class Matcher:
         # without the keypoints of watermarks
         pairs = []
         for number in asked:
-            (one, other), (kept0, kept1) = batch[number], looks[number][1]
-            pairs.append((one.select(kept0), other.select(kept1)))
+            one, other = (view.select(at) for view, at in zip(batch[number], looks[number][1]))
+            pairs.append((one, other))
         found = [(Matches.none(), verification.SKIPPED)] * len(batch)
         settings = self.threshold, self.resize, rules.accept
         for number, pair, (_, own, mutual, _) in zip(asked, pairs, self.match_network(pairs)):
