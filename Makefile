@@ -90,14 +90,8 @@ format: $(SETUP_DEV)  ## rewrite what `make lint` would complain about
 	@ruff check --fix .
 	@ruff format .
 
-ui: $(SETUP)  ## MLflow at http://127.0.0.1:5000
-	@case "$${MLFLOW_TRACKING_URI:-}" in \
-		http*) echo "the tracking server of MLFLOW_TRACKING_URI shows the runs" ;; \
-		*) echo "MLflow at http://127.0.0.1:$(UI_PORT), Ctrl-C ends it"; \
-			echo "results:  http://127.0.0.1:$(UI_PORT)/#/experiments/1/runs?viewStateShareKey=results"; \
-			export MLFLOW_BACKEND_STORE_URI="$${MLFLOW_TRACKING_URI:-sqlite:///$(CURDIR)/mlflow.db}"; \
-			exec mlflow server --host 127.0.0.1 --port $(UI_PORT) --workers 1 ;; \
-	esac
+ui: $(SETUP)  ## MLflow; prints the address of the table of runs
+	@exec python -m pipeline.tracking ui --port $(UI_PORT)
 
 report: $(SETUP)  ## the table of the last evaluation; opens its page
 	@python -m pipeline.report --open
