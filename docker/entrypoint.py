@@ -44,7 +44,7 @@ def main(argv: List[str]) -> int:
         return 0
     is_repro = command == "repro" or command.startswith("--")
     try:
-        if is_repro or command in MODULES:
+        if is_repro or command in (*MODULES, "ui"):
             require_same_code(Path.cwd())
         if is_repro:
             return repro(argv[1:] if command == "repro" else argv)
@@ -59,11 +59,7 @@ def main(argv: List[str]) -> int:
 def program(command: str, rest: List[str]) -> List[str]:
     """The command line of a command other than repro. Raises Wrong."""
     if command == "ui":
-        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
-        if uri.startswith("http"):
-            raise Wrong("MLFLOW_TRACKING_URI names a server, which shows its runs itself")
-        server = f"mlflow server --backend-store-uri {uri} --host 0.0.0.0 --port 5000 --workers 1"
-        return [*server.split(), *rest]
+        return [sys.executable, "-m", "pipeline.tracking", "ui", "--host", "0.0.0.0", *rest]
     if command in MODULES:
         module = "benchmarks" if command == "benchmark" else f"pipeline.{command}"
         return [sys.executable, "-m", module, *rest]

@@ -113,7 +113,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     save_model_file(path, weights, description)
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:
-            run.tags({f"{tracking.TAGS}export.sha256": file_sha256(path)})
+            run.tags({"export.sha256": file_sha256(path)})
             run.artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(

@@ -143,7 +143,6 @@ VIEW = {
         "params.`train.steps`",
         f"metrics.`{VALIDATION_F1}`",
         f"metrics.`{AUC}`",
-        f"metrics.`{AUC}_gain`",
     ],
     "orderByKey": "attributes.start_time",
     "orderByAsc": False,
@@ -164,8 +163,8 @@ VIEW = {
 ABOUT_MODEL = (
     "SuperGlue on SIFT keypoints. Each version is the best model of one training. The alias"
     f" `{CHAMPION}` belongs to the first version, until another one is better on the same pairs of"
-    " photographs: the 95 % interval of the difference of AUC@5 lies above 0. A version's tag"
-    f" `{CHAMPION}` says how it compared."
+    " photographs: the 95 % interval of the difference of AUC@5 lies above 0, over"
+    f" {MIN_CLUSTERS} photographs or more. A version's tag `{CHAMPION}` says how it compared."
 )
 
 
@@ -377,10 +376,12 @@ class Store:
         """Say on the page of a version what it is: its run, preset and AUC."""
         run = self._client.get_run(self.run_id)
         name, _, result = str(run.info.run_name).partition(SEPARATOR)
-        preset = run.data.tags.get(f"{TAGS}preset", "")
-        about = {"run": name, "preset": preset, "result": result or "not yet evaluated"}
-        text = ", ".join(f"{key} {value}" for key, value in about.items() if value)
-        self._client.update_model_version(MODEL, version, f"{text[0].upper()}{text[1:]}")
+        about = {"run": name, "preset": run.data.tags.get(f"{TAGS}preset", "")}
+        if AUC in run.data.metrics:
+            about["auc_5"] = result.rpartition(" ")[2]
+        text = ", ".join(f"{key} {value}" for key, value in about.items() if key != "auc_5")
+        text = f"{result or 'Not yet evaluated'}, {text}"
+        self._client.update_model_version(MODEL, version, text)
         for key, value in about.items():
             self._client.set_model_version_tag(MODEL, version, key, value)
 
@@ -410,7 +411,7 @@ class Store:
             if path in files:
                 theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
             better, reason = better_than(pairs, theirs)
-        result = f"{reason}, against version {champion.version}"
+        result = f"{reason}; compared with version {champion.version}"
         if better:
             self._crown(version, f"yes: {result}")
             lost = f"no: version {version} is better"
@@ -447,8 +448,8 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))
     better = difference["low"] > 0 and clusters.count >= MIN_CLUSTERS
     return better, (
-        f"AUC@{LIMIT} {value} points, 95 % interval {low} .. {high},"
-        f" {difference['pairs']} pairs of {clusters.count} scenes"
+        f"AUC@{LIMIT} {value} points, 95 % interval {low} .. {high}, {difference['pairs']} pairs of"
+        f" {clusters.count} photographs"
     )
 
 
@@ -494,12 +495,14 @@ def show_pages(uri: str, host: str, port: int) -> int:
     if database(uri) is None:
         print(f"table of runs: {redact(uri)}{table}")
         return 0
-    print(f"table of runs: http://127.0.0.1:{port}{table}\nCtrl-C ends MLflow", flush=True)
+    print(f"table of runs: http://127.0.0.1:{port}{table}")
+    print("MLflow takes up to a minute to start; Ctrl-C ends it")
     other = provenance.main_root() / CUDA_STORE
     if other.is_file() and database(uri) != other:
         print(f"{other} has the runs of the CUDA 11.1 image: its command `ui` shows them")
     sys.stdout.flush()
-    # In the environment, `ps` does not show a password
+    # `ps` shows no password that is in the environment
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri
+    os.environ.setdefault("MLFLOW_UVICORN_OPTS", "--log-level warning")  # no line for each request
     server = ["mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     return os.execv(sys.executable, [sys.executable, "-m", *server])

@@ -93,8 +93,7 @@ class Answers:
         aligned0, aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
         position was not refined. With refine=False, these four are None.
 
-        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason in one
-        line.
+        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason.
         """
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
         try:

@@ -28,7 +28,7 @@ from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tupl
 from pipeline import errors, mlflow_store, provenance
 from pipeline.files import json_digest
 from pipeline.mlflow_store import (
-    EVALUATION,  # noqa: F401 (a name that stages use)
+    EVALUATION,  # noqa: F401 (the prefix of the stage `evaluate`)
     OWN_STORE,
     SEPARATOR,
     TAGS,
@@ -44,6 +44,9 @@ from pipeline.mlflow_store import (
 )
 from pipeline.params import flatten
 
+# Of provenance: what MLflow's page shows elsewhere, and what is no input of this run
+SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256", "world_size")
+# Of provenance: parameters of a run
 MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
 
 # --- the log
@@ -202,7 +205,7 @@ class Run:
     def dataset(self, name: str, digest: str, source: str = "") -> None:
         """Record the data of the run. `digest` is its full hash."""
         self._append({"dataset": {"name": name, "digest": digest, "source": source}})
-        self.tags({f"{TAGS}data": digest})
+        self.tags({"data": digest})
 
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a Markdown note above its metrics."""
@@ -219,8 +222,8 @@ class Run:
         self._append({"compare": shorten(pairs)})
 
     def tags(self, tags: Dict[str, str]) -> None:
-        """Set further tags."""
-        self._append({"tags": tags})
+        """Set further tags, with the prefix `superglue.`, except those of MLflow itself."""
+        self._append({"tags": prefixed(tags)})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
         """End the run as FINISHED, FAILED or KILLED. True if everything has reached the server.
@@ -255,6 +258,10 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         self.close("FINISHED" if kind is None else ending(kind))
+
+
+def prefixed(tags: Dict[str, str]) -> Dict[str, str]:
+    return {key if key.startswith("mlflow.") else f"{TAGS}{key}": tags[key] for key in tags}
 
 
 def ending(kind: Any) -> str:
@@ -309,10 +316,10 @@ def open_run(
     flat = {key: text for key, text in flat.items() if flat.get(key.partition(".")[2]) != text}
     about = provenance.tags()
     machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
-    tags = {
+    all_tags = {
         **(tags or {}),
-        **{f"{TAGS}{key}": value for key, value in about.items() if key not in machine},
-        f"{TAGS}params": json_digest(flat),
+        **{key: value for key, value in about.items() if key not in (*machine, *SHOWN)},
+        "params": json_digest(flat),
         "mlflow.source.name": f"pipeline.{about.get('dvc.stage', 'train')}",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": about["git.commit"],
@@ -320,7 +327,7 @@ def open_run(
     }
     uri = tracking_uri(log)
     if log.header():
-        log.append({"tags": tags, "resumed": True})
+        log.append({"tags": prefixed(all_tags), "resumed": True})
     else:
         given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME") or name
         log.append(
@@ -331,7 +338,7 @@ def open_run(
                 "experiment": mlflow_store.experiment_name(),
                 "name": given or time.strftime("%Y-%m-%d %H.%M"),
                 "params": {**flat, **machine},
-                "tags": tags,
+                "tags": prefixed(all_tags),
                 "time": now_ms(),
             }
         )

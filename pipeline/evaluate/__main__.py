@@ -240,7 +240,7 @@ def track(
             metrics = {f"{group}/{key}": value for key, value in summary.headline(content).items()}
             run.log(metrics, int(info.get("step") or 0))
         run.artifact(args.out, prefix)
-        run.tags({f"{tracking.TAGS}{prefix}.processor": provenance.processor()})
+        run.tags({f"{prefix}.processor": provenance.processor()})
         if is_main:
             content = contents[""]
             run.describe(summary.result(content), summary.note(content))

@@ -128,7 +128,8 @@ def note(content: Content) -> str:
         *(["wrong matches"] * bool(found)),
     ]
     rows = [head, ["---"] * len(head)]
-    for matcher, values in list(content.table.items())[:4]:
+    for matcher in [*dict.fromkeys([OURS, RATIO_TEST, *content.table])][:4]:
+        values = content.table[matcher]
         negative = [f"{found[matcher][0]:.1f}" if matcher in found else "-"] * bool(found)
         rows.append([title(matcher), *(tables.percent(values.get(m)) for m in shown), *negative])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -220,7 +220,6 @@ def test_an_empty_workspace_gets_the_project_and_no_image_runs_the_code_of_anoth
         (["repro", "--present", "sample"], "--preset NAME"),
         (["repro", "--preset"], "--preset NAME"),
         (["repro", "-f"], "--preset NAME"),
-        (["ui"], "names a server"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_2(workspace, monkeypatch, words, text):

@@ -130,7 +130,7 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     assert stored.data.params["train.lr"] == "0.0001"
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
-    assert {"superglue.git.commit", "superglue.git.dirty"} < set(stored.data.tags)
+    assert {"superglue.git.dirty", "mlflow.source.git.commit"} < set(stored.data.tags)
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
     (file,) = client.list_artifacts(stored.info.run_id, "pictures")
     assert file.path == "pictures/matches.png"
@@ -161,7 +161,7 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
 
     def champion_after(name, errors, keypoints=9):
         model = write_weights(tmp_path / "best.safetensors", name)
-        with open_run(folder, training=name, name=name, tags={"superglue.preset": "ci"}) as run:
+        with open_run(folder, training=name, name=name, tags={"preset": "ci"}) as run:
             run.model(model, step=1)
         (tmp_path / name).mkdir()
         pairs = pairs_csv(tmp_path / name / "pairs.csv", errors, keypoints)
@@ -180,9 +180,9 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
     versions = [client.get_model_version("superglue-sift", str(n)) for n in range(1, 6)]
     said = [version.tags["champion"] for version in versions]
     assert said[0] == "no: version 5 is better"
-    assert said[2] == "no: evaluated on other pairs, against version 1"
+    assert said[2] == "no: evaluated on other pairs; compared with version 1"
     assert said[4].startswith("yes: AUC@5 +") and "95 % interval" in said[4]
-    assert versions[4].description == "Run better, preset ci, result AUC@5 60.0"
+    assert versions[4].description == "AUC@5 60.0, run better, preset ci"
     assert "`champion`" in client.get_registered_model("superglue-sift").description
 
 
