@@ -13,8 +13,7 @@ from superglue_sift.features.features import Features, Image, photo_of
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import refinement, two_view
-from superglue_sift.geometry.pose import POSE_PX, Pose, relative_pose
-from superglue_sift.geometry.two_view import Size
+from superglue_sift.geometry.two_view import POSE_PX, Pose, Size, relative_pose
 from superglue_sift.matches import Matches
 
 FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`

@@ -19,7 +19,7 @@ MAX_WEIGHTS = 1 << 26  # of attention at a time, in torch 1.10: 256 MiB in float
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """`attention.attention` for torch 1.10, which has no kernel for it.
+    """`superglue.attention` for torch 1.10, which has no kernel for it.
 
     Chunks of queries are computed one by one, and again for the gradient.
     """

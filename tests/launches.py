@@ -18,7 +18,7 @@ from pipeline.train import step
 from pipeline.train.muon import Muon
 from pipeline.train.objective import MatchingObjective
 from superglue_sift.features.sift import ORIENTED
-from superglue_sift.network import attention
+from superglue_sift.network import superglue
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -106,7 +106,7 @@ def launches_of_a_step(counts):
     batch = batch_of(counts)
     counting = Launches()
     stand_in = mock.patch.object(
-        attention, "attention", lambda q, k, v, visible: _Attention.apply(q, k, v)
+        superglue, "attention", lambda q, k, v, visible: _Attention.apply(q, k, v)
     )
     # clipping works on lists of tensors on a GPU, on `meta` one by one
     lists = mock.patch("torch.nn.utils.clip_grad._has_foreach_support", return_value=True)

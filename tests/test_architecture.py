@@ -131,7 +131,7 @@ def test_a_package_imports_only_what_it_may():
 
 
 def test_the_network_stands_below_the_rest_of_the_library():
-    network = ("superglue", "attention", "sinkhorn", "batch", "ground_truth")
+    network = ("superglue", "sinkhorn", "batch", "ground_truth")
     below = {f"superglue_sift/network/{name}.py" for name in network}
     ground = ("features/sift", "geometry/two_view", "matches", "torch_compat", "errors", "files")
     below |= {f"superglue_sift/{name}.py" for name in ground}

@@ -19,7 +19,7 @@ from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import verification
-from superglue_sift.geometry.local_maps import add_guided_matches
+from superglue_sift.geometry.guided_matching import add_guided_matches
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.superglue import SuperGlue, match_pairs

@@ -21,8 +21,14 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import hpatches
 from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.inputs import Pose, Scene, Source, ViewPair
-from superglue_sift.geometry.pose import MIN_ESSENTIAL, POSE_PX, relative_pose
-from superglue_sift.geometry.two_view import inverse, to_homogeneous, transform
+from superglue_sift.geometry.two_view import (
+    MIN_ESSENTIAL,
+    POSE_PX,
+    inverse,
+    relative_pose,
+    to_homogeneous,
+    transform,
+)
 
 NUMBERS = 2 + 9 + 9 + 16  # on a line, after the two names
 # Two images and their cameras, intrinsics in pixels of the stored images

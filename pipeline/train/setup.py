@@ -21,7 +21,7 @@ from pipeline.train.objective import DataParallelObjective, MatchingObjective
 from pipeline.train.optimization import freeze, make_optimizer
 from superglue_sift import environment, torch_compat
 from superglue_sift.features.extractors import kind_of
-from superglue_sift.network import attention
+from superglue_sift.network import superglue
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
 
@@ -145,7 +145,7 @@ def build(
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
     model.recompute = train.checkpoint_layers
-    attention.synchronize(model, distributed.differentiable_sum)
+    superglue.synchronize(model, distributed.differentiable_sum)
     objective = MatchingObjective(model, POSITIVE_PX, NEGATIVE_PX, chosen.precision)
     if train.compile:
         model.compile_layers()

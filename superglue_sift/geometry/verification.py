@@ -43,7 +43,7 @@ from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import rank
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.local_maps import guided_matches, maps_around, positions_of
+from superglue_sift.geometry.guided_matching import guided_matches, maps_around, positions_of
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
@@ -259,7 +259,7 @@ def evidence(
     if len(agreeing[0]) < two_view.MIN_FUNDAMENTAL:
         return nothing
     near0, near1 = map(_nearest, agreeing)
-    if two_view.mirrored_part(maps_around(agreeing, near0, agreeing).maps) > 0.5:
+    if two_view.mirrored_part(maps_around(agreeing, near0, agreeing)[0]) > 0.5:
         return nothing
     order = min(_followed(near0, near1), _followed(near1, near0))
     agreement = scores[inliers].sum() / scores.sum()

@@ -32,16 +32,17 @@ together, with their padding; D the width of a state.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from superglue_sift.matches import Matches
-from superglue_sift.network.attention import MLP, AttentionalLayer, RotaryPositions, token_norm
 from superglue_sift.network.batch import (
     Images,
     Keypoints,
@@ -53,7 +54,14 @@ from superglue_sift.network.batch import (
     size_class,
 )
 from superglue_sift.network.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import checkpoint, floats_of_bytes, sqrt
+from superglue_sift.torch_compat import (
+    LayerNorm,
+    checkpoint,
+    chunked_attention,
+    floats_of_bytes,
+    is_traced,
+    sqrt,
+)
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -74,6 +82,9 @@ TYPICAL_SCORE = 0.03
 TYPICAL_SCALE = 4.0
 NEIGHBOUR_FEATURES = 8  # per keypoint, see `neighbour_features`
 
+# Initial standard deviation of the frequencies of rotary positions, radians over half an image
+SPREAD = 2.0
+
 # Limits of a configuration, since a model file may come from anyone.
 LIMITS = {
     "dim": 4096,
@@ -84,6 +95,7 @@ LIMITS = {
 }
 NORMS = ("layer", "batch")
 KINDS = ("sift", "float", "binary")
+Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,11 +143,12 @@ class SuperGlue(nn.Module):
         self.recompute = False  # gradient checkpointing of each layer
         self.compiled = False  # see `compile_layers`
         dim = config.dim
+        layer = functools.partial(AttentionalLayer, dim, config.heads, config.norm)
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
         self.keypoint_encoder = _keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
-        self.self_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
-        self.cross_attention = nn.ModuleList(_layer(config) for _ in range(config.layers))
+        self.self_attention = nn.ModuleList(layer() for _ in range(config.layers))
+        self.cross_attention = nn.ModuleList(layer() for _ in range(config.layers))
         self.final_projection = nn.Linear(dim, dim)
         binary = config.descriptor == "binary"
         sharpness = BINARY_SHARPNESS if binary else SHARPNESS
@@ -191,7 +204,7 @@ class SuperGlue(nn.Module):
         images = keypoints.images
         x, rotation = self.encode(keypoints)
         dtype = None if precision == "float32" else getattr(torch, precision)
-        run = checkpoint if self.recompute and self.training else _run
+        run = checkpoint if self.recompute and self.training else _call
         for to_itself, to_other in zip(self.self_attention, self.cross_attention):
             x = run(to_itself, x, images, dtype, False, rotation)
             x = run(to_other, x, images, dtype, True)
@@ -241,12 +254,11 @@ class SuperGlue(nn.Module):
             self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
 
 
-def _run(layer: nn.Module, *inputs: Any) -> Tensor:
+def _call(layer: nn.Module, *inputs: Any) -> Tensor:
     return layer(*inputs)
 
 
-def _layer(config: SuperGlueConfig) -> AttentionalLayer:
-    return AttentionalLayer(config.dim, config.heads, config.norm)
+# Equation 2: the first state of a keypoint
 
 
 def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
@@ -260,55 +272,6 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     nn.init.zeros_(last.weight)
     nn.init.zeros_(last.bias)
     return MLP(*layers, last)
-
-
-@torch.no_grad()
-def match_pairs(
-    model: SuperGlue,
-    pairs: Sequence[Pair],
-    device: str,
-    selected: Sequence[Tuple[np.ndarray, np.ndarray]],
-) -> List[Matches]:
-    """Match pairs by the network in one batch: all its mutual matches, whatever their scores.
-
-    selected: for each pair the keypoints of both images that the network gets, ascending indices
-    (m,) and (n,) (`nearest.select_keypoints`). Returns indices of all keypoints.
-    """
-    if not pairs:
-        return []
-    few = [
-        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
-        for pair, (index0, index1) in zip(pairs, selected)
-    ]
-    order, batches = from_pairs(few).to(device).size_classes()
-    if model.compiled:
-        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
-    rows: List[Tuple[np.ndarray, np.ndarray]] = []
-    for log_P in model.assign(batches)[0]:
-        matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
-        rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
-    by_pair = dict(zip(order, rows))
-    return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]
-
-
-def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
-
-    log_P: (B, M + 1, N + 1), output of `SuperGlue`.
-
-    Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
-    float32, 0 without a match; then matches1 and scores1 (B, N), the same from image 1.
-    """
-    inner = log_P.detach()[:, :-1, :-1].float()
-    best0 = inner.max(2)
-    best1 = inner.max(1)
-    found: List[Tensor] = []
-    for best, other in ((best0, best1), (best1, best0)):
-        itself = torch.arange(best.indices.shape[1], device=log_P.device)
-        scores = best.values.exp()
-        good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
-        found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
-    return found[0], found[1], found[2], found[3]
 
 
 def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
@@ -398,3 +361,255 @@ def _features_of(
     ]
     occupied = mask.any(1)[:, None, None]
     return torch.stack(columns, 2).masked_fill(~occupied, 0.0)
+
+
+# Equations 3 to 5: attention between keypoints
+
+
+class AttentionalLayer(nn.Module):
+    """One update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+
+    def __init__(self, dim: int, heads: int, norm: str) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query_key_value = nn.Linear(dim, 3 * dim)
+        self.merge: nn.Module = nn.Linear(dim, dim)
+        first = nn.Linear(2 * dim, 2 * dim)
+        last = nn.Linear(2 * dim, dim)
+        self.mlp = MLP(first, token_norm(norm, 2 * dim), nn.ReLU(inplace=True), last)
+        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour
+        # matcher
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        images: Images,
+        dtype: Optional[torch.dtype],
+        cross: bool,
+        rotation: Optional[Tensor] = None,
+    ) -> Tensor:
+        """x (T, D) -> (T, D).
+
+        dtype: of the products by autocast, None: that of the weights. The residual stream is not
+        rounded to it. cross: whether each image attends to the other image of its pair, else to
+        itself. rotation: of queries and keys, (2, T, d / 2), see `rotate`.
+        """
+        state = x.to(dtype or self.query_key_value.weight.dtype)
+        # in the layer, not around all of them: gradient checkpointing runs it again
+        with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
+            message = self.attend(state, images, cross, rotation)
+            return x + self.mlp([state, message], images.valid)
+
+    def attend(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor]) -> Tensor:
+        """Messages (T, D), from the merged heads (equations 4 and 5)."""
+        heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
+        if rotation is not None:
+            heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
+        # 3 x (B, H, N, d) each
+        sides = [side.permute(2, 0, 3, 1, 4).unbind() for side in images.split(heads)]
+        messages = []
+        for i, (query, _, _) in enumerate(sides):
+            source = i ^ 1 if cross else i
+            _, key, value = sides[source]
+            message = attention(query, key, value, images.visible[source])
+            occupied = images.occupied[source]
+            if occupied is not None:  # nothing comes from an image without keypoints
+                message = message * occupied
+            messages.append(self.merge(message.transpose(1, 2).flatten(2)))  # (B, N, D)
+        return images.join(messages)
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+    """softmax(q k^T / sqrt(d)) v, without storing the weights (equation 4).
+
+    query (B, H, M, d); key, value (B, H, N, d); visible (B, 1, 1, N) bool, True for keys to attend
+    to, None: all. Returns (B, H, M, d).
+    """
+    if not hasattr(nn.functional, "scaled_dot_product_attention"):
+        return chunked_attention(query, key, value, visible)
+    if visible is not None and is_traced():
+        # what the kernel does; for a bool mask ONNX also tests all weights for nan, which takes
+        # half of the time of a pair
+        visible = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
+    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
+
+
+def _without_cudnn() -> ContextManager[Any]:
+    """A context without cuDNN, which plans for each new shape: 70 ms of a core on an H100."""
+    try:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:  # torch 2.2 or older
+        return contextlib.nullcontext()
+    return sdpa_kernel(
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    )
+
+
+class RotaryPositions(nn.Module):
+    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue,
+    section 3.1).
+
+    Inner products of rotated queries and keys depend on the relative positions of keypoints.
+    """
+
+    def __init__(self, channels: int) -> None:
+        """channels: d of each head, even."""
+        super().__init__()
+        if channels % 2:
+            raise ValueError(
+                f"rotary positions need an even number of channels per head, not {channels}"
+            )
+        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """positions (T, 2) of order one -> cos and sin (2, T, d / 2), for `rotate`."""
+        angles = positions @ self.frequencies
+        return torch.stack([angles.cos(), angles.sin()])
+
+
+def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
+    """Rotate vectors (..., d): entries i and i + d / 2 are a point of the plane; keeps the dtype.
+
+    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+    """
+    a, b = vectors.chunk(2, -1)
+    cos, sin = rotation.to(vectors.dtype).unbind(0)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class MLP(nn.Sequential):
+    """A perceptron of keypoints, whose BatchNorm leaves out padding."""
+
+    def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
+        """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
+
+        The products of each input are added, so that the concatenation, a fifth of what a training
+        step keeps for the gradient, need not exist. valid: (T,) bool, False for padding; None:
+        there is none.
+        """
+        first: Any = self[0]
+        weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
+        x = nn.functional.linear(inputs[0], weights[0], first.bias)
+        for each, weight in zip(inputs[1:], weights[1:]):
+            x = torch.addmm(x, each, weight.t())
+        for module in list(self)[1:]:
+            x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
+        return x
+
+
+class TokenBatchNorm(nn.Module):
+    """Batch normalisation over all keypoints of the batch, with `reduce` of all ranks.
+
+    Statistics equal those of one process with the whole batch, for any numbers of keypoints per
+    rank (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running
+    statistics.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+    running_mean: Tensor
+    running_var: Tensor
+
+    momentum = 0.1
+    eps = 1e-5
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.reduce: Optional[Reduce] = None
+
+    def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
+        """x (T, C) -> (T, C), computed in float32 also under autocast.
+
+        valid: (T,) bool, False for padding, which does not count; None: there is none.
+        """
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        mean, var = (
+            self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
+        )
+        return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
+
+    def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+        """Mean, then variance, in two passes: a difference of large squares would lose digits."""
+        reduce = self.reduce or (lambda tensor: tensor)
+        counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
+        first = reduce(torch.cat([(x * counted).sum(0), counted.sum(0)]))
+        count = first[-1].detach().clamp(min=1.0)
+        mean = first[:-1] / count
+        var = reduce(((x - mean).square() * counted).sum(0)) / count
+        with torch.no_grad():
+            # a tensor, which avoids a device-to-host synchronisation
+            step = self.momentum * (first[-1] > 0).to(first.dtype)
+            self.running_mean += step * (mean - self.running_mean)
+            self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
+        return mean, var
+
+
+def token_norm(kind: str, channels: int) -> nn.Module:
+    """The norm of a hidden layer: "layer" or "batch"."""
+    return LayerNorm(channels) if kind == "layer" else TokenBatchNorm(channels)
+
+
+def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
+    """Set `reduce` of every TokenBatchNorm of the model; None: statistics of this rank only."""
+    for module in model.modules():
+        if isinstance(module, TokenBatchNorm):
+            module.reduce = reduce
+
+
+# Matches of the assignment (section 5)
+
+
+def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
+
+    log_P: (B, M + 1, N + 1), output of `SuperGlue`.
+
+    Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
+    float32, 0 without a match; then matches1 and scores1 (B, N), the same from image 1.
+    """
+    inner = log_P.detach()[:, :-1, :-1].float()
+    best0 = inner.max(2)
+    best1 = inner.max(1)
+    found: List[Tensor] = []
+    for best, other in ((best0, best1), (best1, best0)):
+        itself = torch.arange(best.indices.shape[1], device=log_P.device)
+        scores = best.values.exp()
+        good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
+        found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
+    return found[0], found[1], found[2], found[3]
+
+
+@torch.no_grad()
+def match_pairs(
+    model: SuperGlue,
+    pairs: Sequence[Pair],
+    device: str,
+    selected: Sequence[Tuple[np.ndarray, np.ndarray]],
+) -> List[Matches]:
+    """Match pairs by the network in one batch: all its mutual matches, whatever their scores.
+
+    selected: for each pair the keypoints of both images that the network gets, ascending indices
+    (m,) and (n,) (`nearest.select_keypoints`). Returns indices of all keypoints.
+    """
+    if not pairs:
+        return []
+    few = [
+        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
+        for pair, (index0, index1) in zip(pairs, selected)
+    ]
+    order, batches = from_pairs(few).to(device).size_classes()
+    if model.compiled:
+        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
+    rows: List[Tuple[np.ndarray, np.ndarray]] = []
+    for log_P in model.assign(batches)[0]:
+        matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
+        rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
+    by_pair = dict(zip(order, rows))
+    return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName, write_atomic
-from superglue_sift.network.attention import MLP, TokenBatchNorm
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import MLP, SuperGlue, SuperGlueConfig, TokenBatchNorm
 
 FORMAT = "superglue-sift/1"  # the header's only key: safetensors keeps no order of several
 THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)

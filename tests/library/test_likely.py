@@ -11,7 +11,7 @@ from superglue_sift.features import sift
 from superglue_sift.features.nearest import ratio_matches, select_keypoints
 from superglue_sift.features.sift import KEYPOINT
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.local_maps import add_guided_matches
+from superglue_sift.geometry.guided_matching import add_guided_matches
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.superglue import match_pairs

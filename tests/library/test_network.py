@@ -13,9 +13,8 @@ from benchmarks import plain
 from pipeline.train import objective
 from pipeline.train.objective import assignment_loss
 from superglue_sift import torch_compat
-from superglue_sift.network import attention, sinkhorn
 from superglue_sift.network import batch as batches
-from superglue_sift.network.attention import RotaryPositions
+from superglue_sift.network import sinkhorn, superglue
 from superglue_sift.network.batch import (
     Images,
     Pair,
@@ -26,7 +25,12 @@ from superglue_sift.network.batch import (
 )
 from superglue_sift.network.ground_truth import ground_truth
 from superglue_sift.network.sinkhorn import log_optimal_transport
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
+from superglue_sift.network.superglue import (
+    RotaryPositions,
+    SuperGlue,
+    SuperGlueConfig,
+    mutual_matches,
+)
 from superglue_sift.network.weights import fuse_for_inference
 
 pytestmark = pytest.mark.cu111
@@ -190,10 +194,10 @@ class TestAttention:
         logits = torch.einsum("bhid,bhjd->bhij", q, k) / math.sqrt(8)
         weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
         expected = torch.einsum("bhij,bhjd->bhid", weights, v)
-        found = [attention.attention(q, k, v, visible)]
+        found = [superglue.attention(q, k, v, visible)]
         monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention", raising=False)
         monkeypatch.setattr(torch_compat, "MAX_WEIGHTS", 2 * 4 * 7 * 2)  # two queries at a time
-        found.append(attention.attention(q, k, v, visible))
+        found.append(superglue.attention(q, k, v, visible))
         gradients = torch.autograd.grad(expected.sin().sum(), (q, k, v))
         for each in found:
             assert torch.allclose(each, expected, atol=1e-12)
@@ -211,7 +215,7 @@ class TestAttention:
         cast = [t.detach().bfloat16().requires_grad_() for t in exact]
         for leaves in (exact, cast):
             (
-                attention.attention(*leaves, visible).float() * torch.linspace(-1, 1, 8)
+                superglue.attention(*leaves, visible).float() * torch.linspace(-1, 1, 8)
             ).sum().backward()
         for a, b in zip(exact, cast):  # eight bits of mantissa in the weights and in each product
             assert float((a.grad - b.grad.float()).norm()) <= 0.01 * float(exact[2].grad.norm())
@@ -221,7 +225,7 @@ class TestAttention:
         has moved.
         """
         torch.manual_seed(0)
-        layer = attention.AttentionalLayer(16, 2, "layer")
+        layer = superglue.AttentionalLayer(16, 2, "layer")
         rotary = RotaryPositions(8)
         images = Images([masks([9], 9)], [False], [False])
         x = torch.randn(9, 16)
@@ -238,7 +242,7 @@ class TestAttention:
 class TestNorms:
     def test_batch_norm_is_torchs_whatever_is_padded(self):
         torch.manual_seed(0)
-        ours = attention.TokenBatchNorm(5)
+        ours = superglue.TokenBatchNorm(5)
         theirs = torch.nn.BatchNorm1d(5)
         for _ in range(3):
             x = torch.randn(15, 5) * 3 + 1
@@ -342,7 +346,7 @@ class TestSuperGlue:
         model = scrambled(SuperGlueConfig(dim=32, layers=2, norm=norm, rotary=rotary))
         with torch.no_grad():
             for module in model.modules():
-                if isinstance(module, attention.TokenBatchNorm):
+                if isinstance(module, superglue.TokenBatchNorm):
                     module.running_mean.normal_()
                     module.running_var.uniform_(0.5, 2.0)
         before = {name: value.clone() for name, value in model.state_dict().items()}

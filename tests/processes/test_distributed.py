@@ -13,7 +13,7 @@ from waiting import ended, wait_until
 from pipeline import distributed
 from pipeline.distributed import free_port
 from pipeline.errors import RequestError
-from superglue_sift.network.attention import TokenBatchNorm, synchronize
+from superglue_sift.network.superglue import TokenBatchNorm, synchronize
 
 SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3]}  # tokens of each rank; a rank may have none
 

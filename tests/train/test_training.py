@@ -22,8 +22,7 @@ from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch, split_evenly
 from pipeline.train.pairs.order import PairOrder
 from pipeline.train.step import train_step
-from superglue_sift.network.attention import synchronize
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import save_model_file
 
 ROOT = Path(__file__).resolve().parents[2]

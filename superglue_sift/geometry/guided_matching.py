@@ -1,8 +1,12 @@
-"""Affine maps of the matches around a match: on surfaces they say where it is."""
+"""Guided matching: affine maps of the matches around a keypoint say where its match must be.
+
+The network gets some hundreds of keypoints of each image. Nearest neighbours of the others are
+matches, too, if they lie where the network's matches around them lead (docs/results.md).
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Tuple
+from typing import Tuple
 
 import numpy as np
 
@@ -11,26 +15,19 @@ from superglue_sift.matches import Matches
 AROUND = 8  # matches give a map
 PRIOR_PX = 5.0  # if squared distances of matches add up to its square, maps shrink by half
 # A guided match is where those around it say, to this part of their spread plus some pixels
-CONFIRMED = 0.1
-CONFIRMED_PX = 3.0
-
-
-class Maps(NamedTuple):
-    """Around each of k matches. maps: (k, 2, 2). away: (k,) px from where the map says. spread:
-    (k,) px, of the matches around it in image 1.
-    """
-
-    maps: np.ndarray
-    away: np.ndarray
-    spread: np.ndarray
+AWAY = 0.1
+AWAY_PX = 3.0
 
 
 def maps_around(
     known: Tuple[np.ndarray, np.ndarray], near: np.ndarray, points: Tuple[np.ndarray, np.ndarray]
-) -> Maps:
-    """Maps of the neighbours `near` (k, n), indices in the known positions, of k matches.
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fit affine maps to the neighbours `near` (k, n) of k matches, indices of known matches.
 
     known, points: positions in both images, (m, 2) and (k, 2).
+
+    Returns maps (k, 2, 2); how far in px (k,) a match is from where its map says; and the spread in
+    px (k,) of its neighbours in image 1.
     """
     middle0, middle1 = (each[near].mean(1) for each in known)
     own = known[0][near] - middle0[:, None]
@@ -39,7 +36,7 @@ def maps_around(
     maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
     expected = middle1 + np.einsum("kij,kj->ki", maps, points[0] - middle0)
     spread = np.sqrt((theirs**2).sum(2).mean(1))
-    return Maps(maps, np.linalg.norm(expected - points[1], axis=1), spread)
+    return maps, np.linalg.norm(expected - points[1], axis=1), spread
 
 
 def guided_matches(
@@ -59,8 +56,8 @@ def guided_matches(
     places = positions_of(points, known)
     asked = positions_of(points, others)
     near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
-    found = maps_around(places, near, asked)
-    fits = found.away <= CONFIRMED * found.spread + CONFIRMED_PX
+    _, away, spread = maps_around(places, near, asked)
+    fits = away <= AWAY * spread + AWAY_PX
     return Matches(others.indices, known.scores[near].mean(1)).only(fits)
 
 
