@@ -19,7 +19,7 @@ from benchmarks.timing import Row, Setting, compare, of_seconds
 from pipeline import params
 from pipeline.evaluate.heldout import add_noise
 from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
-from pipeline.keypoints.image import gray_views
+from pipeline.keypoints.views import gray_views
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.features import extract
 from superglue_sift.geometry import verification

@@ -26,7 +26,7 @@ from benchmarks.photographs import photographs
 from benchmarks.synthetic import make_pairs
 from benchmarks.timing import Call, Row, Seconds, Setting, compare
 from pipeline import distributed, launch, params
-from pipeline.features import store
+from pipeline.keypoints import store
 from pipeline.params import TrainParams
 from pipeline.train import setup
 from pipeline.train.pairs.loader import StepBatches

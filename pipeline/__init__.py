@@ -11,9 +11,9 @@ and a stage of dvc.yaml:
 
 What stages share:
 
-    image_sets/   which photographs there are, how they are read
-    views/        random homographies without borders, rendering, photometric distortion
-    features/     the store of keypoints, which training maps into memory
+    fetch.dataset      which photographs there are, how they are read
+    keypoints.views    random homographies without borders, rendering, photometric distortion
+    keypoints.store    the keypoints of all views, which training maps into memory
     params        params.yaml: its keys, limits and messages
     distributed, signals, prefetch    ranks; requests to stop; work done ahead of time
     provenance, trained_on            code and versions; the photographs that a model has seen

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from pipeline import errors, launch, params, provenance
+from pipeline.fetch import dataset
 from pipeline.files import GIB, format_bytes
-from pipeline.image_sets import manifest
 from pipeline.params import FetchParams
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
@@ -167,7 +167,7 @@ def photographs(fetch: FetchParams) -> int:
 
     if fetch.source == "folder":
         with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
-            return len(manifest.read(MANIFEST))
+            return len(dataset.read_manifest(MANIFEST))
     return coco.expect(fetch.source, fetch.limit)[1]
 
 

@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 
 # Keys that choose among the user's own images
-OF_A_FOLDER = ("val_path", "root", "categories", "min_side")
+OF_A_FOLDER = ("val_path", "root")
 # Keys without effect; other sources: those of a folder
 UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
 
@@ -44,8 +44,6 @@ class FetchParams(Section):
     path: str
     val_path: str
     root: str
-    categories: str
-    min_side: CountOrZero
     content: str
     limit: CountOrZero
     val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
@@ -56,15 +54,11 @@ class FetchParams(Section):
         """A path left beside `source: sample` would train on other images than meant."""
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
-        unused = UNUSED.get(self.source, OF_A_FOLDER)
-        reasons = dict.fromkeys(unused, f"when source is {self.source!r}")
-        if not any(path.lower().endswith(".json") for path in (self.path, self.val_path)):
-            for name in ("categories", "min_side"):
-                reasons.setdefault(name, "without a .json of COCO annotations in path")
-        for name, reason in reasons.items():
+        for name in UNUSED.get(self.source, OF_A_FOLDER):
             value = getattr(self, name)
             if value:
-                raise ValueError(f"{name} = {value!r}: has no effect {reason}")
+                reason = f"has no effect when source is {self.source!r}"
+                raise ValueError(f"{name} = {value!r}: {reason}")
         return self
 
 

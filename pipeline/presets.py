@@ -64,14 +64,13 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     if not images:
         params.parse(tree, origin)
         return text
-    from pipeline.fetch import splits
-    from pipeline.views.homography import smallest_images
+    from pipeline.fetch import dataset
 
     paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
     tree["fetch"].update(path=paths[0], val_path=paths[1])
     sections = params.parse(tree, origin)
-    names, held = splits.own(sections["fetch"])
-    splits.require_usable(names, held, smallest_images(sections))
+    names, held = dataset.own_splits(sections["fetch"])
+    dataset.require_usable(names, held, dataset.smallest_images(sections))
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
     stream = io.StringIO()
     yaml.dump(tree, stream)
@@ -90,7 +89,7 @@ def refresh(path: Path) -> bool:
 def require_unseen(path: Path) -> None:
     """Raises RequestError if the initial weights know all photographs held out for validation."""
     from pipeline import trained_on
-    from pipeline.fetch import splits
+    from pipeline.fetch import dataset
 
     sections = params.load_all(path)
     fetch = sections["fetch"]
@@ -98,8 +97,8 @@ def require_unseen(path: Path) -> None:
     keep_seen = "--keep-seen" in os.environ.get("TRAIN_OPTIONS", "")
     if fetch.source != "folder" or not model or keep_seen:
         return
-    names, held = splits.own(fetch)
-    container = held[splits.container_of("val", held)]
+    names, held = dataset.own_splits(fetch)
+    container = held[dataset.container_of("val", held)]
     photographs = [entry.photograph for entry in container.entries(names["val"])]
     if not trained_on.leave_out(Path(model), photographs, False, model)[0]:
         raise RequestError(

@@ -2,7 +2,7 @@
 them by accident.
 
 `best.safetensors` has `best.trained_on.txt`: one photograph a line
-(`image_sets.manifest.Entry.photograph`), including those of the initial weights. The description
+(`fetch.dataset.Entry.photograph`), including those of the initial weights. The description
 inside the model file has the list's digest.
 """
 

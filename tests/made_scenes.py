@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import torch
 
-from pipeline.image_sets import manifest, sources
+from pipeline.fetch import dataset
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import save_model_file
@@ -64,8 +64,8 @@ def write_image_set(folder, images, split, broken=()):
     for name in broken:
         (originals / name).write_bytes(b"not an image")
     names = [*images, *broken]
-    entries = [sources.file_entry(originals, name, split, "folder") for name in names]
-    manifest.write(folder / "manifest.csv", entries)
+    entries = [dataset.file_entry(originals, name, split, "folder") for name in names]
+    dataset.write_manifest(folder / "manifest.csv", entries)
     (folder / "source.json").write_text(
         json.dumps({"containers": {"folder": {"path": "originals"}}})
     )

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from pipeline.features import store
+from pipeline.keypoints import store
 from superglue_sift.features.sift import ORIENTED
 from superglue_sift.geometry.two_view import transform
 

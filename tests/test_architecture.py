@@ -44,17 +44,16 @@ MAY_IMPORT = {
     "distributed": {"signals"},
     "signals": set(),
     "prefetch": set(),
-    "image_sets": set(),
-    "views": set(),
-    "features": set(),
     "report": {"bootstrap", "provenance"},
     "mlflow_store": {"bootstrap", "provenance", "served_model"},
     "served_model": set(),
     "tracking": {"mlflow_store", "provenance"},
-    "fetch": {"image_sets", "views", "provenance"},
-    "keypoints": {"image_sets", "views", "features", "prefetch", "signals", "provenance"},
+    # A stage may read what an earlier stage writes with that stage's own code: the list of images,
+    # the store of keypoints, and the views that are also evaluated.
+    "fetch": {"provenance"},
+    "keypoints": {"fetch.dataset", "fetch.decoders", "prefetch", "signals", "provenance"},
     "train": {
-        "features",
+        "keypoints.store",
         "distributed",
         "prefetch",
         "signals",
@@ -62,18 +61,18 @@ MAY_IMPORT = {
         "provenance",
         "trained_on",
     },
-    "evaluate": {"image_sets", "views", "prefetch", "report", "tracking"}
+    "evaluate": {"fetch.dataset", "keypoints.views", "prefetch", "report", "tracking"}
     | {"provenance", "trained_on", "bootstrap"},
 }
 
 
 def module_of(name):
-    """`pipeline/views/render.py` -> `pipeline.views.render`."""
+    """`pipeline/keypoints/views.py` -> `pipeline.keypoints.views`."""
     return name[: -len(".py")].replace("/", ".").replace(".__init__", "")
 
 
 def package_of(module):
-    """`pipeline.views.render` -> `views`, `pipeline.train` -> `train`, `pipeline` -> ``."""
+    """`pipeline.keypoints.views` -> `keypoints`, `pipeline.train` -> `train`, `pipeline` -> ``."""
     return [*module.split("."), ""][1]
 
 

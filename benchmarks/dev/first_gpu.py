@@ -113,7 +113,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         "modes,views": 230,
     }
     stopped = (0, 143)
-    tests = "tests/image_sets" if small else "tests"
+    tests = "tests/fetch" if small else "tests"
     saved = "curve/checkpoints/*/step-*.json"
     return [
         Part("doctor", 30, command("pipeline.doctor")),

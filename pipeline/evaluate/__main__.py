@@ -36,7 +36,7 @@ from pipeline.evaluate.hpatches import HPatchesPairs
 from pipeline.evaluate.matchers import OURS, Matchers
 from pipeline.evaluate.protocol import Evaluation, Named
 from pipeline.evaluate.scoring import Settings
-from pipeline.image_sets import sources
+from pipeline.fetch import dataset
 from pipeline.params import EvaluateParams
 from pipeline.report import summary
 from pipeline.report.document import Content
@@ -154,7 +154,7 @@ def choose_photographs(args: argparse.Namespace, models: Mapping[str, Path]) -> 
     """
     if args.pairs is not None or args.poses is not None:
         return unseen.Choice([], dict(models), [])
-    images = sources.open_manifest(args.images)
+    images = dataset.open_manifest(args.images)
     entries = images.entries("test")
     if not entries:
         entries = images.entries("val")
@@ -180,7 +180,7 @@ def choose_source(
         source = poses.PosePairs(args.poses, args.images, args.resize)
         return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
     entries = chosen.entries
-    held_out = HeldOutPairs(sources.open_manifest(args.images), entries, section, args.paper)
+    held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section, args.paper)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
     name = fetched.get("source", "folder")
     if name == "folder":

@@ -14,10 +14,9 @@ import cv2
 import numpy as np
 
 from pipeline.evaluate.inputs import Scene, Source, ViewPair, image_size
-from pipeline.image_sets.manifest import Entry
-from pipeline.image_sets.sources import ImageSet
+from pipeline.fetch.dataset import Entry, ImageSet, require_size
+from pipeline.keypoints import views
 from pipeline.params import EvaluateParams, Photometric
-from pipeline.views import homography, render
 from superglue_sift.features.images import decode_color, decode_gray
 from superglue_sift.geometry.two_view import compose, inverse
 
@@ -74,7 +73,7 @@ class HeldOutPairs(Source):
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
         H, _ = self.sample(photograph, entry.name, image)
-        view = cv2.cvtColor(render.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
+        view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
 
@@ -82,7 +81,7 @@ class HeldOutPairs(Source):
         """Photograph `index`, (H, W) uint8. Raises BadImage."""
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
-        homography.require_size(entry.name, image_size(image), self.view_size)
+        require_size(entry.name, image_size(image), self.view_size)
         return image
 
     def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -94,18 +93,18 @@ class HeldOutPairs(Source):
         self, image: np.ndarray, name: str, number: int
     ) -> Tuple[np.ndarray, np.random.Generator]:
         """H_image_to_view of view `number`, mild for even numbers; and its generator."""
-        rng = homography.generator(SEED, f"evaluate {name}", number)
+        rng = views.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
         if number % 2 == 0:
-            return homography.mild_view(rng, *sizes), rng
-        return homography.sample_view(rng, *sizes, self.params.views.homography), rng
+            return views.mild_view(rng, *sizes), rng
+        return views.sample_view(rng, *sizes, self.params.views.homography), rng
 
     def render_view(
         self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator
     ) -> np.ndarray:
         """A view with photometric distortion, (H, W) uint8."""
-        view = render.render(image, H_image_to_view, self.view_size)
-        return render.distort(view, rng, self.params.views.photometric)
+        view = views.render(image, H_image_to_view, self.view_size)
+        return views.distort(view, rng, self.params.views.photometric)
 
 
 class NegativePairs(Source):
@@ -159,7 +158,7 @@ LEVELS: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
     "illumination (factor)": (brighten, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
     "noise (gray levels)": (add_noise, (0.0, 5.0, 10.0, 20.0)),
-    "JPEG (quality)": (render.compress, (90, 40, 15, 5)),
+    "JPEG (quality)": (views.compress, (90, 40, 15, 5)),
 }
 
 

@@ -8,7 +8,7 @@ from typing import Dict, List, Mapping, NamedTuple, Sequence
 from pipeline import trained_on
 from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import OURS
-from pipeline.image_sets.manifest import Entry
+from pipeline.fetch.dataset import Entry
 
 
 class Choice(NamedTuple):

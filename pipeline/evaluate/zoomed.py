@@ -14,7 +14,7 @@ import numpy as np
 
 from pipeline.evaluate.heldout import LEVELS, SEED, HeldOutPairs, disturb
 from pipeline.evaluate.inputs import Scene, ViewPair, image_size
-from pipeline.views import homography
+from pipeline.keypoints.views import generator, magnification, mild_view
 from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import compose
 
@@ -40,14 +40,14 @@ class ZoomedPairs(HeldOutPairs):
         """Render the pair of one photograph. Raises BadImage for an unreadable or too small one."""
         name = self.entries[index].name
         image = self.read(index)
-        rng = homography.generator(SEED, f"magnified {name}", 0)  # the same places at every level
-        H_image_to_0 = homography.mild_view(rng, image_size(image), self.view_size)
+        rng = generator(SEED, f"magnified {name}", 0)  # the same places at every level
+        H_image_to_0 = mild_view(rng, image_size(image), self.view_size)
         try:
             H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
         except ValueError as error:  # of wide views
             raise BadImage(name, str(error)) from None
         H_image_to_1 = compose(H_0to1, H_image_to_0)
-        upscale = homography.magnification(H_image_to_1, self.view_size).max()
+        upscale = magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
         views = [self.render_view(image, H, rng) for H in (H_image_to_0, H_image_to_1)]

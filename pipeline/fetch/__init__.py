@@ -1,5 +1,5 @@
 """Stage 1: list the photographs, download what is missing, hold some out.
 
-`coco` (what COCO publishes), `download` and `partial` (archives, whole or in part), `containers`
-(folders and archives read in place), `splits` (training, validation, test).
+`dataset` (folders, zips and lists; the split; the manifest and the images that it lists), `coco`
+(COCO's archives, downloaded whole or in part), `decoders` (JPEG by torchvision and DALI).
 """

@@ -13,14 +13,10 @@ from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from pipeline import errors, params
-from pipeline.fetch import coco, splits
-from pipeline.fetch.containers import Container
-from pipeline.fetch.download import MIRROR
+from pipeline.fetch import coco, dataset
+from pipeline.fetch.dataset import Container, Entry, Splits
 from pipeline.files import write_json
-from pipeline.image_sets import manifest, sources
-from pipeline.image_sets.manifest import Entry
 from pipeline.params import FetchParams
-from pipeline.views.homography import smallest_images
 
 SAMPLE = "sample"  # container and folder of the bundled photographs
 
@@ -36,11 +32,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     options = parser.parse_args(argv)
     entries, containers = _fetch(options, params.load("fetch", options.params))
-    manifest.write(options.out / "manifest.csv", entries)
+    dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", containers)
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
-        for split in manifest.SPLITS
+        for split in dataset.SPLITS
     }
     counts["bytes"] = sum(entry.size for entry in entries)
     write_json(options.reports / "metrics.json", counts)
@@ -60,14 +56,14 @@ def _fetch(
     """
     own = None
     if settings.source == "folder":
-        own = splits.own(settings)
-        splits.require_usable(*own, smallest_images(params.load_all(options.params)))
+        own = dataset.own_splits(settings)
+        dataset.require_usable(*own, dataset.smallest_images(params.load_all(options.params)))
         copies = len(own[1]["train"].names) - len(own[0]["train"])
         if settings.val_path and copies and not settings.limit:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
-    manifest.writable(options.out, options.archives, options.reports)
+    dataset.writable(options.out, options.archives, options.reports)
     if settings.source == "sample":
-        entries = sources.copy_sample(options.out / SAMPLE)
+        entries = dataset.copy_sample(options.out / SAMPLE)
         containers = {SAMPLE: {"kind": "folder", "path": SAMPLE}}
     else:
         shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
@@ -76,12 +72,12 @@ def _fetch(
 
 
 def _entries(
-    split_names: splits.Splits, held: Dict[str, Container], out: Path
+    split_names: Splits, held: Dict[str, Container], out: Path
 ) -> Tuple[List[Entry], Dict[str, Dict[str, Any]]]:
     """Manifest entries of the splits, and the containers they name."""
     entries: List[Entry] = []
     for split, names in split_names.items():
-        key = splits.container_of(split, held)
+        key = dataset.container_of(split, held)
         entries += held[key].entries(names, split, key)
     containers = {}
     for key, container in held.items():  # a relative path is written relative to --out
@@ -95,7 +91,7 @@ def _entries(
     return entries, containers
 
 
-def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[str, Container]]:
+def _coco(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Container]]:
     """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
     wanted = dict(zip(("train", "val"), coco.SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
@@ -106,7 +102,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
         raise both
     holdings = {
         key: coco.Holding(
-            archive, archives, settings.path, os.environ.get(MIRROR, ""), settings.limit > 0
+            archive, archives, settings.path, os.environ.get(coco.MIRROR, ""), settings.limit > 0
         )
         for key, archive in wanted.items()
     }
@@ -117,11 +113,11 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[splits.Splits, Dict[st
         if not set(names).isdisjoint(holdings["train"].names):
             raise both
         fraction = min(1.0, coco.HELD_OUT / len(names))
-        chosen = splits.split(
-            holdings["train"].names, splits.divide(names, fraction, splits.SEED)[1], settings
+        chosen = dataset.split_names(
+            holdings["train"].names, dataset.divide(names, fraction, dataset.SEED)[1], settings
         )
     else:
-        chosen = splits.hold_out(holdings["train"].names, settings)
+        chosen = dataset.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     return chosen, {key: holding.ensure(needed[key]) for key, holding in holdings.items()}

@@ -1,4 +1,13 @@
-"""COCO's archives: addresses, sizes, checksums, splits, and access to a local or remote archive.
+"""COCO's archives: addresses, sizes, checksums, and their images, from a local or a remote archive.
+
+A whole archive is downloaded over one connection: `NAME.part` grows at its end, so a killed
+download resumes at its length. Only a file with the right MD5 is renamed to `NAME`, next to
+`NAME.json` (size, MD5); others are moved to `NAME.bad`. The checksum protects against plain HTTP,
+against a file that changes between two requests, and against a wrong server.
+
+With a small `fetch.limit`, single images are read from the remote archive by fsspec, many at a
+time. Each is checked against the CRC-32 in the archive's directory, since the published MD5 is that
+of the whole.
 
 The official host's certificate does not match its name, so the TLS address of the same objects is
 tried first.
@@ -6,18 +15,46 @@ tried first.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from pipeline.fetch import download, partial
-from pipeline.fetch.containers import Container, open_container, zip_container
-from pipeline.image_sets.sources import SAMPLE
+from pipeline.errors import RequestError, WorkError
+from pipeline.fetch.dataset import (
+    SAMPLE,
+    Container,
+    check_members,
+    member_entry,
+    open_container,
+    unpack,
+    zip_container,
+)
+from pipeline.files import write_json
+from superglue_sift.features.images import BadImage
+from superglue_sift.progress import Progress
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
+MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 MAX_PART = 0.5  # fraction of the archive's bytes above which all of it is downloaded
+READ = 1 << 17  # most bytes per read of a connection
+CONNECT_S = 10.0
+SILENCE_S = 30.0  # without a byte
+TRIES = 5  # further tries after a failure without progress
+PROGRESS = 1 << 16  # bytes that count as progress
+BUSY = (408, 416, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a retry may help
+TOGETHER = 32  # images of a remote archive that are requested at once
+
+sleep = time.sleep  # a test replaces it
 
 
 @dataclass(frozen=True)
@@ -55,8 +92,8 @@ SOURCES: Dict[str, Sequence[Archive]] = {
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
     archives = SOURCES.get(source, ())
-    # of an archive that is still remote, only a small part is downloaded; one alone holds the
-    # training and the held-out images
+    # only a small part of a remote archive is downloaded; one alone holds the training and the
+    # held-out images
     wanted = limit * (2 if len(archives) == 1 else 1)
     parts = [min(1.0, wanted / archive.images) if limit else 1.0 for archive in archives]
     size = sum(
@@ -83,12 +120,10 @@ class Holding:
         self._archives = archives
         self._path = archives / archive.file
         self._urls = archive.urls(mirror)
-        self._remote: Optional[partial.RemoteZip] = None
-        self._members: Dict[str, zipfile.ZipInfo] = {}
+        self._remote: Optional[RemoteZip] = None
         self._container = self._open_given(Path(given)) if given else self._zip(self._path)
         if self._container is None and some:
-            self._remote = partial.RemoteZip(self._urls, archive.size)
-            self._members = {member.filename: member for member in self._remote.directory()}
+            self._remote = RemoteZip(self._urls, archive.size)
 
     def whole(self) -> None:
         """Download the whole archive, unless it is local or only a part of it is needed."""
@@ -97,24 +132,23 @@ class Holding:
 
     @property
     def names(self) -> List[str]:
-        return self._container.names if self._container else sorted(self._members)
+        return self._container.names if self._container else sorted(self._remote.members)
 
     def ensure(self, names: Sequence[str]) -> Container:
         """A container with at least these images."""
         if self._container is not None:
             return self._container
         assert self._remote is not None
-        members = [self._members[name] for name in sorted(names)]
-        total = sum(member.compress_size for member in self._members.values())
+        members = [self._remote.members[name] for name in sorted(names)]
+        total = sum(member.compress_size for member in self._remote.members.values())
         if sum(member.compress_size for member in members) > MAX_PART * total:
             return self._download()
         target = self._path.with_name(f"{self._path.stem}.part-of.zip")
-        with self._remote:
-            return zip_container(target, **partial.fetch_zip(self._remote, members, target))
+        return zip_container(target, **self._remote.copy(members, target))
 
     def _zip(self, path: Path) -> Optional[Container]:
         """The zip at `path`, checked against the published MD5; None if there is none."""
-        known = download.verify(path, self._archive.md5, self._archives)
+        known = verify(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
     def _open_given(self, path: Path) -> Container:
@@ -128,7 +162,326 @@ class Holding:
         return Container(path, [f"{stem}/{name}" if inside else name for name in names])
 
     def _download(self) -> Container:
-        download.download(self._urls, self._path, self._archive.md5, self._archive.size)
+        download(self._urls, self._path, self._archive.md5, self._archive.size)
         self._container = self._zip(self._path)
         assert self._container is not None
         return self._container
+
+
+# --- single images of a remote archive
+
+
+class RemoteZip:
+    """A zip of `size` bytes at the first of `urls` that serves parts of it.
+
+    members: its images by name. Raises WorkError if no address serves them.
+    """
+
+    def __init__(self, urls: Sequence[str], size: int) -> None:
+        self._urls = list(urls)
+        self._size = size
+        self.members: Dict[str, zipfile.ZipInfo] = {}
+        self._ends: Dict[int, int] = {}  # of each member, by its start
+        self._try_each(self._read_directory)
+
+    def copy(self, members: Sequence[zipfile.ZipInfo], target: Path) -> Any:
+        """Write a zip of these members to `target`, unless it exists. Returns its facts."""
+        rows = [[member.filename, member.file_size, member.CRC] for member in members]
+        wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
+        known = read_note(target, target.parent)
+        if known.get("members") == wanted:
+            return known
+        temporary = target.with_name(target.name + ".part")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shown = {"desc": f"images for {target.name}", "total": len(members), "unit": "image"}
+        with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
+            for member, data in zip(members, Progress(self._images(members), **shown)):
+                out.writestr(zipfile.ZipInfo(member.filename), data)
+        os.replace(temporary, target)
+        facts = {"partial": "CRC-32 of each image checked, MD5 of the whole not", "members": wanted}
+        return write_note(target, facts, target.parent)
+
+    def _images(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
+        """The checked bytes of these images, in order."""
+        for first in range(0, len(members), TOGETHER):
+            group = members[first : first + TOGETHER]
+            for member, data in zip(group, self._try_each(self._read_members(group))):
+                entry = member_entry(member, data, self._urls[0])
+                begin = entry.offset - member.header_offset
+                try:
+                    yield unpack(data[begin : begin + entry.packed], entry)
+                except BadImage:
+                    reason = f"'{member.filename}' arrived with a wrong CRC-32; run again"
+                    raise WorkError(f"{self._urls[0]}: {reason}") from None
+
+    def _read_directory(self, files: Any, url: str) -> None:
+        # COCO's directory has 10 MB, which is read at once
+        with files.open(url, size=self._size, block_size=PROGRESS) as stream:
+            try:
+                archive = zipfile.ZipFile(stream)
+                found = archive.infolist()
+                images = check_members(found, url)
+            except (zipfile.BadZipFile, NotImplementedError) as error:
+                raise WorkError(f"{url}: its directory cannot be read: {error}") from None
+        starts = sorted(member.header_offset for member in found)
+        # what follows each member: the next one, or the directory
+        self._ends = dict(zip(starts, [*starts[1:], archive.start_dir]))
+        self.members = {member.filename: member for member in images}
+
+    def _read_members(
+        self, members: Sequence[zipfile.ZipInfo]
+    ) -> Callable[[Any, str], List[bytes]]:
+        """A function that reads what the archive holds of these members, and what is missing when
+        it is called again.
+        """
+        done: Dict[int, bytes] = {}
+
+        def read(files: Any, url: str) -> List[bytes]:
+            starts = [m.header_offset for m in members if m.header_offset not in done]
+            ends = [self._ends[start] for start in starts]
+            answers = files.cat_ranges([url] * len(starts), starts, ends, on_error="return")
+            whole = {s: a for s, e, a in zip(starts, ends, answers) if _length(a) == e - s}
+            done.update(whole)
+            if len(whole) < len(starts):
+                broken = next(answer for answer in answers if isinstance(answer, Exception))
+                raise OSError(f"{type(broken).__name__}: {broken}")
+            return [done[member.header_offset] for member in members]
+
+        return read
+
+    def _try_each(self, action: Callable[[Any, str], Any]) -> Any:
+        """The result of `action` with the first address that works; others are not used again."""
+        import aiohttp
+        import fsspec
+
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENCE_S)
+        options = {"timeout": timeout, "trust_env": True}
+        files = fsspec.filesystem("http", client_kwargs=options)
+        problems = []
+        for url in list(self._urls):
+            problem = ""
+            for failures in range(1, TRIES + 2):
+                try:
+                    return action(files, url)
+                except FileNotFoundError:
+                    problem = "HTTP 404"
+                    break
+                except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                    sleep(min(2.0**failures / 2 - 0.5, 30.0))
+            problems.append(f"{url}: {problem}")
+            self._urls = [*self._urls[1:], url]
+        raise WorkError(
+            f"the archive cannot be read ({'; '.join(problems)}); run again, set {MIRROR}, or"
+            " fetch.limit to 0"
+        )
+
+
+def _length(answer: Any) -> int:
+    return len(answer) if isinstance(answer, bytes) else -1
+
+
+# --- whole archives
+
+
+class Interrupted(Exception):
+    """The transfer failed, and trying again does not help."""
+
+
+def download(urls: List[str], target: Path, md5: str, size: int) -> None:
+    """Download the file to `target`, and show the progress.
+
+    Args:
+        urls: addresses of the same file, the best first; the next one is tried if one fails.
+        md5, size: published checksum, and length in bytes.
+
+    Raises WorkError if all addresses fail, the checksum is wrong or the disk is too small.
+    `NAME.part` is kept.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        with part.open("ab") as file:
+            if file.tell() > size:
+                file.seek(0)  # of another file
+                file.truncate()
+            _require_space(part, size - file.tell())
+            _append(file, urls, size, target.name)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise WorkError(
+            f"{part}: cannot be written: {error.strerror}; the bytes so far are kept"
+        ) from None
+    found = md5_of(part)
+    if found != md5:
+        bad = target.with_name(target.name + ".bad")
+        os.replace(part, bad)
+        raise WorkError(
+            f"{target.name}: wrong MD5 {found}, expected {md5}; moved to {bad}; "
+            f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
+        )
+    os.replace(part, target)
+    write_note(target, {"md5": md5}, target.parent)
+
+
+def _require_space(part: Path, missing: int) -> None:
+    free = shutil.disk_usage(part.parent).free
+    if missing > free:
+        raise WorkError(
+            f"{part.name}: needs {missing / 1e9:.1f} GB, {free / 1e9:.1f} GB are free in"
+            f" {part.parent}; make room or choose a smaller preset"
+        )
+
+
+def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
+    """Append to the file up to `size`, from the first address that works."""
+    import requests
+    from requests.adapters import HTTPAdapter
+    from urllib3 import Retry
+
+    # urllib3 tries again when there is no connection or the server is busy
+    retry = Retry(
+        TRIES, backoff_factor=0.5, backoff_max=30, status_forcelist=BUSY, retry_after_max=60
+    )
+    problems = []
+    shown = {"unit": "B", "unit_scale": True, "desc": f"downloading {name}"}
+    with requests.Session() as http, Progress(total=size, initial=file.tell(), **shown) as bar:
+        http.headers["Accept-Encoding"] = "identity"
+        for scheme in ("http://", "https://"):
+            http.mount(scheme, HTTPAdapter(max_retries=retry))
+        for url in urls:
+            problem = _copy(http, url, file, size, bar)
+            if not problem:
+                return
+            problems.append(f"{url}: {problem}")
+    raise WorkError(
+        f"{name}: download failed ({'; '.join(problems)}); {file.tell()} bytes are kept, "
+        f"run again to resume, or set {MIRROR} to another address"
+    )
+
+
+def _copy(http: Any, url: str, file: BinaryIO, size: int, bar: Progress) -> str:
+    """Append what is missing. Returns why it broke off, or ""."""
+    try:
+        for piece in _read(http, url, file.tell(), size):
+            file.write(piece)
+            bar.update(len(piece))
+    except Interrupted as error:
+        return str(error)
+    return ""
+
+
+def _read(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
+    """The bytes from `start` to the end of a file of `size` bytes, as they arrive. A body that
+    breaks off is continued.
+
+    Raises Interrupted for an answer that no retry changes, or after `TRIES` bodies without
+    progress.
+    """
+    import requests
+    import urllib3
+
+    failures = 0
+    while start < size:
+        begun = start
+        problem = "the connection was closed"
+        try:
+            for piece in _answer(http, url, start, size):
+                start += len(piece)
+                yield piece
+        except requests.exceptions.RetryError as error:
+            raise Interrupted(str(error.args[0].reason)) from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        if start < size:
+            failures = 0 if start - begun >= PROGRESS else failures + 1
+            if failures > TRIES:
+                raise Interrupted(f"{problem}, {size - start} bytes before the end")
+            sleep(min(2.0**failures / 2 - 0.5, 30.0))
+
+
+def _answer(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
+    """The bytes of one request, perhaps fewer. A server without ranges sends the file from its
+    begin; the bytes before `start` are dropped.
+    """
+    headers = {"Range": f"bytes={start}-"} if start else {}
+    with http.get(url, headers=headers, stream=True, timeout=(CONNECT_S, SILENCE_S)) as answer:
+        skipped = start if _is_whole(answer, start, size) else 0
+        # else the last bytes before a broken connection are lost
+        answer.raw.enforce_content_length = False
+        while start < size:
+            piece = answer.raw.read1(READ)
+            if not piece:
+                return
+            useful = piece[skipped : skipped + size - start]
+            skipped = max(skipped - len(piece), 0)
+            start += len(useful)
+            yield useful
+
+
+def _is_whole(answer: Any, start: int, size: int) -> bool:
+    """True for the whole file, False for its part from `start` on. Raises for anything else."""
+    if answer.status_code not in (200, 206):
+        raise Interrupted(f"HTTP {answer.status_code}")
+    stated = answer.headers.get("Content-Length", "")
+    if answer.status_code == 206:
+        text = answer.headers.get("Content-Range", "")
+        match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", text.strip())
+        if not match or int(match[1]) != start:
+            raise OSError(f"asked from byte {start}, got '{text}'")
+        stated = match[2]
+    if stated.isdigit() and int(stated) != size:
+        raise OSError(f"the file has {stated} bytes there, {size} are expected")
+    return answer.status_code == 200
+
+
+def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
+    """Size and MD5 of a local archive, from its note in the folder `notes` or by hashing it; None
+    without an archive.
+
+    Raises RequestError if the MD5 is wrong.
+    """
+    if not target.is_file():
+        return None
+    known = read_note(target, notes)
+    if known.get("md5") == md5:
+        return known
+    found = md5_of(target)
+    if found != md5:
+        raise RequestError(
+            f"{target}: wrong MD5 {found}, expected {md5}; delete it to download it from scratch"
+        )
+    return write_note(target, {"md5": md5}, notes)
+
+
+def read_note(target: Path, notes: Path) -> Dict[str, Any]:
+    """The content of `notes/NAME.json` about the file `target`; {} if it is missing, damaged, or
+    of another size or time.
+    """
+    note = notes / f"{target.name}.json"
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        known = json.loads(note.read_text(encoding="utf-8"))
+        stat = target.stat()
+        if (known["size"], note.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns):
+            return known
+    return {}
+
+
+def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str, Any]:
+    """Write size and facts to `notes/NAME.json`, with the time of the file. Returns them."""
+    note = notes / f"{target.name}.json"
+    stat = target.stat()
+    content = {"size": stat.st_size, **facts}
+    write_json(note, content)
+    os.utime(note, ns=(stat.st_mtime_ns, stat.st_mtime_ns))
+    return content
+
+
+def md5_of(path: Path) -> str:
+    """The MD5, which COCO's mirrors publish, in hexadecimal digits."""
+    digest = hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as stream:
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    return digest.hexdigest()

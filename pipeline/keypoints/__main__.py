@@ -1,6 +1,6 @@
 """Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.features.store`); `evaluate` uses
+Fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`); `evaluate` uses
 the test images.
 It may be killed at any time: finished shards stay. Under torchrun the ranks share the shards.
 """
@@ -19,13 +19,11 @@ import numpy as np
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
-from pipeline.features.store import Store
+from pipeline.fetch import decoders
+from pipeline.fetch.dataset import ImageSet, open_manifest, writable
 from pipeline.files import write_csv, write_json
-from pipeline.image_sets.manifest import writable
-from pipeline.image_sets.sources import ImageSet, open_manifest
-from pipeline.keypoints.image import DECODERS
-from pipeline.keypoints.pool import count_cores, extract_all
-from pipeline.keypoints.shards import Folder, plan
+from pipeline.keypoints.shards import Folder, count_cores, extract_all, plan
+from pipeline.keypoints.store import Store
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
@@ -38,8 +36,7 @@ MAX_BAD_FRACTION = 0.1
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     settings = params.load("keypoints", options.params)
-    if settings.decoder in DECODERS:
-        DECODERS[settings.decoder].require()
+    decoders.require(settings.decoder)
     images = open_manifest(options.images)
     folders = {
         split: Folder(options.out / split, plan(images.entries(split), settings))

@@ -34,7 +34,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 
 from pipeline import distributed, errors, signals
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.params import TrainOptions
 from pipeline.train import setup
 from pipeline.train.checkpoint import BEST

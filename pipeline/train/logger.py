@@ -15,7 +15,7 @@ from typing import Dict, List, Mapping, Optional, Sequence
 import torch
 
 from pipeline import distributed, params, tracking
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train import curves
 from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.precision import Choice

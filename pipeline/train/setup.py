@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline import compat, distributed
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.params import TrainParams
 from pipeline.train import precision
 from pipeline.train.checkpoint import TrainState

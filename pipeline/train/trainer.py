@@ -13,8 +13,8 @@ from torch import Tensor
 
 from pipeline import distributed, params, signals, trained_on
 from pipeline.errors import STOPPED, WorkError
-from pipeline.features.store import Store
 from pipeline.files import json_digest
+from pipeline.keypoints.store import Store
 from pipeline.params import TrainParams
 from pipeline.train import failures, identity, published, resume, setup
 from pipeline.train.checkpoint import BEST, Checkpoints, Saved

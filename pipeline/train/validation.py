@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline import distributed, trained_on
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.params import TrainParams
 from pipeline.train.objective import MatchingObjective, assignment_loss
 from pipeline.train.pairs.augmentation import Augmentation

@@ -101,7 +101,8 @@ def is_photo(name: str) -> bool:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name.lower() in SYSTEM_FOLDERS
+    dotted = name.startswith(".") and name not in (".", "..")
+    return dotted or name.lower() in SYSTEM_FOLDERS
 
 
 def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:

@@ -11,7 +11,7 @@ from benchmarks import images, plain, timing, training
 from benchmarks.synthetic import make_batch, make_pairs
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train.objective import assignment_loss
 from superglue_sift.network.ground_truth import ground_truth
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig

@@ -14,8 +14,8 @@ from made_params import keys_of
 from reading import read_yaml
 
 from pipeline import errors, params, presets, trained_on
-from pipeline.image_sets.sources import list_images
 from pipeline.params import SECTIONS, flatten
+from superglue_sift.features.images import list_photos
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))
@@ -71,7 +71,7 @@ def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_f
     monkeypatch.chdir(tmp_path)
     held_out = tmp_path / "held out: #1"
     shutil.copytree(image_folder, held_out)
-    for file in list_images(held_out):
+    for file in list_photos(held_out):
         file.write_bytes(file.read_bytes() + b"other")
     assert use("--images", "images", "--val-images", "held out: #1") == 0
     fetch = params.load("fetch", target)
@@ -120,7 +120,7 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
 ):
     known = [
         f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}"
-        for file in list_images(image_folder)
+        for file in list_photos(image_folder)
     ]
     monkeypatch.setattr(trained_on, "read", lambda model: frozenset(known))
     assert use("--images", image_folder) == 2

@@ -22,7 +22,7 @@ from pipeline.evaluate import heldout, protocol
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import MATCHERS
 from pipeline.evaluate.protocol import divide
-from pipeline.image_sets import sources
+from pipeline.fetch import dataset
 
 ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_aligned")]
 CONFIDENCE = ("precision_recall", "precision_at_recall", "operating_points", "calibration")
@@ -139,7 +139,7 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
 
 
 def held_out(folder, section):
-    images = sources.open_manifest(folder)
+    images = dataset.open_manifest(folder)
     return heldout.HeldOutPairs(images, images.entries("test"), section)
 
 

@@ -15,9 +15,9 @@ from reading import read_json
 from pipeline import errors, export
 from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from superglue_sift.apps import cli

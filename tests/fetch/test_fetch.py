@@ -1,10 +1,11 @@
-"""The stage `fetch`: sources, splits, what it writes, and what it says when the request is
+"""The stage `fetch`: sources, dataset, what it writes, and what it says when the request is
 wrong.
 """
 
 import hashlib
 import json
 import shutil
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -15,10 +16,9 @@ from reading import read_json
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import __main__ as fetch
-from pipeline.fetch import coco, download, splits
-from pipeline.fetch.containers import open_container
-from pipeline.image_sets import sources
-from pipeline.image_sets.sources import open_manifest
+from pipeline.fetch import coco, dataset
+from pipeline.fetch.dataset import open_container, open_manifest
+from superglue_sift.features.images import list_photos
 
 SPLITS = ("train", "val", "test")
 
@@ -28,7 +28,7 @@ def run(tmp_path, make_params, monkeypatch):
     """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
 
     def run_stage(out="out", mirror="", **changes):
-        monkeypatch.setenv(download.MIRROR, mirror)
+        monkeypatch.setenv(coco.MIRROR, mirror)
         monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
         monkeypatch.setattr(fetch.params, "load_all", lambda *_: {})
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]
@@ -64,10 +64,10 @@ def all_entries(images):
 
 def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
     folder = run()
-    for split, expected in sources.SAMPLE.items():
+    for split, expected in dataset.SAMPLE.items():
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
-    assert all(images.read(entry) for split in sources.SAMPLE for entry in images.entries(split))
+    assert all(images.read(entry) for split in dataset.SAMPLE for entry in images.entries(split))
     assert read_json(tmp_path / "reports/metrics.json")["train_images"] == 11
 
 
@@ -99,7 +99,7 @@ def test_a_folder_of_held_out_images_is_shared_among_val_and_test(run_on, image_
     shutil.copytree(image_folder, held)
     with pytest.raises(RequestError, match=f"images: holds only copies of images in {held}"):
         run_on(image_folder, val_path=held)
-    for file in sources.list_images(held):
+    for file in list_photos(held):
         file.write_bytes(file.read_bytes() + b"other")
     found = by_split(run_on(image_folder, val_path=held, test_fraction=0.5))
     assert len(found["train"]) == len(found["val"] + found["test"]) == 4
@@ -114,7 +114,7 @@ def write_photographs(folder, numbers):
 
 
 def test_copies_of_a_photograph_share_a_split(run_on, tmp_path, monkeypatch):
-    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    monkeypatch.setattr(dataset, "require_usable", lambda *_: None)
     folder = write_photographs(tmp_path / "many", range(20))
     for copy in range(60):
         shutil.copyfile(folder / f"{copy % 12:03d}.jpg", folder / f"copy-{copy}.jpg")
@@ -135,7 +135,7 @@ def test_copies_of_a_photograph_share_a_split(run_on, tmp_path, monkeypatch):
 
 
 def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    monkeypatch.setattr(dataset, "require_usable", lambda *_: None)
     ours = write_photographs(tmp_path / "ours", range(20))
     held = write_photographs(tmp_path / "held", range(16, 30))
     found = by_split(run_on(ours, val_path=held))
@@ -146,7 +146,7 @@ def test_a_photograph_in_both_folders_is_held_out(run_on, tmp_path, monkeypatch,
 
 @pytest.mark.parametrize("count, least", [(40, 8), (400, 32), (12, 4), (3, 2), (2, 1)])
 def test_a_small_set_holds_out_its_fraction(run_on, tmp_path, monkeypatch, count, least):
-    monkeypatch.setattr(splits, "require_usable", lambda *_: None)
+    monkeypatch.setattr(dataset, "require_usable", lambda *_: None)
     folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
     counts = {split: len(found) for split, found in by_split(folder).items()}
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
@@ -202,7 +202,7 @@ def archive_server(image_folder, tmp_path, monkeypatch):
         ):
             out.write(image_folder / name, f"val2017/{index:012d}.jpg")
     server = serve_val2017(path, 4, monkeypatch)
-    monkeypatch.setattr(download, "sleep", lambda _: None)
+    monkeypatch.setattr(coco, "sleep", lambda _: None)
     yield server
     server.close()
 
@@ -299,15 +299,19 @@ def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):
     assert open_container(tmp_path / "some.zip").contents == {"0.bmp": whole.contents["0.bmp"]}
 
 
-def test_a_list_of_windows(tmp_path, photo):
-    cv2.imwrite(str(tmp_path / "a.png"), photo)
-    (tmp_path / "list.txt").write_bytes(b"\xef\xbb\xbfa.png\r\n  # one\r\n")
-    assert open_container(tmp_path / "list.txt").names == ["a.png"]
+def test_lists_of_windows_and_of_a_mac(image_folder, tmp_path):
+    (image_folder / "chelsea.jpg").rename(image_folder / "café.jpg")
+    decomposed = unicodedata.normalize("NFD", "café.jpg")
+    text = f"nested\\turned.JPG\r\n  # one\r\n\r\n{decomposed}\r\n"
+    for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le"):
+        (tmp_path / "list.txt").write_bytes(text.encode(encoding))
+        found = open_container(tmp_path / "list.txt", str(image_folder)).names
+        assert found == ["café.jpg", "nested/turned.JPG"]
 
 
-def test_a_folder_of_an_own_zip_a_list_and_annotations(run_on, image_folder, tmp_path, monkeypatch):
+def test_a_folder_of_an_own_zip_and_a_list(run_on, image_folder, tmp_path, monkeypatch):
     # Which are chosen, not whether they suffice
-    monkeypatch.setattr(splits, "_require_some", lambda *_: None)
+    monkeypatch.setattr(dataset, "_require_some", lambda *_: None)
     with zipfile.ZipFile(tmp_path / "own.zip", "w") as out:
         for path in image_folder.rglob("*.*"):
             out.write(path, path.relative_to(image_folder).as_posix())
@@ -325,29 +329,27 @@ def test_a_folder_of_an_own_zip_a_list_and_annotations(run_on, image_folder, tmp
     listed.write_text("".join(f"{image_folder / name}\n" for name in every))
     whole = {f"/{name}" for name in chosen(listed, root="/")}
     assert whole == {f"{image_folder}/{name}" for name in every}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize(
+    "images",
+    [
+        [{"id": 1, "file_name": "café.jpg"}, {"id": "b", "file_name": "nested/turned.JPG"}],
+        # LVIS; Label Studio on Windows, and of uploads; a Mac; others without folder or id
+        [{"coco_url": "http://x.org/train2017/caf%C3%A9.jpg"}, {"file_name": "nested\\turned.JPG"}],
+        [{"file_name": "../../data/upload/1/café.jpg"}, {"file_name": "/data/turned.JPG"}],
+        [{"file_name": unicodedata.normalize("NFD", "café.jpg")}, {"file_name": "turned.JPG"}],
+    ],
+)
+def test_annotations_of_other_programs(image_folder, tmp_path, images, encoding):
+    (image_folder / "chelsea.jpg").rename(image_folder / "café.jpg")
+    shutil.make_archive(str(tmp_path / "zipped"), "zip", image_folder)
+    content = {"images": images, "categories": [{"id": 1, "name": 7}], "info": None}
     boxes = tmp_path / "instances.json"
-    boxes.write_text(json.dumps(ANNOTATIONS))
-    root = image_folder
-    assert chosen(boxes, root=root) == {"chelsea.jpg", "coffee.png", "flipped.webp"}
-    assert chosen(boxes, root=root, categories="cat") == {"chelsea.jpg", "flipped.webp"}
-    of_size = chosen(boxes, root=root, categories="cat,cup", min_side=350)
-    assert of_size == {"coffee.png"}
-
-
-ANNOTATIONS = {
-    "images": [
-        {"id": 1, "file_name": "chelsea.jpg", "width": 451, "height": 300},
-        {"id": 2, "file_name": "flipped.webp", "width": 451, "height": 300},
-        {"id": 3, "file_name": "coffee.png", "width": 600, "height": 400},
-    ],
-    "categories": [{"id": 17, "name": "cat"}, {"id": 47, "name": "cup"}],
-    "annotations": [
-        {"image_id": 1, "category_id": 17},
-        {"image_id": 1, "category_id": 17},
-        {"image_id": 2, "category_id": 17},
-        {"image_id": 3, "category_id": 47},
-    ],
-}
+    boxes.write_text(json.dumps(content, ensure_ascii=False), encoding=encoding)
+    for root in (image_folder, tmp_path / "zipped.zip"):
+        assert open_container(boxes, str(root)).names == ["café.jpg", "nested/turned.JPG"]
 
 
 @pytest.mark.parametrize(
@@ -358,13 +360,8 @@ ANNOTATIONS = {
         ("list.txt", "\n", {}, "holds no images"),
         ("list.txt", "a.jpg\n", {}, r"'a\.jpg' is not in .* set fetch\.root"),
         ("list.txt", "a.jpg\n", {"root": "nowhere"}, "nowhere: no such folder"),
-        (
-            "boxes.json",
-            ANNOTATIONS,
-            {"categories": "dog"},
-            "'dog' is not in .*; known are cat, cup",
-        ),
-        ("boxes.json", ANNOTATIONS, {"min_side": 5000}, "no image fits"),
+        ("list.txt", "a\0b", {}, "is not a text file"),
+        ("boxes.json", {"images": [{"id": 1}]}, {}, "each with a `file_name`"),
         ("boxes.json", [], {}, "not a COCO annotation file"),
         ("x.pdf", "x", {}, r"must be a folder, a \.zip"),
     ],

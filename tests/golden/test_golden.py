@@ -15,7 +15,7 @@ from made_pairs import of_pair
 from made_views import SIZE, made_image, made_store
 
 from pipeline.compat import grad_scaler
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch
 from pipeline.train.pairs.order import PairOrder

@@ -50,7 +50,7 @@ import superglue_sift.features.sift
 import cv2
 import numpy as np
 from skimage import data
-from pipeline.views import homography, render
+from pipeline.keypoints import views
 from pipeline.params import Homography, Photometric
 
 assert not cv2.ipp.useIPP()
@@ -63,11 +63,11 @@ keypoints = hashlib.sha256()
 for name in ("astronaut", "coffee"):
     gray = cv2.cvtColor(getattr(data, name)(), cv2.COLOR_RGB2GRAY)
     for index in range(3):
-        rng = homography.generator(0, name, index)
+        rng = views.generator(0, name, index)
         size = (gray.shape[1], gray.shape[0])
-        H = homography.sample_view(rng, size, (320, 240), limits)
+        H = views.sample_view(rng, size, (320, 240), limits)
         homographies.update(H.tobytes())
-        view = render.distort(render.render(gray, H, (320, 240)), rng, light)
+        view = views.distort(views.render(gray, H, (320, 240)), rng, light)
         records = superglue_sift.features.sift.extract(view, 256)
         keypoints.update(records.tobytes())
 print(homographies.hexdigest(), keypoints.hexdigest())

@@ -14,13 +14,12 @@ from made_params import file_of
 from reading import read_files, read_json
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.features import store
-from pipeline.features.store import Store
 from pipeline.fetch import __main__ as fetch
-from pipeline.image_sets import sources
+from pipeline.fetch import dataset
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import image, shards
-from pipeline.keypoints.image import gray_views
+from pipeline.keypoints import shards, store, views
+from pipeline.keypoints.store import Store
+from pipeline.keypoints.views import gray_views
 from superglue_sift.features.images import BadImage, read_gray
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
@@ -205,7 +204,7 @@ def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, phot
 def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, monkeypatch):
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     whole = read_files(stage(pictures, out="whole"))
-    read = sources.ImageSet.read
+    read = dataset.ImageSet.read
     absent = Store(tmp_path / "whole/train").images[0]
 
     def refuse(images, entry):
@@ -214,7 +213,7 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
         return read(images, entry)
 
     with monkeypatch.context() as without:
-        without.setattr(sources.ImageSet, "read", refuse)
+        without.setattr(dataset.ImageSet, "read", refuse)
         stage(pictures)
     assert set(bad_list(tmp_path)) == {absent}
     written = tmp_path / "kp/train" / store.shard_name(1)
@@ -296,7 +295,7 @@ def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_pat
         stage(pictures)
 
 
-# Of three views of a photograph, by VERSION of `pipeline.keypoints.image`: number of keypoints, and
+# Of three views of a photograph, by VERSION of `pipeline.keypoints.views`: number of keypoints, and
 # the sums of their x, y and descriptors.
 GOLDEN = {
     2: [[256, 42291, 32035, 812257], [256, 43088, 29042, 774362], [256, 43370, 34137, 735981]]
@@ -313,6 +312,6 @@ def test_a_shard_that_changes_has_another_version(make_params, photo):
     for records in gray_views(photo, "coffee.png", settings).records:
         sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
         found.append([len(records), *(round(float(value)) for value in sums)])
-    assert {image.VERSION: found} == GOLDEN, (
-        "raise VERSION in pipeline/keypoints/image.py, and put what is found here"
+    assert {views.VERSION: found} == GOLDEN, (
+        "raise VERSION in pipeline/keypoints/views.py, and put what is found here"
     )

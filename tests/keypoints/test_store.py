@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from reading import read_json
 
 from pipeline.errors import RequestError
-from pipeline.features import store
-from pipeline.features.store import ImageViews, Store
+from pipeline.keypoints import store
+from pipeline.keypoints.store import ImageViews, Store
 from superglue_sift.features.extractors import Extractor, record_dtype
 from superglue_sift.features.sift import ORIENTED
 

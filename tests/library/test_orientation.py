@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.features.store import View
+from pipeline.keypoints.store import View
 from pipeline.train.pairs.augmentation import Augmentation
 from superglue_sift.features.sift import KEYPOINT, ORIENTED
 from superglue_sift.network import batch as batches

@@ -63,13 +63,8 @@ def message(tree, change):
             "fetch.path = '': must name the folder of images when source is 'folder'",
         ),
         ("fetch", "path", "own", "fetch.path = 'own': has no effect when source is 'sample'"),
-        ("fetch", "min_side", 9, "fetch.min_side = 9: has no effect when source is 'sample'"),
-        (
-            "fetch",
-            ("source", "path", "categories"),
-            ("folder", "own", "cat"),
-            "fetch.categories = 'cat': has no effect without a .json of COCO annotations in path",
-        ),
+        ("fetch", "root", "own", "fetch.root = 'own': has no effect when source is 'sample'"),
+        ("fetch", "min_side", 9, "fetch.min_side: not a key"),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
         (

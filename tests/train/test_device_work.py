@@ -9,7 +9,7 @@ from made_pairs import scrambled
 from made_views import made_store
 
 from pipeline.compat import grad_scaler
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train import step
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.loader import load_batch

@@ -8,7 +8,7 @@ import torch
 from made_views import made_store
 
 from pipeline.distributed import Context
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train.pairs import loader, workers
 from superglue_sift.network.batch import PairBatch
 

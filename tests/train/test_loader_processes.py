@@ -21,7 +21,7 @@ from waiting import ended, wait_until
 
 from pipeline import signals
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.prefetch import prefetch
 from pipeline.train.pairs import loader, workers
 from pipeline.train.pairs.order import PairOrder

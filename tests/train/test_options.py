@@ -14,7 +14,7 @@ from reading import read_json
 
 from pipeline import distributed, params
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
 from pipeline.train import setup
 from pipeline.train.objective import DataParallelObjective, MatchingObjective

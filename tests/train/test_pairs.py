@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 
-from pipeline.features.store import Store, View
+from pipeline.keypoints.store import Store, View
 from pipeline.prefetch import prefetch
 from pipeline.train.pairs.augmentation import Augmentation, make_mosaic
 from pipeline.train.pairs.loader import load_batch

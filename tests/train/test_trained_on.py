@@ -11,9 +11,9 @@ from reading import read_json
 
 from pipeline import errors, export, trained_on
 from pipeline.errors import RequestError
-from pipeline.features import store
-from pipeline.image_sets import sources
-from pipeline.image_sets.manifest import Entry
+from pipeline.fetch import dataset
+from pipeline.fetch.dataset import Entry
+from pipeline.keypoints import store
 from pipeline.train import __main__ as train
 from superglue_sift.network.weights import SHIPPED
 
@@ -212,5 +212,5 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
     known = trained_on.read(root / SHIPPED)
     assert known is not None and not known & {
-        one.photograph for one in sources.copy_sample(tmp_path)
+        one.photograph for one in dataset.copy_sample(tmp_path)
     }

@@ -15,7 +15,7 @@ from reading import read_json
 from pipeline import compat, distributed, errors
 from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
 from pipeline.train import optimization, precision, trainer
 from pipeline.train.objective import MatchingObjective

@@ -7,7 +7,7 @@ import torch
 from processes import in_group
 
 from pipeline import distributed
-from pipeline.features.store import Store
+from pipeline.keypoints.store import Store
 from pipeline.train.curves import Curve
 from pipeline.train.objective import MatchingObjective
 from pipeline.train.pairs.augmentation import Augmentation

@@ -14,7 +14,7 @@ from typing import Callable, NamedTuple, Optional, Tuple
 
 import numpy as np
 
-from pipeline.features.store import EVERYWHERE, View
+from pipeline.keypoints.store import EVERYWHERE, View
 from pipeline.params import TrainParams
 from pipeline.train.pairs.order import NO_AUGMENTATION, Sample
 from superglue_sift.features.sift import rank

@@ -11,7 +11,7 @@ from typing import Generator, List, Optional, Sequence, Tuple, Union
 import numpy as np
 
 from pipeline import distributed
-from pipeline.features.store import Store, View
+from pipeline.keypoints.store import Store, View
 from pipeline.params import TrainParams
 from pipeline.prefetch import prefetch
 from pipeline.train.pairs import workers

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_scenes import places_shown
 
-from pipeline.views import homography, render
-from pipeline.views.homography import MAX_UPSCALE, generator, mild_view, sample_view
+from pipeline.fetch import dataset
+from pipeline.keypoints import views
+from pipeline.keypoints.views import MAX_UPSCALE, generator, mild_view, sample_view
 from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import corners, jacobians, transform
 
@@ -65,9 +66,8 @@ def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, d
     image_size = (width, height)
     view_size = (w, h)
     rng = generator(seed, "name", 1)
-    if not homography.fits(image_size, view_size):
-        smallest = homography.smallest_image(view_size)
-        assert width < smallest[0] or height < smallest[1]
+    smallest = dataset.smallest_image(view_size)
+    if width < smallest[0] or height < smallest[1]:
         return
     H = sample_view(rng, image_size, view_size, limits, difficulty)
     check_view(H, image_size, view_size, limits.max_upscale)
@@ -121,7 +121,7 @@ def pattern(width, height, wave=waves):
 @pytest.mark.parametrize("index", range(8))
 def test_rendered_content_lies_where_the_homography_says(index):
     H = sample_view(generator(3, "waves", index), (640, 480), (512, 384), USUAL)
-    view = render.render(pattern(640, 480), H, (512, 384))
+    view = views.render(pattern(640, 480), H, (512, 384))
     x, y = places_shown(H, (512, 384))
     expected = waves(x, y)
     # bilinear sampling of a pattern of this curvature and OpenCV's 1/32 px grid stay below two
@@ -141,12 +141,12 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
     noisy = np.clip(image.astype(np.int16) + checker, 0, 255).astype(np.uint8)
     H = mild_view(generator(0, "huge", 0), size, (512, 384))
     expected = slow(*places_shown(H, (512, 384)))
-    inside = np.abs(render.render(noisy, H, (512, 384)) - expected)[2:-2, 2:-2]
+    inside = np.abs(views.render(noisy, H, (512, 384)) - expected)[2:-2, 2:-2]
     assert inside.max() < 6 and inside.mean() < 1.5
 
 
 def test_everything_off_changes_nothing(photo):
-    assert np.array_equal(render.distort(photo, generator(0, "a", 1), DARK_OFF), photo)
+    assert np.array_equal(views.distort(photo, generator(0, "a", 1), DARK_OFF), photo)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_everything_off_changes_nothing(photo):
 )
 def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key, value):
     only = SimpleNamespace(**{**vars(DARK_OFF), key: value})
-    changed = [render.distort(photo, generator(0, "a", i), only).astype(float) for i in range(4)]
+    changed = [views.distort(photo, generator(0, "a", i), only).astype(float) for i in range(4)]
     assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
     for out in changed:
         likeness = [
@@ -173,6 +173,6 @@ def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key
 
 
 def test_an_image_too_long_for_opencv_is_bad():
-    homography.require_size("a.png", (32_766, 600), (320, 240))
+    dataset.require_size("a.png", (32_766, 600), (320, 240))
     with pytest.raises(BadImage, match="too long: 36000 px"):
-        homography.require_size("a.png", (36_000, 600), (320, 240))
+        dataset.require_size("a.png", (36_000, 600), (320, 240))

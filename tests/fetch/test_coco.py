@@ -14,8 +14,8 @@ from faulty_server import FaultyServer
 from waiting import wait_until
 
 from pipeline.errors import RequestError, WorkError
-from pipeline.fetch import download as downloads
-from pipeline.fetch.download import download, verify
+from pipeline.fetch import coco
+from pipeline.fetch.coco import download, verify
 
 DATA = random.Random(0).randbytes(3_000_000)
 MD5 = hashlib.md5(DATA).hexdigest()
@@ -25,7 +25,7 @@ SIZE = len(DATA)
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch):
     waits = []
-    monkeypatch.setattr(downloads, "sleep", waits.append)
+    monkeypatch.setattr(coco, "sleep", waits.append)
     monkeypatch.setattr("urllib3.util.retry.time.sleep", waits.append)
     return waits
 
@@ -111,9 +111,7 @@ def test_it_gives_up_after_some_tries_and_keeps_what_it_has(server, tmp_path, no
         match=r"too many 503 error responses.*1000000 bytes are kept, run again.*COCO_MIRROR",
     ):
         fetch(server, tmp_path)
-    assert (
-        len(server.requests) == 1 + downloads.TRIES + 1 and no_waiting.count(1) == downloads.TRIES
-    )
+    assert len(server.requests) == 1 + coco.TRIES + 1 and no_waiting.count(1) == coco.TRIES
     server.faults = []
     fetch(server, tmp_path)
     once_over(server)
@@ -138,7 +136,7 @@ def test_another_file_under_the_name_is_refused(server, tmp_path):
 
 
 def test_a_full_disk_is_said_before_the_download(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    monkeypatch.setattr(coco.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
     with pytest.raises(WorkError, match=r"needs 0\.0 GB, 0\.0 GB are free"):
         fetch(server, tmp_path)
     assert server.requests == []
@@ -153,8 +151,8 @@ def test_killed_after_its_last_byte_it_asks_for_nothing(server, tmp_path):
 def test_killed_at_random_it_goes_on(server, tmp_path, root):
     """SIGKILL to the downloading process: what is in its file is not sent again."""
     program = (
-        "import sys; from pathlib import Path; from pipeline.fetch import download\n"
-        f"download.download([sys.argv[1]], Path(sys.argv[2]), sys.argv[3], {len(DATA)})\n"
+        "import sys; from pathlib import Path; from pipeline.fetch import coco\n"
+        f"coco.download([sys.argv[1]], Path(sys.argv[2]), sys.argv[3], {len(DATA)})\n"
     )
     command = [sys.executable, "-c", program, server.url, str(tmp_path / "file.zip"), MD5]
     part = tmp_path / "file.zip.part"
@@ -183,7 +181,7 @@ def test_a_file_that_is_here_is_hashed_once_and_again_when_it_has_changed(tmp_pa
     known = verify(target, MD5, tmp_path)
     assert known == {"size": SIZE, "md5": MD5}
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.fetch.download.md5_of", lambda _: pytest.fail("hashed again"))
+        patch.setattr("pipeline.fetch.coco.md5_of", lambda _: pytest.fail("hashed again"))
         assert verify(target, MD5, tmp_path) == known
     os.utime(target)
     assert verify(target, MD5, tmp_path) == known  # the same bytes at another time

@@ -9,30 +9,29 @@ import torch
 from PIL import Image
 
 from pipeline.errors import RequestError
-from pipeline.image_sets import dali_decoder, torchvision_decoder
-from pipeline.image_sets.manifest import Entry
-from pipeline.image_sets.sources import ImageSet, file_entry
+from pipeline.fetch import decoders
+from pipeline.fetch.dataset import Entry, ImageSet, file_entry
 from superglue_sift.features.images import BadImage, decode_gray
 
 
 def find_missing(decoder):
     """Why a decoder cannot be used here, or ""."""
     try:
-        decoder.require()
+        decoders.require(decoder)
     except RequestError as error:
         return str(error)
     return ""
 
 
-NO_DALI = find_missing(dali_decoder)
-NO_TORCHVISION = find_missing(torchvision_decoder)
+NO_DALI = find_missing("dali")
+NO_TORCHVISION = find_missing("torchvision")
 needs_dali = pytest.mark.skipif(bool(NO_DALI), reason=NO_DALI)
 needs_torchvision = pytest.mark.skipif(bool(NO_TORCHVISION), reason=NO_TORCHVISION)
 both = pytest.mark.parametrize(
     "decoder",
     [
-        pytest.param(dali_decoder, marks=needs_dali),
-        pytest.param(torchvision_decoder, marks=[needs_torchvision, pytest.mark.cu111]),
+        pytest.param("dali", marks=needs_dali),
+        pytest.param("torchvision", marks=[needs_torchvision, pytest.mark.cu111]),
     ],
 )
 on_cpu = pytest.mark.skipif(
@@ -48,7 +47,7 @@ def encode(pixels, mode="RGB", **options):
 
 @pytest.fixture
 def images(tmp_path, color_photo):
-    """23 files: JPEG of every kind, others that Pillow reads, and some that nobody can."""
+    """25 files: JPEG of every kind, others that Pillow reads, and some that nobody can."""
     turned = Image.Exif()
     turned[274] = 6
     folder = tmp_path / "photographs"
@@ -69,6 +68,9 @@ def images(tmp_path, color_photo):
     (folder / "07-wrong-name.jpg").write_bytes((folder / "05-colour.png").read_bytes())
     (folder / "09-empty.jpg").write_bytes(b"")
     (folder / "11-cut.jpg").write_bytes((folder / "00.jpg").read_bytes()[:3000])
+    whole = (folder / "01.jpg").read_bytes()
+    (folder / "13-without-end.jpg").write_bytes(whole[:-2])
+    (folder / "15-trailing-bytes.jpg").write_bytes(whole + bytes(9))
     (folder / "99-page.jpg").write_bytes(b"<html>gone</html>")
     names = sorted(path.name for path in folder.iterdir())
     entries = [file_entry(folder, name, "train", "photographs") for name in names]
@@ -106,22 +108,22 @@ def check_same(found, images, leave_out=()):
 @on_cpu
 @both
 def test_pixels_order_and_verdicts_are_those_of_pillow(images, decoder):
-    check_same(decoder.decode_all(images, images.entries("train")), images)
+    check_same(decoders.decode_all(decoder, images, images.entries("train")), images)
 
 
 @needs_dali
 @on_cpu
 @pytest.mark.parametrize("batch", [1, 4, 5, 64])  # the last one whole, partial, the only one
 def test_partial_batches_of_dali(images, batch):
-    check_same(dali_decoder.decode_all(images, images.entries("train"), batch), images)
+    check_same(decoders.decode_by_dali(images, images.entries("train"), batch), images)
 
 
 @needs_dali
 def test_dali_without_jpegs_and_left_early(images):
-    assert list(dali_decoder.decode_all(images, [])) == []
+    assert list(decoders.decode_by_dali(images, [])) == []
     others = [entry for entry in images.entries("train") if "-" in entry.name]
-    assert list(dali_decoder.decode_all(images, others, 2)) == others
-    source = dali_decoder.decode_all(images, images.entries("train"), 2)
+    assert list(decoders.decode_by_dali(images, others, 2)) == others
+    source = decoders.decode_by_dali(images, images.entries("train"), 2)
     next(source)
     source.close()
 
@@ -131,15 +133,15 @@ def test_dali_without_jpegs_and_left_early(images):
 def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, decoder):
     """Without our checks it gets web pages and PNG; DALI then drops the whole batch."""
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
-    monkeypatch.setattr(dali_decoder, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
-    check_same(decoder.decode_all(images, images.entries("train")), images, cmyk)
+    monkeypatch.setattr(decoders, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
+    check_same(decoders.decode_all(decoder, images, images.entries("train")), images, cmyk)
 
 
 @pytest.mark.gpu
 @both
 def test_a_gpu_decodes_nearly_the_same(images, decoder):
     entries = images.entries("train")
-    for entry, one in outcomes(images, decoder.decode_all(images, entries)):
+    for entry, one in outcomes(images, decoders.decode_all(decoder, images, entries)):
         other = by_pillow(images, entry)
         assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
         if not isinstance(one, BadImage):
@@ -150,11 +152,11 @@ def test_a_gpu_decodes_nearly_the_same(images, decoder):
 @pytest.mark.parametrize(
     "decoder, module, fix",
     [
-        (dali_decoder, "nvidia.dali", r"pip install nvidia-dali-cuda1.*decoder: pillow$"),
-        (torchvision_decoder, "torchvision", r"set keypoints\.decoder: pillow$"),
+        ("dali", "nvidia.dali", r"pip install nvidia-dali-cuda1.*decoder: pillow$"),
+        ("torchvision", "torchvision", r"set keypoints\.decoder: pillow$"),
     ],
 )
 def test_a_missing_package_is_one_line_with_the_fix(monkeypatch, decoder, module, fix):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(RequestError, match=fix):
-        decoder.require()
+        decoders.require(decoder)

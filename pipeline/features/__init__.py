@@ -1,1 +1,0 @@
-"""The keypoints of all views: `store`, which training maps into memory."""

@@ -1,0 +1,658 @@
+"""Which photographs there are: the manifest that `fetch` writes and every stage reads, the folders,
+zips and lists that it reads, and their split into training, validation and test.
+
+The manifest has one row for each image, whose columns are the fields of `Entry`. An image is
+`packed` bytes at `offset` of a file: of `member` in a folder, of the archive for a zip. Any number
+of processes read a zip in place, without its index. `source.json` contains the path of each folder
+and zip.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import struct
+import unicodedata
+import urllib.parse
+import zipfile
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
+
+from pipeline.errors import RequestError
+from pipeline.files import write_csv
+from pipeline.params import FetchParams
+from superglue_sift.features.images import EXTENSIONS, BadImage, decode_gray, is_photo, list_photos
+from superglue_sift.files import read_lines, spelled_as_file
+from superglue_sift.geometry.two_view import Size
+from superglue_sift.progress import Progress
+
+SPLITS = ("train", "val", "test")
+# zip's own numbers
+STORED = 0
+DEFLATED = 8
+_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+HEADER = _LOCAL_HEADER.size  # bytes before a member's name
+MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip has about 1
+MAX_IMAGE_BYTES = 512 * 1024 * 1024
+# COCO's file names of 2014, and of 2017
+_COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
+
+MAX_UPSCALE = (
+    2.0  # view pixels per image pixel, anywhere in a view; a larger view needs more pixels
+)
+MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
+# The section of the parameters that says how large the views of a split are
+SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
+
+SEED = 0  # of the hash of names
+Splits = Dict[str, List[str]]  # names by split
+NO_CONTENTS: Mapping[str, str] = {}
+
+# Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
+# screenshots. The two motorcycle frames show one scene and so share a split.
+SAMPLE: Dict[str, Tuple[str, ...]] = {
+    "train": (
+        "astronaut.png", "coins.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png",
+        "motorcycle_left.png", "motorcycle_right.png", "page.png", "retina.jpg", "rocket.jpg",
+    ),
+    "val": ("brick.png", "chelsea.png"),
+    "test": ("camera.png", "coffee.png", "grass.png"),
+}  # fmt: skip
+
+
+# --- the manifest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One image. `name` is unique within its split and never an absolute path."""
+
+    name: str  # relative path, with forward slashes
+    split: str  # train, val or test
+    container: str  # key of source.json's "containers": a folder or a zip
+    member: str  # path inside the container
+    size: int  # bytes of the image file
+    crc32: str  # 8 hexadecimal digits; empty when the file could not be read
+    offset: int = 0  # where its bytes begin in the file that holds them
+    packed: int = 0  # how many bytes it takes there
+    method: int = STORED
+
+    @property
+    def photograph(self) -> str:
+        """Identifier of the photograph, to recognize what a model was trained on; "": unknown.
+
+        For COCO its number, which is unique over all years, and so the same for smaller or gray
+        copies. For others CRC-32 and size of the file, which do not depend on its name but change
+        when it is encoded again.
+        """
+        numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
+        if numbered and int(numbered[1]) < 1_000_000:  # dates have twelve digits, too
+            return str(int(numbered[1]))
+        return f"{self.crc32}-{self.size}" if self.crc32 else ""
+
+
+def write_manifest(path: Path, entries: Iterable[Entry]) -> None:
+    """Write the manifest atomically, sorted by split and name; the same entries give the same
+    bytes.
+    """
+    rows = sorted(entries, key=lambda entry: (entry.split, entry.name))
+    write_csv(path, [[field.name for field in fields(Entry)], *map(astuple, rows)])
+
+
+def read_manifest(path: Path) -> List[Entry]:
+    """Read a manifest. Raises RequestError naming the line that is wrong."""
+    try:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
+            rows = list(csv.DictReader(stream))
+    except OSError:
+        raise RequestError(f"{path}: no manifest here; run `dvc repro fetch` first") from None
+    entries = []
+    for line, row in enumerate(rows, 2):
+        try:
+            numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}
+            entries.append(Entry(**{**row, **numbers}))
+        except (KeyError, TypeError, ValueError):
+            raise RequestError(
+                f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`"
+            ) from None
+    if not entries:
+        raise RequestError(f"{path}: lists no image; run `dvc repro -f fetch`")
+    return entries
+
+
+def writable(*folders: Path) -> None:
+    """Create these folders. Raises RequestError for one that cannot be created or written to."""
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                f"{folder}: cannot be created: {error.strerror}; name another folder"
+            ) from None
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise RequestError(
+                f"{folder}: cannot be written to; change its rights or name another folder"
+            )
+
+
+# --- reading images that are listed
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """The images that `fetch` lists: entries by split, and their bytes. Keeps no handle.
+
+    containers: path of each folder or zip, all that `read` needs.
+    """
+
+    listed: Sequence[Entry]
+    containers: Dict[str, str]
+
+    def entries(self, split: str) -> List[Entry]:
+        """The entries of `train`, `val` or `test`, sorted by name."""
+        return [entry for entry in self.listed if entry.split == split]
+
+    def read(self, entry: Entry) -> bytes:
+        """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
+        root = self.containers[entry.container]
+        path = root if entry.offset else os.path.join(root, entry.member)
+        try:
+            with open(path, "rb") as stream:
+                stream.seek(entry.offset)
+                data = stream.read(entry.packed if entry.offset else -1)
+        except OSError as error:
+            raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
+        return unpack(data, entry)
+
+
+def open_manifest(folder: Path) -> ImageSet:
+    """Open the folder that `fetch` wrote. Raises RequestError when it is missing or incomplete.
+
+    Paths in source.json are relative to that folder, so a clone can be moved.
+    """
+    entries = read_manifest(folder / "manifest.csv")
+    try:
+        source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
+        roots = {key: str(folder / value["path"]) for key, value in source["containers"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError(
+            f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
+        ) from None
+    for key in sorted({entry.container for entry in entries}):
+        if key not in roots:
+            raise RequestError(
+                f"{folder}/manifest.csv names '{key}', which {folder}/source.json does not have;"
+                " run `dvc repro -f fetch`"
+            )
+        if not os.path.exists(roots[key]):
+            place = os.path.normpath(roots[key])
+            raise RequestError(
+                f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them"
+            )
+    return ImageSet(entries, roots)
+
+
+def unpack(data: bytes, entry: Entry) -> bytes:
+    """The bytes of an image from those it is packed in. Raises BadImage unless size and CRC-32 are
+    those of the entry.
+    """
+    if entry.method == DEFLATED:
+        try:
+            # Bounded, against zip bombs
+            data = zlib.decompressobj(-15).decompress(data, entry.size + 1)
+        except zlib.error as error:
+            raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
+    if len(data) != entry.size:
+        raise BadImage(entry.name, f"has {len(data)} bytes, {entry.size} when it was fetched")
+    if entry.crc32 and zlib.crc32(data) != int(entry.crc32, 16):
+        raise BadImage(entry.name, "its CRC-32 is not the one it had when it was fetched")
+    return data
+
+
+def file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
+    """The entry of a file under `root`, also of an unreadable one, which `keypoints` reports."""
+    try:
+        data = (root / name).read_bytes()
+    except OSError:
+        return Entry(name, split, container, name, 0, "")
+    crc32 = f"{zlib.crc32(data):08x}"
+    return Entry(name, split, container, name, len(data), crc32, packed=len(data))
+
+
+def sample_folder() -> Path:
+    """Folder of the bundled photographs."""
+    import skimage
+
+    return Path(skimage.__file__).parent / "data"
+
+
+def copy_sample(target: Path) -> List[Entry]:
+    """Copy the bundled photographs into `target` and return their entries, with the splits of
+    `SAMPLE`.
+    """
+    origin = sample_folder()
+    target.mkdir(parents=True, exist_ok=True)
+    entries: List[Entry] = []
+    for split, names in SAMPLE.items():
+        for name in names:
+            if not (origin / name).is_file():
+                raise RequestError(
+                    f"{origin / name}: not in this scikit-image; install the pinned version"
+                )
+            shutil.copyfile(origin / name, target / name)
+            entries.append(file_entry(target, name, split, "sample"))
+    for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
+        (target / stale).unlink()
+    return entries
+
+
+# --- folders, zips and lists
+
+
+@dataclass(frozen=True)
+class Container:
+    """A folder or zip of images, and which of them are meant."""
+
+    path: Path
+    names: List[str]  # of the images, sorted, relative to it
+    # For source.json, such as the SHA-256 of an archive
+    facts: Dict[str, Any] = field(default_factory=dict)
+    members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; None: a folder
+
+    _read: Dict[str, Entry] = field(default_factory=dict)  # entries so far, by name
+
+    @cached_property
+    def contents(self) -> Dict[str, str]:
+        """What tells images with other bytes apart, by name."""
+        entries = self.entries(self.names)
+        return {e.name: f"{e.size}-{e.crc32}" if e.crc32 else e.name for e in entries}
+
+    def entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:
+        """Manifest entries of some of its images, each of which is read once.
+
+        key: name of this container in source.json.
+        """
+        new = [name for name in names if name not in self._read]
+        shown = {"total": len(new), "desc": "reading images", "unit": "image"}
+        with ThreadPoolExecutor(4) as pool:  # reading and CRC-32 release the GIL
+            self._read.update(zip(new, Progress(pool.map(self._entry, new), **shown)))
+        return [replace(self._read[name], split=split, container=key) for name in names]
+
+    def _entry(self, name: str) -> Entry:
+        if self.members is None:
+            return file_entry(self.path, name)
+        member = self.members[name]
+        with self.path.open("rb") as stream:
+            stream.seek(member.header_offset)
+            return member_entry(member, stream.read(HEADER), self.path)
+
+
+def open_container(path: Union[str, Path], root: str = "") -> Container:
+    """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
+
+    root: folder (or zip) to which the names in a list or annotation file are relative. If "", it is
+    the file's own folder.
+
+    Raises RequestError if there is nothing at `path`, no image in it, or a name that leads outside.
+    """
+    path = Path(path)
+    kind = path.suffix.lower()
+    if not path.exists():
+        raise RequestError(f"{path}: no such folder, zip, list or annotation file")
+    if path.is_dir():
+        container = _folder(path)
+    elif kind == ".zip":
+        container = zip_container(path)
+    elif kind == ".txt":
+        names = [line for _, line in read_lines(path)]
+        container = _choose(path, Path(root or path.parent), names, anywhere=False)
+    elif kind == ".json":
+        container = _choose(path, Path(root or path.parent), _annotated(path), anywhere=True)
+    else:
+        raise RequestError(
+            f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
+        )
+    if not container.names:
+        raise RequestError(
+            f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)"
+        )
+    return container
+
+
+def _folder(path: Path) -> Container:
+    return Container(path, sorted(file.relative_to(path).as_posix() for file in list_photos(path)))
+
+
+def zip_container(path: Path, **facts: Any) -> Container:
+    """All images of an archive, read in place. Raises RequestError for a damaged or unsafe one."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            found = archive.infolist()
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise RequestError(
+            f"{path}: not a whole zip archive ({error}); delete it and run again"
+        ) from None
+    members = {member.filename: member for member in check_members(found, path)}
+    return Container(path, list(members), facts, members)
+
+
+def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Container:
+    """The container `root` with the names that the file `path` lists. A missing file is reported
+    when it is read.
+
+    A name without a folder is also searched below `root`, since COCO's annotations name files
+    without their folder. anywhere: search every name that is not in its place.
+    """
+    if not root.exists():
+        raise RequestError(
+            f"{root}: no such folder; fetch.root must hold the images that {path} lists"
+        )
+    zipped = zip_container(root) if root.suffix.lower() == ".zip" else None
+    members = {_composed(name): name for name in zipped.names} if zipped else {}
+    chosen = []
+    missing = []
+    for name in names:
+        relative = _relative(name, root, path, anywhere)
+        place = members.get(_composed(relative)) if zipped else spelled_as_file(root, relative)
+        if place is None:
+            missing.append(relative)
+        else:
+            chosen.append(place)
+    searched = {name for name in missing if anywhere or "/" not in name}
+    if searched:
+        # the first file of that name in a folder below
+        whole = zipped or _folder(root)
+        by_file = {_composed(name).rpartition("/")[2]: name for name in reversed(whole.names)}
+        found = {name: by_file.get(_composed(name).rpartition("/")[2]) for name in searched}
+        chosen += [place for place in found.values() if place]
+        missing = [name for name in missing if not found.get(name)]
+    if missing and (zipped or not chosen):
+        more = f" (and {len(missing) - 1} more)"
+        raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
+    members_of_zip = zipped.members if zipped else None
+    return Container(root, sorted({*chosen, *missing}), members=members_of_zip)
+
+
+def _composed(name: str) -> str:
+    """A name with accented letters as one character, as most systems but a Mac spell them."""
+    return unicodedata.normalize("NFC", name.replace("\\", "/"))
+
+
+def _relative(name: str, root: Path, path: Path, anywhere: bool) -> str:
+    """The name relative to `root`. One that leads outside raises RequestError, or is cut to its
+    file name if it may be anywhere below.
+    """
+    top = os.path.abspath(root)
+    place = os.path.abspath(os.path.join(top, name))
+    if ".." not in name.split("/") and os.path.commonpath([top, place]) == top:
+        return os.path.relpath(place, top)
+    if anywhere:
+        return name.rpartition("/")[2]
+    raise RequestError(
+        f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
+    )
+
+
+def _annotated(path: Path) -> List[str]:
+    """The image files that a COCO annotation file names, also one of another program.
+
+    Label Studio writes backslashes, `../` and addresses of its server, LVIS `coco_url` in place of
+    `file_name`, and programs on Windows a byte order mark.
+    """
+    try:
+        content = json.loads(path.read_bytes())  # UTF-8, UTF-16 or UTF-32
+        named = [image.get("file_name") or image["coco_url"] for image in content["images"]]
+        names = [str(name).replace("\\", "/") for name in named]
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise RequestError(
+            f"{path}: is not a COCO annotation file; it must have a list `images`, each with a"
+            " `file_name`"
+        ) from None
+    addresses = ("http://", "https://", "file://", "s3://", "gs://")
+    return [
+        urllib.parse.unquote(urllib.parse.urlsplit(name).path).lstrip("/")
+        if name.startswith(addresses)
+        else name
+        for name in names
+    ]
+
+
+# --- zip archives
+
+
+def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
+    """The photographs among the members, sorted by name. Raises RequestError that names an unsafe
+    member.
+    """
+    images = [member for member in members if is_photo(member.filename)]
+    seen = set()
+    for member in images:
+        problem = _unsafe(member) or ("is in it twice" if member.filename in seen else None)
+        if problem:
+            raise RequestError(f"{path}: refused, its member '{member.filename}' {problem}")
+        seen.add(member.filename)
+    if not images:
+        raise RequestError(f"{path}: holds no images ({len(members)} other members)")
+    return sorted(images, key=lambda member: member.filename)
+
+
+def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
+    """Why a member is unsafe, or None. Nothing is unpacked, but names appear in other files."""
+    name = member.filename
+    if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
+        return "points outside the archive"
+    if (member.external_attr >> 16) & 0o170000 == 0o120000:
+        return "is a symbolic link"
+    if member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
+        return "is encrypted, or compressed by another method than stored and deflate"
+    if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(
+        member.compress_size, 1024
+    ):
+        return f"would grow from {member.compress_size} to {member.file_size} bytes"
+    return None
+
+
+def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
+    """The entry of a member, by its local header, without split and container. Raises RequestError
+    for bytes that are no header.
+    """
+    if len(header) < HEADER or header[:4] != b"PK\x03\x04":
+        raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
+    *_, name_length, extra_length = _LOCAL_HEADER.unpack_from(header)
+    offset = member.header_offset + HEADER + name_length + extra_length
+    place = (offset, member.compress_size, member.compress_type)
+    name = member.filename
+    return Entry(name, "", "", name, member.file_size, f"{member.CRC:08x}", *place)
+
+
+# --- how large an image must be
+
+
+def smallest_image(view_size: Size) -> Size:
+    """The smallest image (width, height) that a view of this size can be cut from."""
+    width, height = (math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
+    return width, height
+
+
+def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
+    """The smallest image of each split for the views of these sections of the parameters."""
+    return {
+        split: smallest_image((sections[section].width, sections[section].height))
+        for split, section in SECTION_OF.items()
+        if section in sections
+    }
+
+
+def require_size(name: str, image_size: Size, view_size: Size) -> None:
+    """Raise BadImage for an image that is smaller, or that OpenCV cannot warp."""
+    if max(image_size) >= MAX_SIDE:
+        raise BadImage(name, f"too long: {max(image_size)} px, at most {MAX_SIDE - 1}")
+    smallest = smallest_image(view_size)
+    if any(side < least for side, least in zip(image_size, smallest)):
+        size, needed = ("x".join(map(str, each)) for each in (image_size, smallest))
+        raise BadImage(name, f"too small: {size}, a view needs {needed} pixels")
+
+
+# --- the split
+
+
+def hash_fraction(seed: int, name: str) -> float:
+    """A number in [0, 1) from a name, which does not depend on other images."""
+    digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
+    """The splits of the user's own images and their containers: one set with a part held out, or
+    two sets.
+
+    Raises RequestError if a path is wrong, or no image is left to train or to validate.
+    """
+    held = {"train": open_container(settings.path, settings.root)}
+    contents = held["train"].contents
+    if settings.val_path:
+        held["val"] = open_container(settings.val_path, settings.root)
+        if Path(settings.path).resolve() == Path(settings.val_path).resolve():
+            raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
+        others = held["val"].contents
+        copies = set(others.values())
+        train = [name for name in held["train"].names if contents[name] not in copies]
+        if not train:
+            raise RequestError(
+                f"{settings.path}: holds only copies of images in {settings.val_path}; give others"
+            )
+        splits = split_names(train, held["val"].names, settings, others)
+    else:
+        splits = hold_out(held["train"].names, settings, contents)
+    _require_some(splits, held)
+    return splits, held
+
+
+def hold_out(
+    names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = NO_CONTENTS
+) -> Splits:
+    """Hold out a part of one set of images by the hash of their names, copies (by `contents`)
+    together.
+    """
+    different = _different(names, contents)
+    # in a small set chance would hold out too few: the fraction itself, and enough to say anything
+    at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
+    parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
+    return split_names(*parts, settings, contents)
+
+
+def split_names(
+    train: Sequence[str],
+    held_out: Sequence[str],
+    settings: FetchParams,
+    contents: Mapping[str, str] = NO_CONTENTS,
+) -> Splits:
+    """Limit both sets, and split the held-out images into val and test."""
+    train = _limit(train, settings)
+    held_out = _limit(held_out, settings)
+    tested = round(settings.test_fraction * _different(held_out, contents))
+    least_test = max(1, min(tested, 16))
+    least_val = max(1, min(_different(held_out, contents) - tested, 16))
+    # another seed than that of the hold-out: the same hash would put every small value into test
+    val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
+    return {"train": train, "val": val, "test": test}
+
+
+def divide(
+    names: Sequence[str],
+    fraction: float,
+    seed: int,
+    at_least: int = 1,
+    keep: int = 1,
+    contents: Mapping[str, str] = NO_CONTENTS,
+) -> Tuple[List[str], List[str]]:
+    """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
+
+    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
+    if possible.
+    contents: what tells images apart. Copies go where the first of them goes, and count as one
+    image.
+    """
+    first: Dict[str, str] = {}  # name of the first image with this content
+    for name in sorted(names):
+        first.setdefault(contents.get(name, name), name)
+    ranked = sorted(first.values(), key=lambda name: (hash_fraction(seed, name), name))
+    count = sum(hash_fraction(seed, name) < fraction for name in ranked)
+    if 0.0 < fraction < 1.0:
+        count = max(min(max(count, at_least), len(ranked) - keep), 0)
+    chosen = set(ranked[:count])
+    held_out = {name for name in names if first[contents.get(name, name)] in chosen}
+    return sorted(set(names) - held_out), sorted(held_out)
+
+
+def _different(names: Sequence[str], contents: Mapping[str, str]) -> int:
+    """Number of images, copies counted once."""
+    return len({contents.get(name, name) for name in names})
+
+
+def container_of(split: str, held: Mapping[str, Container]) -> str:
+    """The container of a split: val and test are in "val", if there is one."""
+    return "val" if split != "train" and "val" in held else next(iter(held))
+
+
+def require_usable(
+    splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]
+) -> None:
+    """Raises RequestError if no image of a split can be read and is as large as `smallest[split]`
+    (pixels).
+    """
+    for split, size in smallest.items():
+        names = splits[split]
+        key = container_of(split, held)
+        if names and not any(_is_usable(held[key], name, size) for name in names):
+            section = SECTION_OF[split]
+            raise RequestError(
+                f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
+                f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"
+                f" {section}.width and {section}.height"
+            )
+
+
+def _is_usable(container: Container, name: str, size: Size) -> bool:
+    """Whether an image can be read and has at least this size."""
+    try:
+        data = ImageSet((), {"": str(container.path)}).read(*container.entries([name]))
+        height, width = decode_gray(data).shape
+    except BadImage:
+        return False
+    return width >= size[0] and height >= size[1]
+
+
+def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
+    """Raises RequestError without train or val images; without test images the evaluation takes
+    those of val.
+    """
+    empty = [split for split in ("train", "val") if not splits[split]]
+    if not empty:
+        return
+    container = held[container_of(empty[0], held)]
+    count = len(set(container.contents.values()))
+    raise RequestError(
+        f"{container.path}: {count} different image{'s' * (count > 1)}, and none for"
+        f" {' and '.join(empty)}; at least two are needed, one to train and one to validate: give"
+        " more images, or change fetch.val_fraction and fetch.test_fraction"
+    )
+
+
+def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
+    """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a
+    smaller one.
+    """
+    ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
+    return sorted(ranked[: settings.limit or None])

@@ -1,0 +1,330 @@
+"""Views of a photograph: random homographies without borders, rendering, light and camera, and the
+keypoints of all views. Pure functions of pixels, name and parameters.
+
+A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk
+until its bounding box fits into the image, and moved to a random place inside, so no pixel is
+missing. Folds are rejected, and too much up-scaling: magnified pixels contain no finer detail, and
+SIFT finds fewer, coarser keypoints there. The idea is SuperPoint's homographic adaptation (DeTone
+et al. 2018) and SuperGlue's appendix E.
+
+Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view
+of 512x384, since all changes of gray levels share one look-up and the noise is cut from a tile
+drawn once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from typing import Any, Optional, Tuple
+
+import cv2
+import numpy as np
+
+from pipeline.fetch.dataset import MAX_UPSCALE, require_size
+from pipeline.keypoints.store import ImageViews
+from pipeline.params import Homography, Photometric
+from superglue_sift.features import extractors
+from superglue_sift.geometry.two_view import (
+    Size,
+    compose,
+    corners,
+    inverse,
+    jacobians,
+    resizing,
+    through_four_points,
+    transform,
+)
+
+# Increase this number when the same photograph and parameters give other views or keypoints. Shards
+# made with another number are then made again. tests/keypoints fails when a golden shard changes
+# and this number does not.
+VERSION = 2
+SEED = 0  # draws depend on the image's name and the index of the view, too
+
+MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
+_TRIES = 20
+SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
+JPEG_QUALITY = (40, 95)
+TILE = 1024  # side of the noise tile in px
+_MIN_BLUR = 0.2  # px; less is invisible
+
+
+def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
+    """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section
+    `keypoints`.
+
+    View 0 is a mild crop without photometric distortion; the others are random homographies with
+    it. Views with few or no keypoints are kept, for training. `name` and the parameters determine
+    every draw.
+
+    Raises BadImage with the reason if the image cannot be used.
+    """
+    size = (gray.shape[1], gray.shape[0])
+    require_size(name, size, (settings.width, settings.height))
+    extractor = extractors.load(settings.extractor)
+    homographies = []
+    records = []
+    view_sizes = []
+    for index in range(settings.views_per_image):
+        rng = generator(SEED, name, index)
+        factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
+        view_size = (round(settings.width * factor), round(settings.height * factor))
+        if index == 0:
+            H = mild_view(rng, size, view_size)
+            view = render(gray, H, view_size)
+        else:
+            H = sample_view(
+                rng, size, view_size, settings.views.homography, _strength(settings, index)
+            )
+            view = distort(render(gray, H, view_size), rng, settings.views.photometric)
+        view_sizes.append(view_size)
+        homographies.append(H)
+        records.append(extractor(view, settings.max_keypoints))
+    return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
+
+
+def _strength(settings: Any, index: int) -> float:
+    """Strength of view `index` >= 1: linear from `difficulty_first` at view 1 to 1 at the last."""
+    fraction = (index - 1) / max(settings.views_per_image - 2, 1)
+    return settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
+
+
+# --- geometry
+
+
+def generator(seed: int, name: str, index: int) -> np.random.Generator:
+    """The generator of view `index` of the image `name`, independent of other images, workers and
+    their order.
+    """
+    digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
+    return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
+
+
+def sample_view(
+    rng: np.random.Generator,
+    image_size: Size,
+    view_size: Size,
+    limits: Homography,
+    difficulty: float = 1.0,
+) -> np.ndarray:
+    """Sample a random view: H_image_to_view (3, 3) float64.
+
+    The corners of the view are a convex quadrilateral inside the image, and no image pixel is
+    magnified more than `limits.max_upscale` times.
+
+    Args:
+        rng: consumed in a fixed order; see `generator`.
+        image_size, view_size: (width, height) px, which fit (`fetch.dataset.require_size`).
+        difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
+    """
+    for attempt in range(_TRIES):
+        strength = difficulty * (1.0 - attempt / _TRIES)  # weaker after each rejection
+        H = _try_view(rng, image_size, view_size, limits, strength)
+        if H is not None:
+            return H
+    return mild_view(rng, image_size, view_size)
+
+
+def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
+    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments:
+    `sample_view`.
+    """
+    largest = largest_crop(image_size, view_size)
+    scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
+    return _place(rng, _outline(view_size) * scale, image_size, view_size)
+
+
+def largest_crop(image_size: Size, view_size: Size) -> float:
+    """Image pixels per view pixel of the largest upright crop, between centres of corner pixels."""
+    return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
+
+
+def _outline(view_size: Size) -> np.ndarray:
+    """(4, 2) corners of a view around the origin."""
+    return corners(view_size) - corners(view_size).mean(0)
+
+
+def _try_view(
+    rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
+) -> Optional[np.ndarray]:
+    shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
+    angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
+    rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    quad = _map(_outline(view_size) + shift * np.array(view_size), rotation)
+    if limits.tilt_deg > 0.0:
+        quad = _map(quad, _foreshortening(math.radians(limits.tilt_deg) * strength, rng))
+    if not _convex(quad):
+        return None
+    largest = largest_crop(image_size, view_size)
+    # bounds of the scale: the quadrilateral fits into the image, and is not magnified too much
+    max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
+    min_scale = (
+        magnification(through_four_points(quad, corners(view_size)), view_size).max()
+        / limits.max_upscale
+    )
+    if min_scale > max_scale:
+        return None
+    min_scale = min(
+        max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
+    )
+    quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
+    return _place(rng, quad, image_size, view_size, strength)
+
+
+def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
+    """Points (N, 2) through a linear map (2, 2), the same bits on every processor."""
+    return points[:, :1] * A[:, 0] + points[:, 1:] * A[:, 1]
+
+
+def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
+    """(2, 2) stretch of a camera tilted by up to `tilt` (radians), along a random direction.
+
+    The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
+    stretched by 2 and more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT",
+    section 2.2: transition tilts).
+    """
+    direction = rng.uniform(0.0, math.pi)
+    axis = np.array([math.cos(direction), math.sin(direction)])
+    return np.eye(2) + (math.cos(tilt) ** -rng.uniform() - 1.0) * np.outer(axis, axis)
+
+
+def _place(
+    rng: np.random.Generator,
+    quad: np.ndarray,
+    image_size: Size,
+    view_size: Size,
+    strength: float = 1.0,
+) -> np.ndarray:
+    """Homography of the quadrilateral at a random place inside the image. strength: 0 (centred) to
+    1 (anywhere).
+    """
+    low = quad.min(0)
+    high = quad.max(0)
+    last = np.array(image_size) - 1.0
+    margin = np.maximum(last - (high - low), 0.0)
+    position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
+    inside = np.clip(quad - low + margin * position, 0.0, last)
+    return through_four_points(inside, corners(view_size))
+
+
+def _convex(quad: np.ndarray) -> bool:
+    """Whether the quadrilateral is convex, with no corner close to 180 degrees."""
+    edges = np.roll(quad, -1, axis=0) - quad
+    following = np.roll(edges, -1, axis=0)
+    crosses = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]
+    lengths = np.linalg.norm(edges, axis=1) * np.linalg.norm(following, axis=1)
+    return bool((crosses > 0.1 * lengths).all())
+
+
+def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
+    """(4,) view pixels per image pixel along the most stretched direction, at the corners of the
+    view.
+
+    The local scale of a homography has its extremes over a convex quadrilateral at the corners.
+    """
+    J = jacobians(H, transform(corners(view_size), inverse(H)))
+    # The larger singular value of each 2x2 matrix, in closed form.
+    (a, b), (c, d) = J.transpose(1, 2, 0)
+    larger = np.hypot(a + d, c - b) + np.hypot(a - d, b + c)
+    return 0.5 * larger
+
+
+# --- pixels
+
+
+def render(
+    image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]
+) -> np.ndarray:
+    """Render the view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
+
+    Args:
+        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view is much
+            smaller, to avoid aliasing.
+        H_image_to_view: (3, 3) float64, pixel centres at integers.
+    """
+    scale = _scale(H_image_to_view, view_size)
+    H = H_image_to_view
+    if scale < SHRINK_BELOW:
+        height, width = image.shape[:2]
+        small = (max(round(width * scale), 1), max(round(height * scale), 1))
+        H = compose(H, inverse(resizing((width, height), small)))
+        image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
+    # rounding may reach a fraction of a pixel beyond the border
+    return cv2.warpPerspective(
+        image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
+    )
+
+
+def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
+    """View pixels per image pixel over the whole view: the square root of the ratio of areas."""
+    x, y = transform(corners(view_size), inverse(H)).T
+    area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
+    return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
+
+
+def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
+    """A distorted copy of a view, (H, W) uint8 both, with the same geometry.
+
+    rng: the number of draws does not depend on the limits, so switching one distortion off leaves
+    the others.
+    """
+    brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
+    blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
+    out = cv2.LUT(
+        view,
+        _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
+    )
+    if blur * limits.blur > _MIN_BLUR:
+        out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
+    if limits.noise > 0.0:
+        out = _add_noise(out, 255.0 * noise * limits.noise, x, y)
+    if jpeg < limits.jpeg:
+        level = round(JPEG_QUALITY[0] + quality * (JPEG_QUALITY[1] - JPEG_QUALITY[0]))
+        out = compress(out, level)
+    return out
+
+
+def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
+    """(256,) uint8 table. Contrast is around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25
+    alike.
+    """
+    level = np.linspace(0.0, 1.0, 256)
+    exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
+    level = (level**exponent - 0.5) * (1.0 + contrast) + 0.5 + brightness
+    return np.clip(np.rint(level * 255.0), 0, 255).astype(np.uint8)
+
+
+@functools.lru_cache(maxsize=1)
+def _tile() -> np.ndarray:
+    """Gaussian noise of standard deviation 16, int16, the same in every process."""
+    rng = np.random.Generator(np.random.PCG64(0))
+    return np.rint(16.0 * rng.standard_normal((TILE, TILE))).astype(np.int16)
+
+
+def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.ndarray:
+    """Add noise from a random place of the tile, repeated where the view is larger."""
+    height, width = view.shape
+    tile = _tile()
+    top = int(y * TILE)
+    left = int(x * TILE)
+    rows = np.arange(top, top + height) % TILE
+    columns = np.arange(left, left + width) % TILE
+    noise = (
+        tile[rows][:, columns]
+        if max(height + top, width + left) > TILE
+        else tile[rows[0] :, columns[0] :]
+    )
+    noise = np.ascontiguousarray(noise[:height, :width])
+    return (
+        cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
+        .clip(0, 255)
+        .astype(np.uint8)
+    )
+
+
+def compress(view: np.ndarray, quality: int) -> np.ndarray:
+    """JPEG compression at `quality`, 1 to 100, and back."""
+    _, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
+    return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)

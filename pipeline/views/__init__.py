@@ -1,1 +1,0 @@
-"""Views of one photograph: `homography` (sampling), `render` (pixels, light, camera)."""
