@@ -137,8 +137,6 @@ def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
     features = Features(extractors.load(KAZE)(photo, 100), (600, 400))
     assert len(matcher.match(features, features).matches)
     assert len(Matcher.load(path, "cpu", extractor=KAZE, threshold=0.0).match(photo, photo).matches)
-    place = Matcher.load(path, "cpu", extractor=KAZE, scene=True, accept=0.0)
-    assert len(place.match(photo, photo).matches) > 100
 
 
 def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):

@@ -64,7 +64,7 @@ def message(tree, change):
         ),
         ("fetch", "path", "own", "fetch.path = 'own': has no effect when source is 'sample'"),
         ("fetch", "root", "own", "fetch.root = 'own': has no effect when source is 'sample'"),
-        ("fetch", "min_side", 9, "fetch.min_side: not a key"),
+        ("fetch", "min_side", 9, "fetch.min_side: unknown key"),
         ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
         ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
         (
@@ -196,7 +196,7 @@ def test_every_key_that_the_docs_name_exists():
     names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
     seen = 0
     for page in [
-        *ROOT.glob("*.md"),
+        *(page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"),  # of former keys
         *ROOT.glob("docs/*.md"),
         *ROOT.glob("pretrained/*.md"),
         *ROOT.glob("deploy/*/*"),
