@@ -2,9 +2,9 @@
 training: external source, decode, resize, crop and mirror in one pipeline, PyTorch's iterator. And
 the same work by OpenCV.
 
-The project's own views (perspective, rotation, no border) are made by `pipeline.keypoints.views`; this is the
-guides' loader, to be compared with OpenCV and to show that geometry can be kept: the resize, crop
-and mirror of a view are a 3x3 matrix, and the homography of a pair follows from its two.
+`pipeline.keypoints.views` makes the project's own views (perspective, rotation, no border). This is
+the guides' loader, to be compared with OpenCV and to show that geometry can be kept: the resize,
+crop and mirror of a view are a 3x3 matrix, and the homography of a pair follows from its two.
 """
 
 from __future__ import annotations
