@@ -15,7 +15,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from reading import read_pins
+from reading import read_pins, read_yaml
 from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,6 +66,71 @@ def test_the_server_wants_its_password(monkeypatch, tmp_path):
     assert "a/b" not in " ".join(serve.command({}))
 
 
+def write_program(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_the_documented_lines_for_secrets_close_the_folder(tmp_path, existed):
+    """Run them as a person with the usual umask does; only `docker compose` is left out."""
+    folder = tmp_path / ".config/superglue-sift"
+    if existed:
+        folder.mkdir(parents=True, mode=0o755)
+    page = (ROOT / "docs/containers.md").read_text()
+    (block,) = re.findall(r"```\n(\(\n.*?^\)$)", page, re.MULTILINE | re.DOTALL)
+    lines = ["bash", "-c", f"umask 022\n{block}"]
+    subprocess.run(lines, env={**os.environ, "HOME": str(tmp_path)}, cwd=tmp_path, check=True)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    named = (DOCKER / "shared.env").read_text()
+    files = [tmp_path / name for name in re.findall(r"=\$\{HOME\}/(\S+)", named)]
+    assert sorted(files) == sorted(folder.iterdir()) and len(files) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o644}  # the containers' users read
+    (identity,) = json.loads((folder / "s3_config.json").read_text())["identities"]
+    assert identity["credentials"][0]["secretKey"] in (folder / "s3_credentials").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == [".config"]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_ci_builds_from_ubuntu_where_the_tag_of_nvidia_is_gone(tmp_path, is_gone):
+    steps = read_yaml(ROOT / ".github/workflows/ci.yml")["jobs"]["images"]["steps"]
+    (script,) = [step["run"] for step in steps if step.get("name", "").startswith("Build,")]
+    for name, value in (("name", "superglue-sift:cu111"), ("options", "--target cu111 .")):
+        script = script.replace(f"${{{{ matrix.{name} }}}}", value)
+    answer = f"[ $1 != manifest ] || exit {int(is_gone)}; echo $@ >>asked"
+    write_program(tmp_path / "bin/docker", f"#!/bin/sh\n{answer}\n")
+    shutil.copy(ROOT / "Dockerfile", tmp_path)
+    path = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=path, check=True)
+    asked = (tmp_path / "asked").read_text()
+    assert ("--build-arg BASE_IMAGE=ubuntu:20.04" in asked) == is_gone
+    assert asked.endswith("-t superglue-sift:cu111 --target cu111 .\n")
+
+
+def test_every_lock_is_audited_or_named(tmp_path):
+    """As docker/ci.sh does it, with a pip-audit that cannot reach its service for one lock."""
+    text = (DOCKER / "ci.sh").read_text()
+    function = text[text.index("audit() {") : text.index("packages\ninstall_tools")]
+    loop = text[text.index("failed=0\n") : text.index('say "is there a way')]
+    fake = """#!/bin/sh
+        grep -q '^torch==1.10.2 ' "$5" && echo "ERROR: HTTPError" && exit 1
+        grep -q '^alembic' "$5" && echo "alembic 1 GHSA-0" && exit 1
+        exit 0"""
+    write_program(tmp_path / "tools/bin/pip-audit", textwrap.dedent(fake))
+    script = f"out={tmp_path} tools={tmp_path}/tools\n{function}{loop}"
+    done = subprocess.run(["bash", "-uc", script], cwd=ROOT, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    locks = [*ROOT.glob("requirements/*.lock"), *ROOT.glob("docker/locks/*.lock")]
+    for lock in (str(path.relative_to(ROOT)) for path in locks):
+        if "\nalembic==" in (ROOT / lock).read_text():
+            assert done.returncode == 1 and "alembic 1 GHSA-0" in lines
+        else:
+            skipped = lock == "docker/locks/torch-cu111.lock"
+            said = "SKIP: {} was not audited: ERROR: HTTPError" if skipped else "{}: no known"
+            assert any(line.startswith(said.format(lock)) for line in lines), lock
+
+
 TRAINER = """
     import signal, sys, time
     def save(*_):
@@ -76,12 +141,6 @@ TRAINER = """
     open("started", "w").close()
     time.sleep(300)
 """
-
-
-def write_program(path, text):
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture
