@@ -19,7 +19,7 @@ from benchmarks import plain
 from benchmarks.synthetic import make_batch
 from benchmarks.timing import Call, Row, Setting, compare
 from pipeline import compat
-from pipeline.train.objective import MatchingObjective
+from pipeline.train.loss import MatchingObjective
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.ground_truth import ground_truth
@@ -47,7 +47,7 @@ def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32"
     """
     model.train()
     ours = isinstance(model, SuperGlue)
-    objective = MatchingObjective(model, 3.0, 5.0, precision) if ours else None
+    objective = MatchingObjective(model, precision) if ours else None
     fused = compat.fused_adam() if ours else {}
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **fused)
 

@@ -126,7 +126,7 @@ class PlainSuperGlue(nn.Module):
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
-    """The loss of `pipeline.train.objective`, (B,), through a target as large as the assignment."""
+    """The loss of `pipeline.train.loss`, (B,), through a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):
         target = torch.zeros_like(P)

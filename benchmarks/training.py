@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from benchmarks.images import SAMPLE
 from benchmarks.network import PRECISIONS
@@ -27,12 +28,12 @@ from benchmarks.synthetic import make_pairs
 from benchmarks.timing import Call, Row, Seconds, Setting, compare
 from pipeline import distributed, launch, params
 from pipeline.keypoints import store
-from pipeline.params import TrainParams
-from pipeline.train import setup
-from pipeline.train.pairs.loader import StepBatches
-from pipeline.train.step import train_step
+from pipeline.params import RunParams, TrainParams
+from pipeline.train import trainer
+from pipeline.train.data import StepBatches
+from pipeline.train.loss import MatchingObjective
 from superglue_sift.features import sift
-from superglue_sift.network.batch import Pair
+from superglue_sift.network.batch import ON_HOST, Pair, PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 
 CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
@@ -57,20 +58,54 @@ class Trainer:
     ) -> None:
         model = setting.config.to_dict()
         own = {name: model[name] for name in model if name in TrainParams.model_fields}
-        own.update(parallel="single", optimizer="adam", precision="float32")
+        own.update(optimizer="adam", precision="float32")
         own.update(max_keypoints=KEYPOINTS, keypoint_drop=0.0)
+        run = {name: changes.pop(name) for name in set(changes) & set(RunParams.model_fields)}
+        several = changes.pop("parallel", "") == "dp"
         train = params.load("train", SAMPLE).model_copy(update={**own, **changes})
         context = context or distributed.Context(0, 1, setting.device)
-        self.parts = setup.build(train, context)
-        self.batches = StepBatches(train, store.Store(folder), pairs, context)
+        precision, _ = trainer.precision_of_ranks(train, context)
+        objective, self.ddp_model, self.state, _, _ = trainer.build(
+            train, RunParams(**run), context, precision
+        )
+        if several:
+            self.ddp_model = DataParallelObjective(objective)
+        self.batches = StepBatches(train, RunParams(**run), store.Store(folder), pairs, context)
         self.numbers = itertools.count()
 
     def __call__(self) -> None:
         context = self.batches.context
         batches = [batch.to(context.device) for batch in self.batches.load(next(self.numbers))]
-        state = self.parts.state
-        common = (self.parts.ddp_model, state.optimizer, state.scaler, batches)
-        train_step(*common, self.batches.pairs, context.world_size)
+        common = (self.ddp_model, self.state.optimizer, self.state.scaler, batches)
+        trainer.train_step(*common, self.batches.pairs, context.world_size)
+
+
+class DataParallelObjective(nn.Module):
+    """The objective over all GPUs of one process (torch's DataParallel), to compare with one
+    process for each GPU.
+
+    DataParallel scatters only tensors, so a batch is passed as its tensors.
+    """
+
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.parallel = nn.DataParallel(_FromTensors(objective))
+
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """As `MatchingObjective.forward`."""
+        total, parts = self.parallel(*vars(batch).values(), wait=wait)
+        return total.sum().reshape(1), parts
+
+
+class _FromTensors(nn.Module):
+    def __init__(self, objective: MatchingObjective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def forward(self, *tensors: Tensor, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
+        batch = PairBatch(*tensors)
+        counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
+        return self.objective(dataclasses.replace(batch, **counts), wait)
 
 
 def write_store(folder: Path, pairs: Sequence[Pair], homographies: Sequence[np.ndarray]) -> Path:
@@ -118,7 +153,7 @@ def list_modes(device: str) -> Dict[str, Mode]:
         "torch.compile": Mode({"compile": True}),
     }
     for number in sorted({1, min(2, places), places}):
-        modes[f"DDP, processes: {number}"] = Mode({"parallel": "ddp"}, number)
+        modes[f"DDP, processes: {number}"] = Mode({}, number)
     if device == "cuda":
         modes["DataParallel"] = Mode({"parallel": "dp"})
     return modes

@@ -204,7 +204,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "check"):
-        processes = module.processes(rest, processes)  # a stage may want fewer
         require_gpus(processes)
         for world_size in world_sizes(processes):
             module.check(rest, world_size)

@@ -11,13 +11,11 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence, Type, get_args
+from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence, Type
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import RequestError, spell_command
-
-NO_OPTIONS: Mapping[str, Any] = {}
 
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
@@ -104,57 +102,23 @@ class KeypointsParams(Section):
     views: Views
 
 
-class TrainOptions(Section):
-    """Options of `python -m pipeline.train`, also in the environment variable TRAIN_OPTIONS."""
+class RunParams(Section):
+    """How a training is computed. No stage of DVC depends on this section, so that another way to
+    compute trains nothing again by itself. Unlike the keys of other sections, these have defaults.
+    """
 
-    parallel: Literal["ddp", "dp", "single"] = Field(
-        "ddp",
-        description=(
-            "ddp: a process for each device, gradients averaged; dp: one process, torch's"
-            " DataParallel; single: one process, one device"
-        ),
-    )
-    batch_per_rank: int = Field(
-        0,
-        ge=0,
-        le=65536,
-        description="pairs of each process and step, instead of train.batch; 0: train.batch",
-    )
-    lr_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none",
-        description=(
-            "how the learning rate grows with the number of processes, for --batch-per-rank"
-        ),
-    )
-    accumulate: int = Field(
-        1,
-        ge=1,
-        le=4096,
-        description="parts of a process's pairs, one after the other: less memory, the same steps",
-    )
-    checkpoint_layers: bool = Field(
-        False,
-        description=(
-            "recompute activations in the backward pass: less memory, about a third more time"
-        ),
-    )
-    compile: bool = Field(
-        False,
-        description=(
-            "compile the layers, on a GPU as CUDA graphs, for views padded to max_keypoints"
-            " (torch 2)"
-        ),
-    )
-    deterministic: bool = Field(
-        False, description="use deterministic kernels only; slower on a GPU"
-    )
-    log_every: int = Field(10, ge=1, description="steps between points of the training curves")
-    save_every: int = Field(0, ge=0, description="steps between checkpoints; 0: train.val_every")
+    accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
+    checkpoint_layers: bool = False
+    compile: bool = False
+    deterministic: bool = False
+    batch_per_rank: Annotated[int, Field(ge=0, le=65536)] = 0
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    log_every: Count = 10
+    save_every: CountOrZero = 0
+    allow_training_images: bool = False
 
 
-class TrainParams(TrainOptions):
-    """The keys of the section `train`, and the options of its command."""
-
+class TrainParams(Section):
     batch: Annotated[int, Field(ge=1, le=65536)]
     steps: Count
     max_keypoints: KeypointCount
@@ -163,6 +127,7 @@ class TrainParams(TrainOptions):
     rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
     negatives: Fraction
     zoom: Fraction
+    zoom_far: Fraction
     score_drop: Fraction
     dim: Annotated[int, Field(ge=8, le=1024)]
     layers: Annotated[int, Field(ge=1, le=64)]
@@ -175,6 +140,7 @@ class TrainParams(TrainOptions):
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
+    average: CountOrZero
     sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
     init_from: str
@@ -185,16 +151,6 @@ class TrainParams(TrainOptions):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
-        if self.checkpoint_layers and self.norm == "batch":
-            raise ValueError(
-                "norm = 'batch': --checkpoint-layers needs layer (running statistics would move"
-                " twice)"
-            )
-        if self.compile and self.precision == "portable":
-            raise ValueError(
-                "precision = 'portable': --compile compiles for this processor; leave it out, or"
-                " set float32"
-            )
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:
@@ -219,6 +175,7 @@ SECTIONS: Dict[str, Type[Section]] = {
     "views": Views,
     "keypoints": KeypointsParams,
     "train": TrainParams,
+    "run": RunParams,
     "evaluate": EvaluateParams,
 }
 
@@ -238,17 +195,17 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
     return flat
 
 
-def load(section: str, path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Any:
+def load(section: str, path: Path) -> Any:
     """One section of the file at `path`; all are checked. Raises RequestError."""
-    sections = load_all(path, options)
+    sections = load_all(path)
     if section not in sections:
         raise RequestError(f"{path}: the section '{section}' is missing")
     return sections[section]
 
 
-def load_all(path: Path, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
-    """Every section in the file at `path`, by name. options: `TrainOptions` from a command line."""
-    return parse(_read(path), str(path), options)
+def load_all(path: Path) -> Dict[str, Any]:
+    """Every section in the file at `path`, by name."""
+    return parse(_read(path), str(path))
 
 
 def usual_file() -> Path:
@@ -270,20 +227,14 @@ def asks_for_portable(words: Sequence[str]) -> bool:
         return False
 
 
-def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Dict[str, Any]:
+def parse(tree: Any, origin: str) -> Dict[str, Any]:
     """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for
     messages.
     """
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
     sections: Dict[str, Section] = {}
-    train = tree.get("train")
-    for name in TrainOptions.model_fields:
-        if isinstance(train, dict) and name in train:
-            raise RequestError(
-                f"{origin}: train.{name}: not a key; set it in TRAIN_OPTIONS, as {flag(name)}"
-            )
-    for name, values in _complete(tree, options).items():
+    for name, values in _complete(tree).items():
         if name not in SECTIONS:
             raise RequestError(
                 f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}"
@@ -302,23 +253,24 @@ def parse(tree: Any, origin: str, options: Mapping[str, Any] = NO_OPTIONS) -> Di
         raise RequestError(
             f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores"
         )
+    _check_run(origin, sections.get("train"), sections.get("run"))
     return sections
 
 
-def option_parser() -> Parser:
-    """Parser of `TrainOptions`; its result has only the options given."""
-    parser = Parser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    add = parser.add_argument
-    for name, field in TrainOptions.model_fields.items():
-        kind: Any = field.annotation
-        text = f"{field.description} (default: {field.default})"
-        if kind is bool:
-            add(flag(name), action="store_true", help=field.description)
-        elif get_args(kind):
-            add(flag(name), choices=get_args(kind), help=text)
-        else:
-            add(flag(name), type=kind, metavar="N", help=text)
-    return parser
+def _check_run(origin: str, train: Any, run: Any) -> None:
+    """Raises RequestError if this training cannot be computed in this way."""
+    if train is None or run is None:
+        return
+    if run.checkpoint_layers and train.norm == "batch":
+        raise RequestError(
+            f"{origin}: run.checkpoint_layers = true: needs train.norm: layer (running statistics"
+            " would move twice)"
+        )
+    if run.compile and train.precision == "portable":
+        raise RequestError(
+            f"{origin}: run.compile = true: compiles for this processor, unlike train.precision:"
+            " portable; set false, or float32"
+        )
 
 
 class Parser(argparse.ArgumentParser):
@@ -328,21 +280,14 @@ class Parser(argparse.ArgumentParser):
         raise RequestError(message)
 
 
-def flag(name: str) -> str:
-    """An option of a training as on its command line."""
-    return "--" + name.replace("_", "-")
-
-
-def _complete(tree: Dict[Any, Any], options: Mapping[str, Any]) -> Dict[Any, Any]:
-    """The tree with the views of `keypoints` and `evaluate`, and with the options of the
-    training.
-    """
+def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
+    """The tree with the views of `keypoints` and `evaluate`, and with a section `run`."""
     views = tree.get("views")
     full = dict(tree)
     if isinstance(tree.get("keypoints"), dict) and "views" in tree:
         full["keypoints"] = {"views": views, **tree["keypoints"]}
-    if isinstance(tree.get("train"), dict):
-        full["train"] = {**tree["train"], **options}
+    if "train" in tree:
+        full.setdefault("run", {})
     if isinstance(tree.get("evaluate"), dict):
         full["evaluate"] = {
             **tree["evaluate"],
@@ -404,8 +349,9 @@ def _problem(section: str, model: Type[Section], error: Any) -> str:
         owner: Any = model
         for name in path[1:]:
             owner = owner.model_fields[name].annotation
-        known = [name for name in owner.model_fields if name not in TrainOptions.model_fields]
-        return f"{key}: unknown key{_near(last, known)}"
+        if section == "train" and last in RunParams.model_fields:
+            return f"{key}: not a key of train; set run.{last}"
+        return f"{key}: unknown key{_near(last, list(owner.model_fields))}"
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if kind == "model_type":
         rule = "must hold keys with values"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
-import os
 from pathlib import Path
 from typing import List, Optional
 
@@ -94,8 +93,8 @@ def require_unseen(path: Path) -> None:
     sections = params.load_all(path)
     fetch = sections["fetch"]
     model = sections["train"].init_from
-    keep_seen = "--keep-seen" in os.environ.get("TRAIN_OPTIONS", "")
-    if fetch.source != "folder" or not model or keep_seen:
+    allowed = sections["run"].allow_training_images
+    if fetch.source != "folder" or not model or allowed:
         return
     names, held = dataset.own_splits(fetch)
     container = held[dataset.container_of("val", held)]
@@ -104,7 +103,7 @@ def require_unseen(path: Path) -> None:
         raise RequestError(
             f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"
             ' train.init_from: "" (from scratch), hold out others (VAL_IMAGES=...), or keep them'
-            " with TRAIN_OPTIONS=--keep-seen"
+            " by run.allow_training_images: true"
         )
 
 

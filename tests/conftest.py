@@ -92,7 +92,6 @@ def make_params():
     changed key by key: `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
     from pipeline import params
-    from pipeline.params import TrainOptions
 
     sections = params.load_all(ROOT / "presets/sample.yaml")
 
@@ -106,8 +105,7 @@ def make_params():
     def make(section, **changes):
         base = {"init_from": "", "precision": "float32"} if section == "train" else {}
         tree = changed({**sections[section].model_dump(), **base}, changes)
-        options = {name: tree.pop(name) for name in TrainOptions.model_fields if name in tree}
-        return params.parse({section: tree}, "params", options)[section]
+        return params.parse({section: tree}, "params")[section]
 
     return make
 

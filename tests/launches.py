@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.compat import grad_scaler
-from pipeline.train import step
-from pipeline.train.muon import Muon
-from pipeline.train.objective import MatchingObjective
+from pipeline.train import trainer
+from pipeline.train.loss import MatchingObjective
+from pipeline.train.optimizer import Muon
 from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import superglue
 from superglue_sift.network.batch import PairBatch
@@ -100,7 +100,7 @@ def launches_of_a_step(counts):
     """
     config = SuperGlueConfig(neighbours=True, sinkhorn_iterations=30)
     model = SuperGlue(config).to(META).train()
-    objective = MatchingObjective(model, 3.0, 5.0)
+    objective = MatchingObjective(model)
     optimizer = Muon(model, lr=0.1)
     scaler = grad_scaler(False)
     batch = batch_of(counts)
@@ -115,7 +115,7 @@ def launches_of_a_step(counts):
             counting.counted.clear()
             with counting:
                 optimizer.zero_grad()
-                _, values = step.backward(objective, scaler, [batch], 1.0, False)
-                step.clip_and_sum(values, optimizer, scaler)
+                _, values = trainer.backward(objective, scaler, [batch], 1.0, False)
+                trainer.clip_and_sum(values, optimizer, scaler)
                 optimizer.step()
     return counting.counted

@@ -1,6 +1,6 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
-from pipeline.params import TrainOptions, TrainParams, flag
+from pipeline.params import RunParams
 
 
 def keys_of(section, name):
@@ -8,8 +8,7 @@ def keys_of(section, name):
     keys = {}
     for key, field in section.model_fields.items():
         full = f"{name}.{key}"
-        is_option = section is TrainParams and key in TrainOptions.model_fields
-        if is_option or full == "keypoints.views":
+        if full == "keypoints.views":
             continue
         keys[full] = field
         if hasattr(field.annotation, "model_fields"):
@@ -18,22 +17,15 @@ def keys_of(section, name):
 
 
 def file_of(sections):
-    """The tree of a file with these sections: views in one place, no options of the training."""
+    """The tree of a file with these sections: views in one place. Keys of `run` may stand in
+    `train`.
+    """
     tree = {name: dict(values) for name, values in sections.items()}
-    for name in TrainOptions.model_fields:
-        tree.get("train", {}).pop(name, None)
+    train = tree.get("train", {})
+    for name in set(train) & set(RunParams.model_fields):
+        tree.setdefault("run", {})[name] = train.pop(name)
     for name in ("keypoints", "evaluate"):
         if name in tree:
             tree.setdefault("views", tree[name]["views"])
     tree.get("keypoints", {}).pop("views", None)
     return tree
-
-
-def words_of(train):
-    """The options among these values of the section `train`, as on a command line."""
-    usual = {name: field.default for name, field in TrainOptions.model_fields.items()}
-    changed = [name for name in usual if train.get(name, usual[name]) != usual[name]]
-    words = []
-    for name in changed:
-        words += [flag(name), *([] if train[name] is True else [str(train[name])])]
-    return words

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
-from made_params import file_of, words_of
+from made_params import file_of
 from made_views import made_keypoints
 
 from pipeline import tracking
+from pipeline.params import RunParams
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 from superglue_sift.network.weights import load_model_file
@@ -28,16 +29,20 @@ SMALL = {
 
 
 def request_maker(folder, make_params):
-    """`request(out, **train_keys)`: arguments of pipeline.train on views in `folder`."""
+    """`request(out, **keys)`: arguments of pipeline.train on views in `folder`, with these keys of
+    the sections `train` and `run`.
+    """
     keypoints = made_keypoints(folder / "keypoints")
 
     def make(out, **keys):
-        values = make_params("train", **{**SMALL, **keys}).model_dump()
+        keys = {**SMALL, **keys}
+        run = {name: keys.pop(name) for name in set(keys) & set(RunParams.model_fields)}
+        values = make_params("train", **keys).model_dump()
         file = folder / f"{out}.yaml"
-        file.write_text(json.dumps(file_of({"train": values})))  # JSON is YAML
+        file.write_text(json.dumps(file_of({"train": values, "run": run})))  # JSON is YAML
         words = ["--keypoints", keypoints, "--out", folder / out]
         words += ["--reports", folder / f"{out}-reports", "--params", file]
-        return [*map(str, words), *words_of(values)]
+        return [*map(str, words)]
 
     return make
 

@@ -1,9 +1,6 @@
-"""Stage 3: one training.
+"""Stage 3. Read `trainer` from top to bottom: build, loop, step, validate, save, stop.
 
-`trainer` is the loop. It takes batches from `pairs` (order, loading, augmentation), and one `step`
-of `objective` (batch to loss), `optimization` and `muon` for each; once in a while it calls
-`validation`, writes a `checkpoint` and reports to the `logger` (and its `curves`). `setup` and
-`precision` build these from the parameters; `identity` names a training, `resume` finds its folder
-and where it goes on, `published` makes it the output of the stage; `failures` explains a step that
-failed.
+It takes batches from `data`, whose pairs `augmentation` changes; their loss and the metrics of a
+validation from `loss`; learning rate, optimiser and precision from `optimizer`; where to start from
+`checkpoint`. `log` reports.
 """

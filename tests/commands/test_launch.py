@@ -61,16 +61,6 @@ class TestRequest:
         with pytest.raises(RequestError, match=r"params\.yaml: no such file"):
             launch.main(["pipeline.train", "--params", str(tmp_path / "params.yaml")])
 
-    def test_a_training_of_one_process_starts_one(self, tmp_path, monkeypatch):
-        monkeypatch.setenv("NPROC_PER_NODE", "2")
-        monkeypatch.setattr(launch, "run_stage", lambda name, rest, processes: processes)
-        bench = Workbench(tmp_path)
-        assert (
-            launch.main(["pipeline.train", *bench.arguments(), "--out", str(tmp_path / "out")]) == 2
-        )
-        for way in ("single", "dp"):
-            assert launch.main(["pipeline.train", *bench.arguments(), "--parallel", way]) == 1
-
     def test_one_node_and_several(self, monkeypatch):
         one = launch.torchrun_options(2, restarts=3)
         assert {"--nnodes=1", "--master_addr=127.0.0.1", "--max_restarts=0"} <= set(one)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from made_params import file_of, words_of
+from made_params import file_of
 from made_views import made_keypoints
 
 from pipeline import params
@@ -44,7 +44,7 @@ class Workbench:
         section.update(dict(keys))
         file = self.folder / f"params-{abs(hash(repr(keys)))}.yaml"
         file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
-        return ["--keypoints", str(self.keypoints), "--params", str(file), *words_of(section)]
+        return ["--keypoints", str(self.keypoints), "--params", str(file)]
 
     def training(self, name, keys=()):
         """The command line of one below this folder, whose reports are in NAME-r."""

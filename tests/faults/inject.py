@@ -76,17 +76,14 @@ def install():
     """Patch this process, if SG_FAULT names faults."""
     if not os.environ.get("SG_FAULT"):
         return
-    from pipeline.train import checkpoint, objective, trainer
-    from pipeline.train.pairs import loader
+    from pipeline.train import checkpoint, data, loss, trainer
 
-    _wrap(
-        loader.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1]
-    )
+    _wrap(data.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1])
     _wrap(trainer.Training, "_step", _step)
     _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])
-    _wrap(objective.MatchingObjective, "forward", _forward)
+    _wrap(loss.MatchingObjective, "forward", _forward)
     for name in ("save", "save_best"):
-        _wrap(checkpoint.Checkpoints, name, _save)
+        _wrap(checkpoint, name, _save)
     for owner, name, phase in (
         (os, "fsync", "ckpt_fsync"),
         (os, "replace", "ckpt_replace"),

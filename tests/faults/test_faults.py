@@ -102,7 +102,7 @@ def test_too_many_bad_steps_end_the_run(training):
 @pytest.mark.parametrize(
     "fault, text",
     [
-        pytest.param("oom:step=3", "set TRAIN_OPTIONS='--accumulate 2'", marks=SLOW),
+        pytest.param("oom:step=3", "set run.accumulate: 2", marks=SLOW),
         ("full:step=3,phase=ckpt_fsync", "No space left"),
     ],
 )

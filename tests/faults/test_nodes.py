@@ -68,11 +68,11 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
 
 
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
-    more = [["--log-every", str(every)] for every in (2, 4)]
-    assert run(nodes, bench.arguments(), more=more) == [2, 2]
+    files = [bench.arguments((("log_every", every),))[-2:] for every in (2, 4)]
+    assert run(nodes, bench.arguments(), more=files) == [2, 2]
     lines = "".join(map(text, nodes)).splitlines()
     (line,) = [line for line in lines if line.startswith("error")]
-    assert "rank 1 has train.log_every: 4, rank 0 2" in line
+    assert "rank 1 has log_every: 4, rank 0 2" in line
 
 
 def train_with_a_flipped_bit(argv):

@@ -19,7 +19,7 @@ from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
-from pipeline.train import setup
+from pipeline.train import trainer
 from superglue_sift.apps import cli
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import kind_of
@@ -158,11 +158,12 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
         scale_angle = False
         extractor = UPRIGHT
 
+    run = make_params("run")
     with pytest.raises(RequestError, match=r"train\.neighbours"):
-        setup.check_features(make_params("train"), Features())
+        trainer.check(make_params("train"), run, Features())
     with pytest.raises(RequestError, match=r"train\.rotation_deg"):
-        setup.check_features(make_params("train", neighbours=False, rotation_deg=90.0), Features())
-    setup.check_features(make_params("train", neighbours=False, rotation_deg=0.0), Features())
+        trainer.check(make_params("train", neighbours=False, rotation_deg=90.0), run, Features())
+    trainer.check(make_params("train", neighbours=False, rotation_deg=0.0), run, Features())
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,9 @@ from made_views import SIZE, made_image, made_store
 
 from pipeline.compat import grad_scaler
 from pipeline.keypoints.store import Store
-from pipeline.train.objective import MatchingObjective
-from pipeline.train.pairs.loader import load_batch
-from pipeline.train.pairs.order import PairOrder
-from pipeline.train.step import train_step
+from pipeline.train.data import load_batch, training_pairs
+from pipeline.train.loss import MatchingObjective
+from pipeline.train.trainer import train_step
 from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
 from superglue_sift.network.weights import fuse_for_inference, shipped_weights
 
@@ -40,20 +39,20 @@ def compute_losses(folder, **changes):
     keypoints.
     """
     store = Store(made_store(folder))
-    order = PairOrder(0, len(store), store.views_per_image)
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=30, **changes))
     with torch.no_grad():  # the zero start of the residual branches would hide most of the network
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    objective = MatchingObjective(model, 3.0, 5.0)
+    objective = MatchingObjective(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
     for step in range(STEPS):
-        batch = load_batch(store, order.step(step, 6), 48)
-        done = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
-        losses.append(done.sums["loss"] / 6)
+        pairs = training_pairs(0, len(store), store.views_per_image, 6 * step, 6 * step + 6)
+        batch = load_batch(store, pairs, 48)
+        sums, _, _ = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
+        losses.append(sums["loss"] / 6)
     return losses
 
 

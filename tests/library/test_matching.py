@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from made_pairs import RAGGED, SIZE, pairs_of, records_at, related, scrambled
 
 from pipeline.evaluate.estimators import fit_dlt
-from pipeline.train import objective
-from pipeline.train.objective import assignment_loss
+from pipeline.train.loss import MatchingObjective, assignment_loss
 from superglue_sift.geometry import two_view
 from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
@@ -105,9 +104,7 @@ class TestLoss:
         model = scrambled(SuperGlueConfig(dim=32, layers=2, neighbours=True, rotary=True)).train()
         answers = []
         for device, asked in (("cpu", "float32"), ("cuda", precision)):
-            total, parts = objective.MatchingObjective(model.to(device), 3.0, 5.0, asked)(
-                batch.to(device), wait=False
-            )
+            total, parts = MatchingObjective(model.to(device), asked)(batch.to(device), wait=False)
             gradient = torch.cat(
                 [g.flatten().cpu() for g in torch.autograd.grad(total, list(model.parameters()))]
             )
@@ -119,10 +116,10 @@ class TestLoss:
     def test_known_value(self):
         log_P = torch.log(torch.tensor([[0.5, 0.1, 0.25], [0.1, 0.2, 0.125], [0.25, 0.5, 1.0]]))
         truth = Truth(torch.tensor([[0, UNMATCHED]]), torch.tensor([[0, UNMATCHED]]))
-        loss = assignment_loss(log_P[None], truth)
-        assert loss.total.item() == pytest.approx(math.log(2) * (1 + 3 + 1) / 3)
+        loss, _, _ = assignment_loss(log_P[None], truth)
+        assert loss.item() == pytest.approx(math.log(2) * (1 + 3 + 1) / 3)
         ignored = Truth(torch.tensor([[0, IGNORED]]), torch.tensor([[0, IGNORED]]))
-        assert assignment_loss(log_P[None], ignored).total.item() == pytest.approx(math.log(2))
+        assert assignment_loss(log_P[None], ignored)[0].item() == pytest.approx(math.log(2))
 
 
 class TestHomography:

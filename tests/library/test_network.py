@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from made_pairs import RAGGED, SIZE, of_pair, pairs_of, records, related, scrambled
 
 from benchmarks import plain
-from pipeline.train import objective
-from pipeline.train.objective import assignment_loss
+from pipeline.train.loss import MatchingObjective, assignment_loss
 from superglue_sift import torch_compat
 from superglue_sift.network import batch as batches
 from superglue_sift.network import sinkhorn, superglue
@@ -312,7 +311,7 @@ class TestSuperGlue:
     def test_every_weight_receives_a_gradient(self):
         model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
         batch = related(pairs_of((20, 20)))
-        assignment_loss(model(batch), ground_truth(batch)).total.sum().backward()
+        assignment_loss(model(batch), ground_truth(batch))[0].sum().backward()
         assert not [name for name, p in model.named_parameters() if p.grad is None]
 
     def test_scale_and_angle_can_be_left_out(self):
@@ -369,7 +368,7 @@ class TestSuperGlue:
             monkeypatch.setattr(batches, "MAX_PADDING", padding)
             assert len(batch.size_classes()[1]) == classes
             model = scrambled(config).train()
-            ours = objective.MatchingObjective(model, 3.0, 5.0)
+            ours = MatchingObjective(model)
             ours.fixed_size = fixed
             total, values = ours(batch, wait=fixed is None)
             assert values["loss"].shape == (len(RAGGED),)

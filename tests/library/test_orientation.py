@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.keypoints.store import View
-from pipeline.train.pairs.augmentation import Augmentation
+from pipeline.train.augmentation import Augmentation
 from superglue_sift.features.sift import KEYPOINT, ORIENTED
 from superglue_sift.network import batch as batches
 from superglue_sift.network.batch import Pair, choose_orientations, choose_pair, from_pairs

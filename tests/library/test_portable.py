@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline import distributed
+from pipeline import distributed, params
 from pipeline.errors import RequestError
-from pipeline.train import setup
+from pipeline.train.trainer import precision_of_ranks
 from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,22 +95,22 @@ def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params
     train = make_params("train", precision="portable", dim=16, heads=2, layers=1)
     alone = distributed.Context(0, 1, torch.device("cpu"))
     environment.prepare_network()
-    assert setup.choose_precision(train, alone).precision == "float32"
+    assert precision_of_ranks(train, alone)[0] == "float32"
     for name in environment.NETWORK:
         with monkeypatch.context() as patch:
             patch.setenv(name, "")
             with pytest.raises(RequestError, match=r"portable needs .*python -m pipeline\.train"):
-                setup.choose_precision(train, alone)
+                precision_of_ranks(train, alone)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.delenv("MKL_CBWR")
-    on_gpu = setup.choose_precision(train, distributed.Context(0, 1, torch.device("cuda")))
-    assert on_gpu.precision == "float32" and "GPU of this kind" in on_gpu.reason
+    on_gpu = precision_of_ranks(train, distributed.Context(0, 1, torch.device("cuda")))
+    assert on_gpu[0] == "float32" and "GPU of this kind" in on_gpu[1]
 
 
 def test_compiled_code_is_of_one_processor(make_params):
-    make_params("train", compile=True)
-    with pytest.raises(RequestError, match=r"portable'?: --compile compiles for this processor"):
-        make_params("train", precision="portable", compile=True)
+    train = make_params("train", precision="portable").model_dump()
+    with pytest.raises(RequestError, match=r"run\.compile = true: compiles for this processor"):
+        params.parse({"train": train, "run": {"compile": True}}, "params.yaml")
 
 
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():

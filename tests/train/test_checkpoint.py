@@ -7,7 +7,7 @@ import pytest
 import torch
 from reading import read_json
 
-from pipeline.train.checkpoint import Checkpoints
+from pipeline.train import checkpoint
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 pytestmark = pytest.mark.cu111
@@ -71,22 +71,21 @@ def test_other_files_are_refused(tmp_path, content):
 
 
 def test_the_newest_two_stay_and_best_is_apart(tmp_path):
-    folder = Checkpoints(tmp_path)
     for step in (1, 2, 10):
         # Of a writer that was killed
         (tmp_path / f".step-{step:08d}.safetensors.99.tmp").write_bytes(b"half")
-        folder.save(step, {"w": torch.tensor([float(step)])}, {"step": step})
-    folder.save_best({"w": torch.zeros(1)}, {"step": 2})
+        checkpoint.save(tmp_path, step, {"w": torch.tensor([float(step)])}, {"step": step})
+    checkpoint.save_best(tmp_path, {"w": torch.zeros(1)}, {"step": 2})
     assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
         "best.safetensors",
         "step-00000002.safetensors",
         "step-00000010.safetensors",
     ]
     assert not list(tmp_path.glob(".*"))
-    assert folder.load_newest()[0][1] == {"step": 10}
+    assert checkpoint.load_newest(tmp_path)[0][1] == {"step": 10}
     newest = tmp_path / "step-00000010.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1])
-    (tensors, info), complaints = folder.load_newest()
+    (tensors, info), complaints = checkpoint.load_newest(tmp_path)
     assert info == {"step": 2} and tensors["w"].item() == 2
     assert len(complaints) == 1 and "step-00000010" in complaints[0]
-    assert Checkpoints(tmp_path / "none").load_newest() == (None, [])
+    assert checkpoint.load_newest(tmp_path / "none") == (None, [])

@@ -10,10 +10,9 @@ from made_views import made_store
 
 from pipeline.compat import grad_scaler
 from pipeline.keypoints.store import Store
-from pipeline.train import step
-from pipeline.train.objective import MatchingObjective
-from pipeline.train.pairs.loader import load_batch
-from pipeline.train.pairs.order import PairOrder
+from pipeline.train import trainer
+from pipeline.train.data import load_batch, training_pairs
+from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.superglue import SuperGlueConfig
@@ -49,7 +48,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
     """Without waiting the gradient is nan; the second attempt waits, and does that pair alone in
     the log domain.
     """
-    batch = load_batch(Store(made_store(tmp_path)), PairOrder(0, 5, 3).step(0, 3), 33)
+    batch = load_batch(Store(made_store(tmp_path)), training_pairs(0, 5, 3, 0, 3), 33)
     gradients = []
     seen = []
     steps = []
@@ -61,12 +60,12 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         model = scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
             model.final_projection.weight.mul_(6)
-        objective = MatchingObjective(model, 3.0, 5.0)
+        objective = MatchingObjective(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        monkeypatch.setattr(step, "_attempts", lambda device, attempts=attempts: attempts)
-        steps.append(step.train_step(objective, optimizer, grad_scaler(False), [batch], 3, 1))
+        monkeypatch.setattr(trainer, "_attempts", lambda device, attempts=attempts: attempts)
+        steps.append(trainer.train_step(objective, optimizer, grad_scaler(False), [batch], 3, 1))
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
         )
-    assert seen and all(done.applied for done in steps) and steps[0].sums == steps[1].sums
+    assert seen and all(not bad for _, _, bad in steps) and steps[0][0] == steps[1][0]
     assert torch.equal(*gradients)  # the running statistics moved once

@@ -9,7 +9,7 @@ from made_views import made_store
 
 from pipeline.distributed import Context
 from pipeline.keypoints.store import Store
-from pipeline.train.pairs import loader, workers
+from pipeline.train import data
 from superglue_sift.network.batch import PairBatch
 
 # Of zoomed pairs only
@@ -35,10 +35,12 @@ def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
 
     monkeypatch.setattr(PairBatch, "pin_memory", pin_memory)
     monkeypatch.setattr(PairBatch, "to", lambda batch, where: batch)
-    monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 0)  # so no processes
-    train = make_params("train", accumulate=2, max_keypoints=30)
+    monkeypatch.setattr(data, "memory_of_rank", lambda *_: 0)  # so no processes
+    train = make_params("train", max_keypoints=30)
     context = Context(0, 1, torch.device(device))
-    source = loader.StepBatches(train, Store(made_store(tmp_path / "store")), 4, context)
+    source = data.StepBatches(
+        train, make_params("run", accumulate=2), Store(made_store(tmp_path / "store")), 4, context
+    )
     steps = list(source.prefetch(range(2)))
     batches = [batch for step in steps for batch in step]
     assert len(batches) == 4 and len(copies) == locked
@@ -53,7 +55,7 @@ def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_p
     train = make_params("train", min_keypoints=4, max_keypoints=40, keypoint_drop=0, zoom=0)
     store = Store(made_store(tmp_path / "store", points=100))
     sources = [
-        loader.StepBatches(train, store, 8, Context(rank, 2, torch.device("cpu")))
+        data.StepBatches(train, make_params("run"), store, 8, Context(rank, 2, torch.device("cpu")))
         for rank in (0, 1)
     ]
     seen = set()

@@ -23,18 +23,15 @@ from pipeline import signals
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.prefetch import prefetch
-from pipeline.train.pairs import loader, workers
-from pipeline.train.pairs.order import PairOrder
-from pipeline.train.pairs.workers import StepSize
+from pipeline.train import data
 
 pytestmark = pytest.mark.cu111
 
 
 def made_by(store, step):
     """A step's batch, in a function that every start method can carry."""
-    return loader.load_batch(
-        store, PairOrder(0, len(store), store.views_per_image).step(step, 4), 30
-    )
+    pairs = data.training_pairs(0, len(store), store.views_per_image, 4 * step, 4 * step + 4)
+    return data.load_batch(store, pairs, 30)
 
 
 def reported(step):
@@ -51,7 +48,7 @@ def sleeping(step):
 def test_processes_make_what_a_thread_makes(tmp_path, start_method):
     make = partial(made_by, Store(made_store(tmp_path / "store")))
     by_thread = list(prefetch(make, range(5)))
-    by_processes = list(workers.prefetch(make, range(5), 2, start_method))
+    by_processes = list(data.prefetch_by_processes(make, range(5), 2, start_method))
     for one, other in zip(by_thread, by_processes):
         assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
     assert len(by_processes) == 5 and not multiprocessing.active_children()
@@ -59,7 +56,7 @@ def test_processes_make_what_a_thread_makes(tmp_path, start_method):
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
 def test_they_leave_signals_to_the_training(number):
-    source = workers.prefetch(reported, range(20), 2)
+    source = data.prefetch_by_processes(reported, range(20), 2)
     first, _ = next(source)
     for process in multiprocessing.active_children():
         os.kill(process.pid, number)
@@ -67,15 +64,15 @@ def test_they_leave_signals_to_the_training(number):
 
 
 def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
-    source = workers.prefetch(reported, range(1000), 2)
+    source = data.prefetch_by_processes(reported, range(1000), 2)
     pid, _ = next(source)
     with pytest.raises(RuntimeError) as error:
         os.kill(pid, signal.SIGKILL)  # torch's handler may raise in this very line
         list(source)
-    assert workers.a_process_died(error.value)
+    assert data.a_process_died(error.value)
     with pytest.raises(RuntimeError) as error:
-        list(workers.prefetch(raising, range(3), 1))
-    assert not workers.a_process_died(error.value) and "not the loader" in str(error.value)
+        list(data.prefetch_by_processes(raising, range(3), 1))
+    assert not data.a_process_died(error.value) and "not the loader" in str(error.value)
     assert not multiprocessing.active_children()
 
 
@@ -92,8 +89,8 @@ def killed_while_it_asks_whether_to_end(step):
 
 def lose_a_process():
     with pytest.raises(RuntimeError) as error:
-        list(workers.prefetch(killed_while_it_asks_whether_to_end, range(3), 1))
-    assert workers.a_process_died(error.value)
+        list(data.prefetch_by_processes(killed_while_it_asks_whether_to_end, range(3), 1))
+    assert data.a_process_died(error.value)
 
 
 def test_one_killed_at_a_bad_moment_leaves_no_lock():
@@ -115,7 +112,7 @@ def left_while_it_hands_over(step):
 
 
 def test_one_whose_main_process_left_prints_no_traceback(capfd):
-    assert list(workers.prefetch(left_while_it_hands_over, [0], 1)) == [None]
+    assert list(data.prefetch_by_processes(left_while_it_hands_over, [0], 1)) == [None]
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -126,7 +123,7 @@ def raising(step):
 def test_they_end_with_a_training_that_is_killed():
     code = (
         "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_loader_processes import"
-        " *\nsource = workers.prefetch(sleeping, range(9), 2); print(next(source),"
+        " *\nsource = data.prefetch_by_processes(sleeping, range(9), 2); print(next(source),"
         " flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     tests = os.path.dirname(__file__)
@@ -140,15 +137,15 @@ class TestRoom:
     crash on 2 GiB.
     """
 
-    STEP = StepSize(pairs=512, keypoints=1024, record=280)
+    BYTES = data.size_of_step(512, 1024, 280)
 
     def test_fewer_processes_where_shared_memory_is_short(self):
-        fit = partial(workers.fit, 4, self.STEP, files=1024)
-        assert self.STEP.bytes == pytest.approx(512 * 2 * 1024 * 280, rel=1e-3)  # 294 MB
+        fit = partial(data.fit, 4, self.BYTES, data.TENSORS, files=1024)
+        assert pytest.approx(512 * 2 * 1024 * 280, rel=1e-3) == self.BYTES  # 294 MB
         assert fit(4 << 30) == 4  # 10 steps: 2.9 GB
         assert fit(2 << 30) == 2  # 6 steps: 1.76 GB
         assert fit(64 << 20) == 0  # Docker's: a thread
-        assert workers.fit(0, self.STEP, 4 << 30, 1024) == 0
+        assert data.fit(0, self.BYTES, data.TENSORS, 4 << 30, 1024) == 0
 
     @settings(max_examples=100)
     @given(
@@ -159,20 +156,21 @@ class TestRoom:
         st.integers(128, 4096),
     )
     def test_they_never_take_more_than_there_is(self, most, pairs, keypoints, memory, files):
-        step = StepSize(pairs, keypoints, 280)
-        found = workers.fit(most, step, memory, files)
+        step = data.size_of_step(pairs, keypoints, 280)
+        found = data.fit(most, step, data.TENSORS, memory, files)
         assert 0 <= found <= most
-        steps = workers.steps_in_memory(found)
+        steps = data.steps_in_memory(found)
         if found:
-            assert steps * step.bytes <= memory and steps * step.files + 128 <= files
+            assert steps * step <= memory and steps * data.TENSORS + 128 <= files
 
     def test_the_environment_asks(self, monkeypatch, capsys):
-        choose = partial(workers.choose_processes, torch.device("cpu"), StepSize(4, 30, 280))
+        size = data.size_of_step(4, 30, 280)
+        choose = partial(data.choose_processes, torch.device("cpu"), size, data.TENSORS)
         assert choose() == 0
         monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 1 << 30)
+        monkeypatch.setattr(data, "memory_of_rank", lambda *_: 1 << 30)
         assert choose() == 3 and not capsys.readouterr().out
-        monkeypatch.setattr(workers, "memory_of_rank", lambda *_: 6 * choose.args[1].bytes)
+        monkeypatch.setattr(data, "memory_of_rank", lambda *_: 6 * size)
         assert choose() == 2
         assert "2 process(es) instead of 3" in capsys.readouterr().out
         monkeypatch.setenv("SG_LOADER_PROCESSES", "many")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from processes import in_group
 
-from pipeline.train.muon import Muon, blocks, orthogonalize
+from pipeline.train.optimizer import Muon, blocks, orthogonalize
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111

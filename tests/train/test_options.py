@@ -12,14 +12,13 @@ from made_trainings import leave_mlflow_out
 from made_views import made_store
 from reading import read_json
 
-from pipeline import distributed, params
+from pipeline import distributed
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
-from pipeline.train import setup
-from pipeline.train.objective import DataParallelObjective, MatchingObjective
-from pipeline.train.pairs.loader import load_batch
-from pipeline.train.pairs.order import PairOrder
+from pipeline.train import trainer
+from pipeline.train.data import load_batch, training_pairs
+from pipeline.train.loss import MatchingObjective
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import load_model_file
 from superglue_sift.torch_compat import can_compile
@@ -54,7 +53,7 @@ def usual(tmp_path_factory):
 
 def one_batch(folder, keypoints=40):
     store = Store(made_store(folder))
-    return load_batch(store, PairOrder(0, 5, 3).step(0, 6), keypoints)
+    return load_batch(store, training_pairs(0, 5, 3, 0, 6), keypoints)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +77,7 @@ def one_batch(folder, keypoints=40):
         {"batch_per_rank": 4},
         {"sinkhorn_iterations": 5},
         {"seed": 1},
+        {"zoom": 0.9, "zoom_far": 1.0},
     ],
     ids=str,
 )
@@ -90,28 +90,11 @@ def test_the_same_keys_give_the_same_weights(bench, usual):
     assert np.array_equal(usual, weights(run(bench)))
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [{"accumulate": 2}, {"checkpoint_layers": True}, {"parallel": "single"}, {"parallel": "dp"}],
-    ids=str,
-)
+@pytest.mark.parametrize("keys", [{"accumulate": 2}, {"checkpoint_layers": True}], ids=str)
 def test_ways_of_computing_change_nothing_but_rounding(bench, usual, keys):
     changed = weights(run(bench, **keys))
     # Adam divides by the size of the gradient: where that is only rounding, so is the step
     assert np.abs(usual - changed).max() < 2e-3 and np.median(np.abs(usual - changed)) < 1e-6
-
-
-def test_data_parallel_is_torchs(bench, tmp_path):
-    section = load(bench, parallel="dp")
-    parts = setup.build(section, distributed.start())
-    assert isinstance(parts.ddp_model, DataParallelObjective)
-    assert isinstance(parts.ddp_model.parallel, torch.nn.DataParallel)
-    batch = one_batch(tmp_path / "store")
-    assert parts.ddp_model(batch)[0].item() == pytest.approx(
-        parts.objective(batch)[0].item(), rel=1e-6
-    )
-    with pytest.raises(RequestError, match="NPROC_PER_NODE=1"):
-        setup.global_batch(section, 2)
 
 
 @pytest.mark.gpu
@@ -121,16 +104,15 @@ def test_float16_scales_the_loss(bench):
     assert info["scaler"]["scale"] > 1
 
 
-def load(bench, **keys):
-    args = train.parse(bench.arguments(tuple(keys.items())))
-    return params.load("train", args.params, train.options_of(args))
+def build(bench, **keys):
+    """What `trainer.build` returns for the training with these keys."""
+    _, sections = train.parse(bench.arguments(tuple(keys.items())))
+    return trainer.build(sections["train"], sections["run"], distributed.start(), "float32")
 
 
 def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
     batch = one_batch(tmp_path)
-    objective = MatchingObjective(
-        SuperGlue(SuperGlueConfig(dim=32, layers=1)), 3.0, 5.0, "bfloat16"
-    )
+    objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), "bfloat16")
     kinds = {}
     layer = objective.model.cross_attention[0]
     layer.mlp.register_forward_hook(lambda _, __, out: kinds.update(layer=out.dtype))
@@ -146,9 +128,7 @@ def test_recomputing_layers_keeps_less(tmp_path):
     gradients = {}
     for recompute in (False, True):
         torch.manual_seed(0)
-        objective = MatchingObjective(
-            SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)), 3.0, 5.0
-        )
+        objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)))
         objective.model.recompute = recompute
         kept[recompute] = 0
 
@@ -165,9 +145,9 @@ def test_recomputing_layers_keeps_less(tmp_path):
 
 
 def test_frozen_weights_stay(bench):
-    before = setup.build(load(bench), distributed.start())
+    state = build(bench)[2]
     tensors = run(bench, freeze=["keypoint_encoder.*", "dustbin"])
-    for name, value in before.state.model.state_dict().items():
+    for name, value in state.model.state_dict().items():
         if name.startswith(("keypoint_encoder.", "dustbin", "final_projection.weight")):
             same = torch.equal(tensors[f"model.{name}"], value)
             assert same == (not name.startswith("final_projection")), name
@@ -188,34 +168,22 @@ def test_deterministic_kernels(bench):
 def test_compiled_layers_compute_the_same(bench, tmp_path):
     if not can_compile() or not shutil.which("g++"):
         pytest.skip("needs torch 2 and a C++ compiler")
-    batch = one_batch(tmp_path / "store", load(bench).max_keypoints)
+    batch = one_batch(tmp_path / "store", 24)  # `max_keypoints` of the workbench
     losses = {}
     for compiled in (False, True):
-        parts = setup.build(load(bench, compile=compiled), distributed.start())
-        losses[compiled] = parts.objective(batch)[0].item()
-        assert ("describe" in vars(parts.objective.model)) is compiled
+        objective = build(bench, compile=compiled)[0]
+        losses[compiled] = objective(batch)[0].item()
+        assert ("describe" in vars(objective.model)) is compiled
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
 
 
-def test_an_option_is_not_taken_for_a_longer_one():
-    with pytest.raises(RequestError, match="unrecognized arguments: --batch 8"):
-        train.main(["--batch", "8"])  # neither train.batch nor --batch-per-rank
-
-
-def test_options_come_from_the_environment_too(monkeypatch):
-    monkeypatch.setenv("TRAIN_OPTIONS", "--save-every 7 --compile --fresh")
-    args = train.parse(["--save-every", "5"])
-    assert (args.save_every, args.compile, args.fresh) == (5, True, True)
-    for words, said in (
-        ("--savevery 7", "unrecognized arguments: --savevery 7"),
-        ("'", "No closing quotation"),
-        ("--parallel x", "argument --parallel: invalid choice: 'x'"),
-    ):
-        monkeypatch.setenv("TRAIN_OPTIONS", words)
-        with pytest.raises(RequestError, match=f"TRAIN_OPTIONS: {said}"):
-            train.parse([])
-
-
-def test_options_that_exclude_each_other(make_params):
-    with pytest.raises(RequestError, match="--checkpoint-layers"):
-        make_params("train", checkpoint_layers=True, norm="batch")
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"checkpoint_layers": True, "norm": "batch"}, r"run\.checkpoint_layers = true: needs"),
+        ({"compile": True, "precision": "portable"}, r"run\.compile = true: compiles for this"),
+    ],
+)
+def test_options_that_exclude_each_other(bench, keys, message):
+    with pytest.raises(RequestError, match=message):
+        run(bench, **keys)

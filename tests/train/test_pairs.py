@@ -11,15 +11,8 @@ from made_views import SIZE, made_records, made_store
 
 from pipeline.keypoints.store import Store, View
 from pipeline.prefetch import prefetch
-from pipeline.train.pairs.augmentation import Augmentation, make_mosaic
-from pipeline.train.pairs.loader import load_batch
-from pipeline.train.pairs.order import (
-    NO_AUGMENTATION,
-    PairOrder,
-    Sample,
-    rank_slice,
-    validation_pairs,
-)
+from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
+from pipeline.train.data import Sample, load_batch, rank_slice, training_pairs, validation_pairs
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
 from superglue_sift.network.superglue import TYPICAL_SCORE
@@ -41,18 +34,15 @@ class TestOrder:
         epoch=st.integers(0, 3),
     )
     def test_an_epoch_shows_every_image_once(self, seed, images, views, epoch):
-        order = PairOrder(seed, images, views)
-        samples = [order.sample(p) for p in range(epoch * images, (epoch + 1) * images)]
+        samples = training_pairs(seed, images, views, epoch * images, (epoch + 1) * images)
         assert sorted(s.image for s in samples) == list(range(images))
         assert all(s.view0 != s.view1 and max(s.view0, s.view1) < views for s in samples)
 
     @settings(max_examples=30)
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
     def test_position_alone_decides(self, positions):
-        one = PairOrder(3, 17, 4)
-        assert [one.sample(p) for p in positions] == [
-            PairOrder(3, 17, 4).sample(p) for p in positions
-        ]
+        whole = training_pairs(3, 17, 4, 0, 201)
+        assert [training_pairs(3, 17, 4, p)[0] for p in positions] == [whole[p] for p in positions]
 
     @settings(max_examples=50)
     @given(count=st.integers(0, 50), world_size=st.integers(1, 9))

@@ -7,7 +7,7 @@ import torch
 
 from pipeline import compat, distributed
 from pipeline.errors import RequestError
-from pipeline.train import precision, setup
+from pipeline.train import optimizer, trainer
 from pipeline.train.checkpoint import TrainState
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -15,6 +15,18 @@ pytestmark = pytest.mark.cu111
 
 AMX = {"avx512f", "avx512_bf16", "amx_bf16", "amx_tile"}
 NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """`choose(asked, capability, flags)`: the precision on a GPU of this capability, or a CPU."""
+
+    def call(asked, capability, flags, before=""):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+        device = torch.device("cuda" if capability else "cpu")
+        return optimizer.choose_precision(asked, device, before, flags)
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -31,74 +43,54 @@ NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4
         (None, set(), "float32"),
     ],
 )
-def test_auto_takes_what_is_fast_on_the_device(capability, flags, expected):
-    found = precision.resolve("auto", capability, flags)
-    assert found.precision == expected and found.reason.startswith("auto")
+def test_auto_takes_what_is_fast_on_the_device(choose, capability, flags, expected):
+    found, reason = choose("auto", capability, flags)
+    assert found == expected and reason.startswith("auto")
     if capability:
-        assert "{}.{}".format(*capability) in found.reason
-    assert precision.resolve("float32", capability, flags).precision == "float32"
+        assert "{}.{}".format(*capability) in reason
+    assert choose("float32", capability, flags)[0] == "float32"
 
 
-def test_bfloat16_on_a_card_before_ampere_is_refused_in_one_line():
+def test_what_a_device_cannot_do(choose):
     with pytest.raises(
         RequestError,
         match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto",
     ):
-        precision.resolve("bfloat16", (7, 5), AMX)
-    assert precision.resolve("bfloat16", (8, 0), NO_AMX).precision == "bfloat16"
-    # Asked for is asked for
-    assert precision.resolve("bfloat16", None, NO_AMX).precision == "bfloat16"
+        choose("bfloat16", (7, 5), AMX)
+    assert choose("bfloat16", (8, 0), NO_AMX)[0] == "bfloat16"
+    # what is asked for is done, also where it is slow
+    assert choose("bfloat16", None, NO_AMX)[0] == "bfloat16"
+    found, reason = choose("float16", None, AMX)
+    assert found == "float32" and "does nothing" in reason
+    assert choose("float16", (8, 0), AMX)[0] == "float16"
 
 
-def test_float16_on_a_cpu_says_that_it_does_nothing():
-    found = precision.resolve("float16", None, AMX)
-    assert found.precision == "float32" and "does nothing" in found.reason
-    assert precision.resolve("float16", (8, 0), AMX).precision == "float16"
-
-
-def test_ranks_on_different_devices_agree_on_what_all_can_do(make_params, monkeypatch):
-    cards = [(9, 0), (7, 5), (8, 6)]
-    gathered = [tuple(precision.resolve("auto", card, NO_AMX)) for card in cards]
+def test_ranks_on_different_devices_agree_on_what_all_can_do(choose, make_params, monkeypatch):
+    gathered = [choose("auto", card, NO_AMX) for card in [(9, 0), (7, 5), (8, 6)]]
     monkeypatch.setattr(distributed, "all_gather", lambda own: [own, *gathered])
     monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(AMX))
-    train = make_params("train", precision="auto", dim=16, heads=2)
-    parts = setup.build(train, distributed.start())
-    assert parts.objective.precision == "float16"
-    assert "7.5" in str(setup.choose_precision(train, distributed.start()))
-
-
-def test_what_does_nothing_here_is_said(make_params):
-    keys = {"precision": "float16", "parallel": "dp", "dim": 16, "heads": 2, "layers": 1}
-    parts = setup.build(
-        make_params("train", **keys), distributed.Context(0, 1, torch.device("cpu"))
-    )
-    assert parts.objective.precision == "float32" and not parts.state.scaler.is_enabled()
-    said = "\n".join(parts.messages)
-    assert torch.cuda.device_count() > 1 or "--parallel dp does nothing" in said
+    alone = distributed.Context(0, 1, torch.device("cpu"))
+    found, reason = trainer.precision_of_ranks(make_params("train", precision="auto"), alone)
+    assert found == "float16" and "7.5" in reason
 
 
 @pytest.mark.parametrize(
-    ("asked", "before", "now", "gpu", "flags", "expected"),
+    "asked, before, capability, flags, expected",
     [
-        ("auto", "float32", precision.Choice("bfloat16", "auto: dim"), False, NO_AMX, "float32"),
-        ("auto", "bfloat16", precision.Choice("float32", "auto: dim"), False, NO_AMX, "bfloat16"),
-        ("auto", "float16", precision.Choice("float32", "auto: no AMX"), False, NO_AMX, "float32"),
-        ("auto", "float32", precision.Choice("bfloat16", "auto: Ampere"), True, NO_AMX, "bfloat16"),
-        ("float32", "bfloat16", precision.Choice("float32", "as asked"), False, AMX, "float32"),
+        ("auto", "float32", None, AMX, "float32"),
+        ("auto", "bfloat16", None, NO_AMX, "bfloat16"),
+        ("auto", "bfloat16", None, set(), "float32"),
+        ("auto", "float16", None, NO_AMX, "float32"),
+        ("auto", "float32", (8, 0), NO_AMX, "bfloat16"),
+        ("float32", "bfloat16", None, AMX, "float32"),
     ],
 )
 def test_a_resumed_training_keeps_its_precision_on_a_cpu_that_has_it(
-    asked, before, now, gpu, flags, expected
+    choose, asked, before, capability, flags, expected
 ):
-    found = precision.resume(asked, before, now, gpu, flags)
-    assert found.precision == expected
-    if expected == before:
-        assert (
-            f"from scratch it would be {now.precision}: " in found.reason
-            and found.reason.count("auto: ") == 1
-        )
-    else:
-        assert found == now
+    found, reason = choose(asked, capability, flags, before)
+    assert found == expected and reason.count("auto: ") == (asked == "auto")
+    assert ("as before; from scratch it would be" in reason) == (found == before)
 
 
 @pytest.mark.parametrize("before, after", [({"scale": 1024.0}, 1024.0), ({}, 65536.0)])
@@ -135,9 +127,6 @@ def test_compile_without_a_compiler_is_refused_in_one_line(make_params, monkeypa
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with pytest.raises(
-        RequestError, match=r"--compile: .*; install it, or leave out --compile"
-    ) as error:
-        setup.check_device(make_params("train", compile=True))
+    with pytest.raises(RequestError, match=r"run\.compile: .*; install it, or set false") as error:
+        trainer.check(make_params("train"), make_params("run", compile=True), None)
     assert names in str(error.value) or not compat.can_compile()
-    setup.check_device(make_params("train"))

@@ -8,7 +8,7 @@ from reading import read_files, read_json
 
 from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
-from pipeline.train import identity, trainer
+from pipeline.train import checkpoint, trainer
 from superglue_sift.network.weights import load_model_file
 
 
@@ -151,8 +151,8 @@ class TestPublished:
         """Its curves are in the checkpoints, or still where they were written."""
         assert train.main(request_of("run")) == 0
         best = (tmp_path / "run/best.safetensors").read_bytes()
-        for checkpoint in home(tmp_path / "run").glob("step-*"):
-            checkpoint.unlink()
+        for file in home(tmp_path / "run").glob("step-*"):
+            file.unlink()
         if others:
             assert train.main(request_of("run", lr=0.001)) == 0
         (tmp_path / "run/best.safetensors").unlink()
@@ -178,42 +178,10 @@ def model_of(out):
     }
 
 
-OF_REPORTS = ("log_every", "save_every", "val_every", "val_pairs")
-
-
 class TestWhatMayChange:
     """A training resumes where its weights so far are those that the new parameters would have
     given.
     """
-
-    @pytest.mark.parametrize(
-        "before, step, after, fits",
-        [
-            (
-                {"schedule": "constant_decay", "decay_start": 99},
-                50,
-                {"steps": 500, "decay_start": 200},
-                True,
-            ),
-            ({"schedule": "constant_decay", "decay_start": 40}, 50, {"decay_start": 50}, False),
-            ({"schedule": "wsd", "decay_start": 60}, 50, {"steps": 500, "decay_start": 450}, True),
-            ({"schedule": "cosine"}, 50, {"steps": 500}, False),
-            ({"schedule": "cosine"}, 50, {"decay_start": 7}, True),  # which it does not read
-            ({}, 50, {"lr": 0.001}, False),
-            ({}, 50, dict.fromkeys(OF_REPORTS, 7), True),
-            ({}, 50, {"accumulate": 2, "compile": True, "checkpoint_layers": True}, True),
-            ({"norm": "batch"}, 50, {"accumulate": 2}, False),  # statistics of half as many pairs
-            ({}, 50, {"batch": 16}, False),
-        ],
-    )
-    def test_what_decides_the_weights_so_far(self, make_params, before, step, after, fits):
-        usual = {"steps": 100, "warmup_steps": 10, "init_from": ""}
-        saved, ours = (
-            identity.fingerprint(make_params("train", **keys), "data", 1)
-            for keys in ({**usual, **before}, {**usual, **before, **after})
-        )
-        assert (identity.misfits(saved, ours, step) == []) is fits
-        assert len(identity.changes(saved, ours)) == len(after)
 
     def test_what_only_reports_may_change_at_any_time(
         self, tmp_path, request_of, output_of, monkeypatch
@@ -223,7 +191,7 @@ class TestWhatMayChange:
         printed = output_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)
         printed = printed.splitlines()
         assert "resuming at step 4 of 6" in printed
-        assert "train.save_every changed on resume: 2 -> 5" in printed
+        assert "train.val_every changed on resume: 3 -> 2" in printed
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
         best = about_best(tmp_path)
         # Also a best model of before, which was chosen on four
@@ -240,24 +208,43 @@ class TestWhatMayChange:
         best = about_best(tmp_path)
         assert best["validation"]["pairs"] == 3 and best["step"] <= 4  # still those of before
 
-    def test_a_finished_training_goes_on_for_longer(self, tmp_path, request_of, output_of):
+    def test_a_finished_training_is_continued_with_a_longer_schedule(
+        self, tmp_path, request_of, output_of, monkeypatch
+    ):
         constant = {"schedule": "constant_decay", "decay_start": 99}
         assert train.main(request_of("whole", **constant, steps=9)) == 0
         assert train.main(request_of("run", **constant)) == 0
-        named = about_best(tmp_path)["training"]
-        printed = output_of("run", **constant, steps=9)
-        assert "resuming at step 6 of 9" in printed
-        assert "train.steps changed on resume: 6 -> 9" in printed
+        short = home(tmp_path / "run")
+        before = read_files(short)
+        longer = [*request_of("run", **constant, steps=9), "--continue", str(short)]
+        saved = interrupt(longer, monkeypatch, step=8)
+        assert saved and "resuming at step 8 of 9" in output_of("run", **constant, steps=9)
         assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
-        best = about_best(tmp_path)
-        assert best["finished"] and best["training"] == named  # it stays in its run of MLflow
+        assert read_files(short) == before
+        names = [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()]
+        assert about_best(tmp_path)["training"] in names and len(names) == 2
+
+    @pytest.mark.parametrize(
+        "keys, message",
+        [
+            ({"lr": 0.002, "dim": 32}, r"it was trained with train\.dim: 16, not 32; only train"),
+            ({"steps": 5}, r"it has 6 steps; raise train\.steps above them"),
+        ],
+    )
+    def test_only_a_longer_schedule_is_continued(self, tmp_path, request_of, keys, message):
+        assert train.main(request_of("run")) == 0
+        folder = ["--continue", str(home(tmp_path / "run"))]
+        with pytest.raises(RequestError, match=message):
+            train.check([*request_of("run", **keys), *folder], 1)
+        with pytest.raises(RequestError, match="no undamaged checkpoint"):
+            train.check([*request_of("run", **keys), "--continue", str(tmp_path)], 1)
 
     def test_other_versions_and_code_are_said_and_recorded(
         self, tmp_path, request_of, output_of, monkeypatch, capsys
     ):
 
         def under(torch, code):
-            monkeypatch.setattr(identity, "versions", lambda: {"torch": torch, "code": code})
+            monkeypatch.setattr(checkpoint, "versions", lambda: {"torch": torch, "code": code})
 
         under("1.0", "abc")
         interrupt(request_of("run"), monkeypatch, step=2)

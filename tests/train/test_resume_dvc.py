@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_params import file_of, words_of
+from made_params import file_of
 from made_trainings import SMALL
 from made_views import made_keypoints
 from reading import read_files, read_yaml
@@ -41,12 +41,14 @@ class Clone:
 
     def set_params(self, **keys):
         """Write params.yaml with these keys of `train`."""
+        values = {**SMALL, **keys}
+        run = {name: values.pop(name) for name in ("log_every", "save_every")}
         sections = {
-            "train": self.make_params("train", **{**SMALL, **keys}).model_dump(),
+            "train": self.make_params("train", **values).model_dump(),
+            "run": run,
             "keypoints": self.make_params("keypoints").model_dump(),
         }
         (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
-        self.options = " ".join(words_of(sections["train"]))
 
     def run(self, *command, code=0, **environment):
         own = {
@@ -54,7 +56,6 @@ class Clone:
             "DVC_NO_ANALYTICS": "true",
             "PYTHONPATH": f"{ROOT}/tests/faults/start:{ROOT}",
             "OMP_NUM_THREADS": "1",
-            "TRAIN_OPTIONS": self.options,
         }
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         env = {**os.environ, **own, **environment}

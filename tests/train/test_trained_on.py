@@ -153,8 +153,8 @@ def training(tmp_path, make_params, mlflow_store):
             shard["photographs"] = [str(first + number) for number in range(len(shard["images"]))]
         (folder / split / store.INDEX).write_text(json.dumps(content))
 
-    def make(init_from, *more):
-        one_step = {"steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2}
+    def make(init_from, *more, **keys):
+        one_step = {"steps": 1, "val_every": 1, "val_pairs": 6, "batch": 2, **keys}
         return [*request_of("run", init_from=str(init_from), **one_step), *more]
 
     return make
@@ -186,8 +186,9 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
 def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys):
     trained_on.write(begun_from, ["100", "102"])
     said = []
-    for more in ([], ["--keep-seen"]):
-        assert train.main(training(begun_from, "--validate-only", *more)) == 0
+    for allowed in (False, True):
+        words = training(begun_from, "--validate-only", allow_training_images=allowed)
+        assert train.main(words) == 0
         said.append(capsys.readouterr().out)
     assert f"validation: 2 of 3 photographs left out: {begun_from} was trained on them" in said[0]
     assert f"validation: 2 of 3 photographs are from the training of {begun_from}" in said[1]

@@ -17,11 +17,10 @@ from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
-from pipeline.train import optimization, precision, trainer
-from pipeline.train.objective import MatchingObjective
-from pipeline.train.pairs.loader import load_batch, split_evenly
-from pipeline.train.pairs.order import PairOrder
-from pipeline.train.step import train_step
+from pipeline.train import optimizer
+from pipeline.train.data import load_batch, split_evenly, training_pairs
+from pipeline.train.loss import MatchingObjective, Validation
+from pipeline.train.trainer import train_step
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import save_model_file
 
@@ -33,7 +32,6 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
     step.
     """
     store = Store(folder)
-    samples = PairOrder(0, len(store), store.views_per_image)
     torch.manual_seed(seed)
     model = SuperGlue(SuperGlueConfig(dim=32, layers=2, norm=norm, sinkhorn_iterations=20))
     with torch.no_grad():  # the zero start of the residual branches would hide most gradients
@@ -41,18 +39,20 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
     synchronize(model, distributed.differentiable_sum)
-    objective = distributed.wrap(MatchingObjective(model, 3.0, 5.0))
+    objective = distributed.wrap(MatchingObjective(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pairs = sum(shares)
     for step in range(2):
         begin = sum(shares[: context.rank])
-        own = samples.step(step, pairs)[begin : begin + shares[context.rank]]
+        begin += step * pairs
+        views = store.views_per_image
+        own = training_pairs(0, len(store), views, begin, begin + shares[context.rank])
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
-        with mock.patch("pipeline.train.step.CLIP_NORM", UNCLIPPED):
-            result = train_step(
+        with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
+            _, norm, _ = train_step(
                 objective, optimizer, grad_scaler(False), batches, pairs, context.world_size
             )
-        assert result.applied and result.grad_norm > 0
+        assert 0 < norm < np.inf
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
 
@@ -95,7 +95,7 @@ class TestGradients:
         """More processes than pairs: such a rank takes part in every exchange."""
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
         batch = load_batch(Store(made_store(tmp_path)), [], 32)
-        total, parts = MatchingObjective(model, 3.0, 5.0)(batch, wait)
+        total, parts = MatchingObjective(model)(batch, wait)
         total.sum().backward()
         assert total.item() == 0 and parts["loss"].shape == (0,)
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
@@ -103,9 +103,10 @@ class TestGradients:
 
 class TestOptimization:
     def test_learning_rates(self, make_params):
-        def rates(steps, **keys):
+        def rates(steps, scaling="none", **keys):
+            run = make_params("run", lr_scaling=scaling)
             section = make_params("train", lr=1.0, warmup_steps=2, steps=10, **keys)
-            return [optimization.learning_rate(section, s, 4) for s in steps]
+            return [optimizer.learning_rate(section, run, s, 4) for s in steps]
 
         assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx(
             [0.5, 1.0, 1.0, 0.5, 0.0]
@@ -116,7 +117,7 @@ class TestOptimization:
         )
         wsd = {"schedule": "wsd", "decay_start": 4}
         assert rates([1, 2, 4, 7, 10], **wsd) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-        assert rates([2], lr_scaling="linear") == [4.0] and rates([2], lr_scaling="sqrt") == [2.0]
+        assert rates([2], "linear") == [4.0] and rates([2], "sqrt") == [2.0]
 
     @pytest.mark.parametrize(
         "keys", [{}, {"norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
@@ -145,20 +146,22 @@ class TestOptimization:
     def test_auto_keeps_its_precision_where_the_cpu_has_it(
         self, tmp_path, request_of, monkeypatch, capsys, able
     ):
-        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("bfloat16", "auto: AMX"))
+        monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset({optimizer.AMX}))
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run", precision="auto")) == 143
         saved = read_json(home(tmp_path / "run") / "step-00000003.json")
-        assert (saved["precision"], saved["precision_reason"]) == ("bfloat16", "auto: AMX")
-        monkeypatch.setattr(precision, "on", lambda *_: precision.Choice("float32", "auto: no AMX"))
+        assert (saved["precision"], saved["precision_reason"]) == (
+            "bfloat16",
+            "auto: this CPU has AMX",
+        )
         monkeypatch.setattr(
-            compat, "cpu_flags", lambda: frozenset({precision.AVX512} if able else ())
+            compat, "cpu_flags", lambda: frozenset({optimizer.AVX512} if able else ())
         )
         assert train.main(request_of("run", precision="auto")) == 0
         said = capsys.readouterr().out
-        assert ("from scratch it would be float32: no AMX" in said) == able
-        assert ("precision changed on resume: bfloat16 -> float32 (auto: no AMX)" in said) != able
+        assert ("from scratch it would be float32: this CPU" in said) == able
+        assert ("precision changed on resume: bfloat16 -> float32 (auto: this CPU" in said) != able
         now = read_json(tmp_path / "run/best.json")["precision"]
         assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
 
@@ -169,7 +172,7 @@ class TestRequests:
         (tmp_path / "run-reports/curves/train.csv").write_text("of another training\n")
         assert train.main(request_of("run", steps=30, val_every=15, lr=0.003, dim=32)) == 0
         metrics = read_json(tmp_path / "run-reports/metrics.json")
-        assert metrics["step"] == 30 and metrics["val_pairs"] == 4 and 0 < metrics["val_f1"] <= 1
+        assert metrics["step"] == 30 and 0 < metrics["f1"] <= 100
         rows = (tmp_path / "run-reports/curves/train.csv").read_text().splitlines()
         assert len(rows) == 16
         lines = (tmp_path / "run-reports/curves/validation.csv").read_text().splitlines()
@@ -182,15 +185,10 @@ class TestRequests:
         "keys, world_size, message",
         [
             (
-                {"parallel": "single"},
-                3,
-                r"--parallel single runs in one process: set NPROC_PER_NODE=1",
-            ),
-            (
                 {"init_from": "none.safetensors"},
                 1,
                 r"train\.init_from: none\.safetensors: no such file",
-            ),
+            )
         ],
     )
     def test_wrong_requests_name_the_fix(self, request_of, keys, world_size, message):
@@ -255,7 +253,7 @@ class TestRequests:
     ):
         values = dict.fromkeys(("loss", "precision", "recall", "threshold", "pairs"), 0.5)
         answers = iter(f1)
-        monkeypatch.setattr(trainer, "validate", lambda *_: {**values, "f1": next(answers)})
+        monkeypatch.setattr(Validation, "metrics", lambda *_: {**values, "f1": next(answers)})
         begin("run", lambda config: {}, {})
         said = capsys.readouterr().out.splitlines()
         about = [line for line in said if line.startswith("validation kept the weights of")]
@@ -265,10 +263,10 @@ class TestRequests:
         self, tmp_path, begin, monkeypatch
     ):
         """It is read when the training begins: the file may be gone later."""
-        validate = trainer.validate
+        validate = Validation.metrics
         monkeypatch.setattr(
-            trainer,
-            "validate",
+            Validation,
+            "metrics",
             lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own),
         )
         about = lambda config: {"match_threshold": 0.123}  # noqa: E731

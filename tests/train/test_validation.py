@@ -8,12 +8,10 @@ from processes import in_group
 
 from pipeline import distributed
 from pipeline.keypoints.store import Store
-from pipeline.train.curves import Curve
-from pipeline.train.objective import MatchingObjective
-from pipeline.train.pairs.augmentation import Augmentation
-from pipeline.train.pairs.loader import load_batch
-from pipeline.train.pairs.order import validation_pairs
-from pipeline.train.validation import CONFIDENCE_BINS, HeldOut, ratio_test_f1, validate
+from pipeline.train.augmentation import Augmentation
+from pipeline.train.data import load_batch, validation_pairs
+from pipeline.train.log import Curve
+from pipeline.train.loss import CONFIDENCE_BINS, MatchingObjective, Validation
 from superglue_sift.features.nearest import neighbours, unit_rows
 from superglue_sift.features.sift import KEYPOINT
 from superglue_sift.network.batch import choose_orientations
@@ -23,13 +21,13 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 def objective():
     torch.manual_seed(0)
-    return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), 3.0, 5.0)
+    return MatchingObjective(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)))
 
 
 def mark_of(context, folder):
     store = Store(folder)
     samples = validation_pairs(0, len(store), store.views_per_image, 12)
-    return ratio_test_f1(objective(), HeldOut(store, samples, 48, context))
+    return Validation(store, samples, 48, context).ratio_test_f1(objective())
 
 
 def by_hand(folder):
@@ -76,20 +74,19 @@ def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
     store = Store(made_views.made_store(tmp_path, images=8, points=60))
     samples = validation_pairs(0, len(store), store.views_per_image, 48)
     some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
-    held_out = HeldOut(store, samples, 48, distributed.start(), some)
+    of = lambda pairs: Validation(store, pairs, 48, distributed.start(), some)  # noqa: E731
     kinds = dict.fromkeys(("stored", "negative", "zoomed", "changed"), 0)
     for sample in samples:
-        kinds[some.kind(sample, len(store))] += 1
+        kinds[some.kind(sample.image, len(store), sample.seed)] += 1
     assert kinds["stored"] == 24 and min(kinds.values()) > 1
     model = objective()
-    metrics = validate(model, held_out)
-    loss = sum(count * metrics[f"loss_{kind}"] for kind, count in kinds.items()) / len(samples)
-    assert metrics["loss"] == pytest.approx(loss)
-    alone = [sample for sample in samples if some.kind(sample, len(store)) == "zoomed"]
-    of_zoomed = validate(model, held_out._replace(samples=alone))
-    for name in ("loss", "f1"):
-        assert of_zoomed[name] == metrics[f"{name}_zoomed"] == of_zoomed[f"{name}_zoomed"]
-    assert metrics["matches_negative"] >= 0
+    metrics = of(samples).metrics(model)
+    alone = [
+        sample for sample in samples if some.kind(sample.image, len(store), sample.seed) == "zoomed"
+    ]
+    of_zoomed = of(alone).metrics(model)
+    assert of_zoomed["f1"] == metrics["f1_zoomed"] and "f1_zoomed" not in of_zoomed
+    assert metrics["matches_negative"] >= 0 and "f1_negative" not in metrics
 
 
 def test_a_curve_keeps_its_columns_when_it_goes_on_with_other_metrics():

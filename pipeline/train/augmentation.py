@@ -16,17 +16,18 @@ import numpy as np
 
 from pipeline.keypoints.store import EVERYWHERE, View
 from pipeline.params import TrainParams
-from pipeline.train.pairs.order import NO_AUGMENTATION, Sample
 from superglue_sift.features.sift import rank
 from superglue_sift.geometry.two_view import compose, inverse, resizing
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
-# Draws another view of the store; None if the draw is one of the pair's own images.
+# Draws another view of the store. It is None if the draw is one of the pair's own images.
 Others = Callable[[np.random.Generator], Optional[View]]
 
-# factors by which a view of a zoomed pair shrinks (docs/recipe.md)
-MIN_ZOOM = 1.5
-MAX_ZOOM = 10.0
+NO_AUGMENTATION = -1  # the seed of a pair that is shown as it is stored
+# Smallest and largest factors by which a view of a zoomed pair shrinks (docs/recipe.md), and those
+# of the pairs that `zoom_far` selects
+ZOOM = (1.5, 10.0)
+FAR_ZOOM = (5.0, 12.0)
 MAX_NEIGHBOURS = 8  # views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
@@ -39,16 +40,17 @@ _SCORE = 4
 
 
 class Augmentation(NamedTuple):
-    """Amounts of the changes; the defaults change nothing.
+    """Amounts of the changes. The defaults change nothing.
 
     keypoint_drop: largest fraction of a view's keypoints to leave out.
     rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just
-    holds it.
+        holds it.
     negatives: fraction of pairs from different images, which have no match.
-    min_keypoints: each view keeps its first n, with n log-uniform from here to the limit; 0:
-    always the limit.
-    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
-        images; the factor is log-uniform from MIN_ZOOM to MAX_ZOOM.
+    min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the limit.
+        If 0, n is the limit.
+    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other images;
+        the factor is log-uniform in the range ZOOM.
+    zoom_far: fraction of the zoomed pairs whose factor is in the range FAR_ZOOM instead.
     score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
     """
 
@@ -57,6 +59,7 @@ class Augmentation(NamedTuple):
     negatives: float = 0.0
     min_keypoints: int = 0
     zoom: float = 0.0
+    zoom_far: float = 0.0
     score_drop: float = 0.0
 
     @classmethod
@@ -72,19 +75,18 @@ class Augmentation(NamedTuple):
             return image
         if np.random.default_rng((seed, _NEGATIVE)).random() >= self.negatives:
             return image
-        return (
-            image + int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
-        ) % images
+        further = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
+        return (image + further) % images
 
-    def kind(self, sample: Sample, images: int) -> str:
-        """The kind of a pair in a set of `images` images: "stored" (shown as it is), "negative",
-        "zoomed", or "changed", any other augmented pair.
+    def kind(self, image: int, images: int, seed: int) -> str:
+        """The kind of a pair of this image in a set of `images` images: "stored" (shown as it is),
+        "negative", "zoomed", or "changed", any other augmented pair.
         """
-        if sample.seed == NO_AUGMENTATION:
+        if seed == NO_AUGMENTATION:
             return "stored"
-        if self.second_image(sample.image, images, sample.seed) != sample.image:
+        if self.second_image(image, images, seed) != image:
             return "negative"
-        return "zoomed" if _zoom(self.zoom, sample.seed)[1] > 1.0 else "changed"
+        return "zoomed" if _zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
 
     def counts(self, limit: int, *seed: int) -> Tuple[int, int]:
         """Numbers of keypoints that the two views keep."""
@@ -97,35 +99,31 @@ class Augmentation(NamedTuple):
         return int(n0), int(n1)
 
     def apply(
-        self, view: View, seed: int, side: int, others: Others, min_scale: float, limit: int
+        self, view: View, seed: int, which: int, others: Others, min_scale: float, limit: int
     ) -> View:
-        """The changed view of this side (0 or 1) of the pair.
+        """The changed view 0 or 1 of a pair.
 
         Args:
+            which: 0 or 1, the view of the pair.
             others: draws the views that surround a shrunk one.
-            min_scale: smallest scale (px) at which keypoints are detected; 0: the smallest of the
-                view.
+            min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
+                scale of the view.
             limit: number of keypoints to keep.
         """
         given = view.records
         # Creating a generator is slow
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
-            random = np.random.default_rng((seed, _VIEW, side))
+            random = np.random.default_rng((seed, _VIEW, which))
         if self.keypoint_drop > 0:
-            view = view._replace(
-                records=_keep(
-                    view.records,
-                    random.random(len(view.records)) >= self.keypoint_drop * random.random(),
-                )
-            )
-        zoomed, factor = _zoom(self.zoom, seed) if self.zoom else (0, 1.0)
-        if factor > 1.0 and side == zoomed:
+            kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
+            view = view._replace(records=_keep(view.records, kept))
+        zoomed, factor = _zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
+        if factor > 1.0 and which == zoomed:
             # from a separate stream: the rotation is the same with and without zoom
-            view = make_mosaic(
-                view, factor, min_scale, others, np.random.default_rng((seed, _ZOOM, side))
-            )
+            stream = np.random.default_rng((seed, _ZOOM, which))
+            view = make_mosaic(view, factor, min_scale, others, stream)
         copied = view.records is not given
-        # Before the rotation, which keeps their order
+        # before the rotation, which keeps the order of the keypoints
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
             view = view._replace(records=_keep(view.records, np.arange(len(view.records))))
@@ -136,17 +134,22 @@ class Augmentation(NamedTuple):
         return view
 
 
-@functools.lru_cache(maxsize=1024)  # called for both sides of a pair
-def _zoom(fraction: float, seed: int) -> Tuple[int, float]:
-    """The side that shrinks and its factor; a factor of 1: neither does."""
+NO_CHANGE = Augmentation()
+
+
+@functools.lru_cache(maxsize=1024)  # called for both views of a pair
+def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
+    """Which view of the pair shrinks, and its factor. With a factor of 1 neither does."""
     random = np.random.default_rng((seed, _ZOOM))
     if random.random() >= fraction:
         return 0, 1.0
-    return int(random.integers(2)), math.exp(random.uniform(math.log(MIN_ZOOM), math.log(MAX_ZOOM)))
+    which = int(random.integers(2))
+    least, most = FAR_ZOOM if far > 0 and random.random() < far else ZOOM
+    return which, math.exp(random.uniform(math.log(least), math.log(most)))
 
 
 def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """`records[chosen]`, copied as opaque bytes: eight times as fast as records of fields."""
+    """`records[chosen]`, copied as opaque bytes, which is eight times as fast as by fields."""
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
 
 

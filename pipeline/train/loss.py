@@ -1,0 +1,307 @@
+"""The loss of a batch, and the metrics of a validation.
+
+The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10),
+divided by the number of terms of the sum: the mean of -log P_ij over the matches, -log P_i,dustbin
+over the unmatched keypoints of image 0 and -log P_dustbin,j over those of image 1. Ignored
+keypoints do not count; without any term the loss is 0. A mean that gives the matches half of the
+weight teaches less (docs/recipe.md). Only these entries are gathered; there is no dense target.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import Callable, Dict, List, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline import distributed, trained_on
+from pipeline.errors import RequestError
+from pipeline.keypoints.store import Store
+from pipeline.params import TrainParams
+from pipeline.train.augmentation import NO_CHANGE, Augmentation
+from pipeline.train.data import Sample, load_batch, rank_slice, validation_pairs
+from superglue_sift.features.nearest import neighbours
+from superglue_sift.network.batch import PairBatch, choose_orientations
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
+from superglue_sift.network.superglue import SuperGlue, mutual_matches, unit_vectors
+
+# Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbour
+# closer than NEGATIVE_PX are unmatched. In between SIFT's positions are too uncertain to teach
+# either.
+POSITIVE_PX = 3.0
+NEGATIVE_PX = 5.0
+CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
+# Validation pairs that are computed together. The number is fixed, so that metrics do not depend
+# on the number of processes.
+CHUNK = 8
+ALL = "all"  # the sums over pairs of every kind
+Sums = Dict[str, np.ndarray]
+
+
+def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
+    """Loss of each pair, and its parts.
+
+    Args:
+        log_P: (B, M + 1, N + 1), log assignments from `SuperGlue`.
+        truth: of the batch, (B, M) and (B, N).
+
+    Returns:
+        (B,) float32 each: the loss, which is differentiable and 0 for a pair without keypoints;
+        the mean over the matches; and the mean over the unmatched keypoints, averaged over the two
+        images. The parts are detached.
+    """
+    columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
+    # (B, M): the match, or the dustbin. Gathered from one dimension: before torch 1.13 the gradient
+    # of a gather from more dimensions has no deterministic form on a GPU.
+    B, M = columns.shape
+    rows = torch.arange(B * (M + 1), device=columns.device).view(B, M + 1)[:, :M]
+    places = rows * log_P.shape[2] + columns
+    losses0 = -log_P.flatten().gather(0, places.flatten()).view(B, M)
+    losses1 = -log_P[:, -1, :-1]  # (B, N): the dustbin
+    none = losses0.new_zeros(())
+    terms = (
+        (losses0, truth.matches0 >= 0),
+        (losses0, truth.matches0 == UNMATCHED),
+        (losses1, truth.matches1 == UNMATCHED),
+    )
+    # (3, B)
+    sums = torch.stack([torch.where(counted, losses, none).sum(1) for losses, counted in terms])
+    numbers = torch.stack([counted.sum(1) for _, counted in terms])
+    positive, unmatched0, unmatched1 = (sums / numbers.clamp(min=1)).detach()
+    total = sums.sum(0) / numbers.sum(0).clamp(min=1)
+    return total, positive, (unmatched0 + unmatched1) / 2
+
+
+class MatchingObjective(nn.Module):
+    """SuperGlue with its ground truth and loss, in one module: DistributedDataParallel has to see
+    the whole forward pass.
+    """
+
+    def __init__(self, model: SuperGlue, precision: str = "float32") -> None:
+        super().__init__()
+        # DistributedDataParallel fills its buckets in the order in which modules are registered
+        self.in_order = nn.ModuleList(model.in_order)
+        self.model = model
+        self.precision = precision
+        # If set, each batch is padded to these numbers of pairs and keypoints, for `compile`
+        self.fixed_size: Optional[Tuple[int, int]] = None
+
+    def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
+        """Loss of a batch with homographies. The batch may be empty.
+
+        Args:
+            wait: compute pairs that overflow float32 in the log domain, for which the host waits
+                for the GPU. If False, their loss and the gradient are nan.
+
+        Returns:
+            The sum (not the mean) of the pairs' losses, (1,) float32, because this rank does not
+            know the number of pairs of the whole step; and the values of each pair by name, (B,).
+        """
+        if self.fixed_size:  # the batch may end with empty pairs
+            order, batches = [], [batch.pad(*self.fixed_size)]
+        else:
+            order, batches = batch.size_classes()
+        # before the network: its large matrices are freed before activations take memory
+        truths = [ground_truth(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
+        log_P, finite = self.model.assign(batches, wait, self.precision)
+        parts = [assignment_loss(*each) for each in zip(log_P, truths)]
+        total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
+        if not wait:
+            total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
+        values = {"loss": total.detach(), "loss_positive": positive, "loss_unmatched": unmatched}
+        if order == sorted(order):
+            values = {name: value[: len(batch)] for name, value in values.items()}
+        else:  # from the order of the size classes to that of the batch
+            places = torch.tensor(order).argsort()
+            values = {name: value[places] for name, value in values.items()}
+        return total.sum().reshape(1), values
+
+
+class Validation:
+    """The held-out pairs of a training, and what their metrics are.
+
+    The ranks share the pairs: each computes sums, which are exchanged once and divided, so metrics
+    are the same for any number of processes.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        samples: List[Sample],
+        max_keypoints: int,
+        context: distributed.Context,
+        augmentation: Augmentation = NO_CHANGE,
+    ) -> None:
+        """max_keypoints: largest number of keypoints of a view. augmentation: see `load_batch`."""
+        self.store = store
+        self.samples = samples
+        self.context = context
+        self._load = lambda part: load_batch(store, part, max_keypoints, augmentation)
+        self._kind = lambda sample: augmentation.kind(sample.image, len(store), sample.seed)
+        about = repr((store.digest, samples)).encode()
+        self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs do not compare
+
+    def metrics(self, objective: MatchingObjective) -> Dict[str, float]:
+        """Mean loss with its parts, and precision and recall, over all pairs, on every rank.
+
+        `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences
+        drift during a training, which would move F1 at a fixed threshold. `threshold`, `precision`
+        and `recall` belong to it. If there are several kinds of pairs, `f1_zoomed` and so on are
+        those of one kind, and `matches_negative` is the mean number of matches above `threshold`
+        of pairs that have none. `pairs` is the number of pairs.
+        """
+        model = objective.model
+        was_training = model.training
+        model.eval()
+        kinds = self._sums(lambda batch: network_sums(objective, batch))
+        model.train(was_training)
+        sums = kinds.pop(ALL)
+        losses = ("loss", "loss_positive", "loss_unmatched")
+        metrics = {name: float(sums[name] / sums["pairs"]) for name in losses}
+        metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
+        first = round(metrics["threshold"] * CONFIDENCE_BINS)
+        for kind, own in kinds.items() if len(kinds) > 1 else ():
+            if kind == "negative":
+                found = own["predicted"][first:].sum()
+                metrics["matches_negative"] = float(found / own["pairs"])
+            else:
+                metrics[f"f1_{kind}"] = best_f1(own)["f1"]
+        return metrics
+
+    def ratio_test_f1(self, objective: MatchingObjective) -> float:
+        """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
+
+        Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest
+        distance (Lowe 2004).
+        """
+        return best_f1(self._sums(lambda batch: ratio_test_sums(objective, batch))[ALL])["f1"]
+
+    def _sums(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
+        """The values of `sums_of` by name, added over the pairs of each kind and over ALL of them,
+        on every rank; each rank computes a part.
+        """
+        by_kind: Dict[str, List[Sample]] = {}
+        for sample in self.samples:
+            by_kind.setdefault(self._kind(sample), []).append(sample)
+        chunks = [
+            (kind, samples[start : start + CHUNK])
+            for kind, samples in sorted(by_kind.items())
+            for start in range(0, len(samples), CHUNK)
+        ]
+        mine = rank_slice(len(chunks), self.context.rank, self.context.world_size)
+        computed = [
+            (kind, sums_of(part))
+            for kind, samples in chunks[mine]
+            for part in self._load(samples).to(self.context.device).size_classes()[1]
+        ]
+        sums: Dict[str, Sums] = {ALL: {}}
+        # every rank adds the same chunks in the same order: the bits do not depend on the number of
+        # processes
+        for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
+            for total in (sums[ALL], sums.setdefault(kind, {})):
+                for name, value in part.items():
+                    total[name] = total.get(name, 0.0) + value
+        return sums
+
+
+def choose_pairs(
+    train: TrainParams, store: Store, allow_training_images: bool, model: Optional[Path]
+) -> Tuple[List[Sample], List[str]]:
+    """Choose `train.val_pairs` pairs of photographs of `store` that `model` was not trained on.
+
+    If there is no model, or with `allow_training_images`, all photographs count.
+
+    Returns:
+        The pairs, and messages about what was left out and why.
+
+    Raises:
+        RequestError: the model was trained on all of them.
+    """
+    left = list(range(len(store)))
+    messages = []
+    if model:
+        left, message = trained_on.leave_out(
+            model, store.photographs, allow_training_images, str(model)
+        )
+        messages += [f"validation: {message}"] if message else []
+    if not left:
+        raise RequestError(
+            f"{model}: was trained on all of the {len(store)} validation photographs; validate on"
+            ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
+            " --allow-training-images"
+        )
+    pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
+    return [pair._replace(image=left[pair.image]) for pair in pairs], messages
+
+
+@torch.no_grad()
+def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
+    """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of
+    batches.
+
+    Returns:
+        () float64 each: `pairs`, `true` (number of true matches), and the sums of the losses of
+        `MatchingObjective.forward`; and the histograms of `count_matches`.
+    """
+    log_P = objective.model(batch)
+    truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
+    matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
+    names = ("loss", "loss_positive", "loss_unmatched")
+    losses = dict(zip(names, assignment_loss(log_P, truth)))
+    return {
+        "pairs": np.asarray(float(len(batch))),
+        **count_matches(matches0, scores0, truth),
+        **{name: value.sum().double().cpu().numpy() for name, value in losses.items()},
+    }
+
+
+@torch.no_grad()
+def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
+    """`count_matches` of the ratio test, on the descriptors that the network gets."""
+    batch = choose_orientations(batch)
+    config = objective.model.config
+    kind = (config.descriptor, config.descriptor_dim)
+    units = [unit_vectors(batch.descriptors(view), *kind).cpu().numpy() for view in (0, 1)]
+    truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
+    matches = torch.full_like(truth.matches0, -1)
+    scores = torch.zeros(matches.shape, device=batch.device)
+    for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
+        found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
+        dense = found.only(mutual).to_dense(m)
+        matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
+    return count_matches(matches, scores, truth)
+
+
+def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
+    """The number of `true` matches, () float64, and histograms over the confidence,
+    (CONFIDENCE_BINS,) float64, of mutual matches (B, M) with scores (B, M): `predicted`, those
+    whose keypoint in image 0 is not ignored by the truth, and `correct`, those that equal it.
+    """
+    counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
+    chosen = {"predicted": counted, "correct": counted & (matches0 == truth.matches0)}
+    histograms = {
+        name: np.histogram(scores[rows].float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0]
+        for name, rows in chosen.items()
+    }
+    true = (truth.matches0 >= 0).sum().cpu().numpy()
+    return {name: each.astype(np.float64) for name, each in {"true": true, **histograms}.items()}
+
+
+def best_f1(sums: Sums) -> Dict[str, float]:
+    """The largest F1 over all thresholds, with its precision, recall and threshold."""
+    # for a threshold at the lower edge of each bin
+    correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
+    precision = correct / np.maximum(predicted, 1.0)
+    recall = correct / max(float(sums["true"]), 1.0)
+    f1 = 2 * precision * recall / np.maximum(precision + recall, 1e-12)
+    best = int(f1.argmax())
+    return {
+        "precision": float(precision[best]),
+        "recall": float(recall[best]),
+        "f1": float(f1[best]),
+        "threshold": best / len(precision),
+    }

@@ -1,0 +1,273 @@
+"""The optimiser of a training, its learning rate as a function of the step, and the precision of
+the network's layers.
+
+Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of
+Adam's step (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves the
+matrices of the attention layers and, by Adam, everything else. torch's version (from 2.9 on)
+computes in bfloat16 and for whole parameters. This one is float32, and splits stacked parameters
+such as query, key and value.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from typing import AbstractSet, Any, Dict, List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import compat, distributed
+from pipeline.errors import RequestError
+from pipeline.params import RunParams, TrainParams
+from superglue_sift.network.superglue import SuperGlue
+from superglue_sift.torch_compat import sqrt
+
+# The paper's decay, 0.999998 per step after step 200,000: by this factor in `decay_start` steps.
+DECAY = math.exp(-0.4)
+
+# Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end
+# between 0.7 and 1.2.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+ADAM_RMS = 0.2  # root mean square of a typical step of Adam, divided by its learning rate
+MOMENTUM = 0.95
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+
+# The precisions that a device supports, before the one that is fast on it
+BY_SUPPORT = ("float32", "float16", "bfloat16")
+# Compute capabilities from which bfloat16 and float16 have matrix units
+AMPERE = (8, 0)
+VOLTA = (7, 0)
+# CPU flags: products of bfloat16 in matrix units, in vector units
+AMX = "amx_bf16"
+AVX512 = "avx512_bf16"
+AUTO = "auto: "  # how the reason of `auto` begins
+PORTABLE = "portable"
+
+FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
+
+Parameters = List[Any]  # each has a gradient, which the stubs do not know
+Precision = Tuple[str, str]  # float32, bfloat16 or float16 (whose loss is scaled), and why
+
+
+def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int = 1) -> float:
+    """Learning rate of global step 0, 1, 2, ..., a function of the step alone.
+
+    It starts with a linear warm-up over `warmup_steps`. Then `constant_decay` is the paper's:
+    constant, then exponential from `decay_start` on. `cosine` falls to 0 at the last step; `wsd` is
+    constant until `decay_start`, then falls linearly to 0. `run.lr_scaling` scales the rate with
+    the number of processes (linear: Goyal 2017), for `run.batch_per_rank`.
+    """
+    scales = {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}
+    lr = train.lr * scales[run.lr_scaling]
+    if step < train.warmup_steps:
+        return lr * (step + 1) / train.warmup_steps
+    if train.schedule == "constant_decay":
+        return lr * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
+    if train.schedule == "wsd":
+        return lr * min(1.0, (train.steps - step) / max(1, train.steps - train.decay_start))
+    progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
+    return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
+    """Freeze the parameters whose names match one of the shell-style `patterns`, and return their
+    names. Raises RequestError if a pattern matches no parameter.
+    """
+    parameters = dict(model.named_parameters())
+    frozen = set()
+    for pattern in patterns:
+        matching = fnmatch.filter(parameters, pattern)
+        if not matching:
+            some = ", ".join(list(parameters)[:3])
+            raise RequestError(
+                f"train.freeze: {pattern!r} fits no parameter; names look like {some}"
+            )
+        frozen.update(matching)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return sorted(frozen)
+
+
+def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
+    """Adam, Muon or SGD (momentum 0.9) over the parameters that are not frozen."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise RequestError("train.freeze: no parameter is left to train")
+    if train.optimizer == "muon":
+        return Muon(model, train.lr)
+    if train.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
+    options: Any = compat.fused_adam()
+    return torch.optim.Adam(parameters, lr=train.lr, **options)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
+    """The optimiser's state as named tensors: `<parameter index>.<name>`."""
+    return {
+        f"{index}.{name}": torch.as_tensor(value)
+        for index, values in optimizer.state_dict()["state"].items()
+        for name, value in values.items()
+        if value is not None
+    }
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:
+    """Restore the state that `optimizer_tensors` returned."""
+    state: Dict[int, dict] = {}
+    for key, tensor in tensors.items():
+        index, name = key.split(".", 1)
+        # Adam's step is a number in torch 1.10, a tensor in later versions
+        plain = name == "step" and not hasattr(torch, "compile")
+        state.setdefault(int(index), {})[name] = int(tensor.item()) if plain else tensor
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Approximately the nearest (semi-)orthogonal matrices, (K, A, B): singular values near 1."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.transpose(1, 2) if tall else matrices
+    x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = torch.bmm(x, x.transpose(1, 2))
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.transpose(1, 2) if tall else x
+
+
+def blocks(matrix: Tensor, width: int) -> Tensor:
+    """Cut matrices (..., A, B) into squares (K, width, width), row by row. `width` divides A, B."""
+    # (..., rows, width, columns, width)
+    cut = matrix.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
+    return cut.transpose(-3, -2).reshape(-1, width, width)
+
+
+def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
+    """Inverse of `blocks`: the matrices of `shape` (..., A, B)."""
+    width = squares.shape[1]
+    cut = squares.view(*shape[:-2], shape[-2] // width, shape[-1] // width, width, width)
+    return cut.transpose(-3, -2).reshape(shape)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the weights of a SuperGlue's attention layers, Adam for the rest, both with the
+    learning rate `lr`. The ranks share the work of Muon.
+    """
+
+    def __init__(self, model: SuperGlue, lr: float) -> None:
+        self.width = model.config.dim  # the matrices of the layers consist of squares of it
+        kinds: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                kinds["attention" in name and p.ndim == 2].append(p)
+        groups = [{"params": params, "muon": muon} for muon, params in kinds.items() if params]
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        """One step of all parameters that have a gradient."""
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            if group["muon"]:
+                self._muon(parameters, group["lr"])
+            else:
+                self._adam(parameters, group["lr"])
+
+    def _muon(self, parameters: Parameters, lr: float) -> None:
+        by_shape: Dict[torch.Size, Parameters] = {}
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            by_shape.setdefault(p.shape, []).append(p)
+        momenta = [self.state[p]["momentum_buffer"] for p in parameters]
+        compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
+        directions = []
+        for alike in by_shape.values():  # a few launches for each shape instead of each parameter
+            buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
+            nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
+            directions.append(blocks(nesterov, self.width))
+        steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
+        sizes = [len(squares) for squares in directions]
+        for alike, squares in zip(by_shape.values(), steps.split(sizes)):
+            updates = from_blocks(squares, torch.Size((len(alike), *alike[0].shape)))
+            FOREACH._foreach_add_(
+                alike, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.width)
+            )
+
+    def _adam(self, parameters: Parameters, lr: float) -> None:
+        gradients = [p.grad for p in parameters]
+        states = [self.state[p] for p in parameters]
+        for p, state in zip(parameters, states):
+            if not state:
+                state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            # A tensor after `load_state_dict`
+            state["step"] = float(state["step"]) + 1
+        means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
+        compat.lerp_(means, gradients, 1 - BETAS[0])
+        FOREACH._foreach_mul_(squares, BETAS[1])
+        FOREACH._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
+        denominators = FOREACH._foreach_div(
+            squares, [1 - BETAS[1] ** state["step"] for state in states]
+        )
+        # as one tensor, and not by `_foreach_sqrt_`, whose bits differ between processors
+        roots = sqrt(torch.cat([each.flatten() for each in denominators]))
+        parts = roots.split([each.numel() for each in denominators])
+        denominators = [part.view_as(each) for part, each in zip(parts, denominators)]
+        FOREACH._foreach_add_(denominators, EPS)
+        FOREACH._foreach_addcdiv_(
+            parameters,
+            means,
+            denominators,
+            [-lr / (1 - BETAS[0] ** state["step"]) for state in states],
+        )
+
+
+def choose_precision(
+    asked: str, device: torch.device, before: str = "", flags: Optional[AbstractSet[str]] = None
+) -> Precision:
+    """What `train.precision` (auto, portable, float32, bfloat16, float16) means on a device.
+
+    Args:
+        before: precision of the checkpoint from which the training resumes. `auto` keeps it on a
+            CPU that can multiply in it: what is fast on a GPU or on another CPU is no reason to
+            round differently.
+        flags: of /proc/cpuinfo, read if None.
+
+    Raises:
+        RequestError: bfloat16 on a GPU before Ampere.
+    """
+    flags = compat.cpu_flags() if flags is None else flags
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if asked == PORTABLE:
+        same = "x86-64 processor with AVX2" if capability is None else "GPU of this kind"
+        return "float32", f"portable: the same bytes on every {same}"
+    if capability is None and asked == "float16":
+        return "float32", "train.precision: float16 does nothing on a CPU; set auto"
+    if capability is None:
+        # AMX multiplies bfloat16 faster. Vector units (AVX512) do so on some processors and take
+        # 1.5 times as long on others (docs/performance.md). A rule and no measurement at the start:
+        # on a busy machine that comes out differently each time, and then so do the weights.
+        amx = AMX in flags
+        fast = "bfloat16" if amx else "float32"
+        reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
+    else:
+        reason = "compute capability {}.{}".format(*capability)
+        if asked == "bfloat16" and capability < AMPERE:
+            raise RequestError(
+                "train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or"
+                f" newer, this one has {reason}: set float16, or auto"
+            )
+        half = "bfloat16" if capability >= AMPERE else "float16"
+        fast = half if capability >= VOLTA else "float32"
+    if asked != "auto":
+        return asked, "as train.precision asks"
+    able = before == "float32" or (before == "bfloat16" and not flags.isdisjoint((AMX, AVX512)))
+    if capability is None and able and before != fast:
+        return before, f"{AUTO}as before; from scratch it would be {fast}: {reason}"
+    return fast, AUTO + reason
