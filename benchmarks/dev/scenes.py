@@ -33,6 +33,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 from scipy.spatial.distance import pdist
+from scipy.spatial.transform import Rotation
 
 from benchmarks.dev.command import make_parser, print_head, print_row
 from pipeline import errors
@@ -72,19 +73,19 @@ def library() -> Any:
 def read_cameras(path: Path) -> Cameras:
     """Read a text file with `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
     found = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for line in path.read_text(encoding="utf-8").splitlines():
         name, *words = line.split() or ["#"]
         if name.startswith("#"):
             continue
         try:
             fx, fy, cx, cy, *pose = map(float, words)
-            R, C = np.split(np.array(pose), [9])
-            K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1.0]])
-            found[name] = Camera(K, R.reshape(3, 3), C.reshape(3))
+            R = np.reshape(pose[:9], (3, 3))
+            found[name] = Camera(
+                np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]]), R, np.reshape(pose[9:], 3)
+            )
         except ValueError:
-            raise RequestError(
-                f"--cameras {path} line {number}: needs a name, fx fy cx cy, nine of R, three of C"
-            ) from None
+            needed = "a name, fx fy cx cy, nine of R, three of C"
+            raise RequestError(f"--cameras {path}: needs {needed}, not {line!r}") from None
     return found
 
 
@@ -255,8 +256,7 @@ def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     largest = float(pdist([camera.C for camera in cameras.values()]).max())
     back = moved.rotation.matrix().T
     turns = [pose.rotation.matrix() @ back @ cameras[name].R.T for name, pose in poses.items()]
-    cosines = [(np.trace(turn) - 1) / 2 for turn in turns]
-    rotation = float(np.degrees(np.arccos(np.clip(cosines, -1, 1))).mean())
+    rotation = float(np.degrees(Rotation.from_matrix(turns).magnitude()).mean())
     return distance, 100 * distance / largest, rotation
 
 

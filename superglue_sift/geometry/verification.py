@@ -146,7 +146,8 @@ def match_one_place(
     """
     network = network.only(~find_watermarks(pair, network))
     points = reduced_points(pair, resize)
-    F, score = verify_pair(network, mutual, points)
+    F, measured = verify_pair(network, mutual, points)
+    score = probability(measured)
     if F is None or score < accept:
         return Matches.none(), score
     return add_matches_near_lines(F, network.above(threshold), mutual, points).sort(), score
@@ -154,12 +155,12 @@ def match_one_place(
 
 def verify_pair(
     network: Matches, mutual: Matches, points: Points
-) -> Tuple[Optional[np.ndarray], float]:
-    """Fit a geometry to the matches of a pair, and judge by it whether both show one place.
+) -> Tuple[Optional[np.ndarray], np.ndarray]:
+    """Fit a geometry to the matches of a pair, and measure how well they agree with it.
 
     network, mutual: as for `match_one_place`. points: (M, 2) and (N, 2) px of all keypoints.
 
-    Returns F (3, 3) with x1^T F x0 = 0, None without a geometry, and the probability of one place.
+    Returns F (3, 3) with x1^T F x0 = 0, None without a geometry, and its `evidence` (3,).
     """
     counted = network.above(COUNTED)
     ratio = mutual.above(1.0 - nearest.RATIO)
@@ -170,7 +171,7 @@ def verify_pair(
         agreeing = _join(_near_lines(F, counted, points, INLIER_PX), ratio)
         again = two_view.fit_fundamental(*positions_of(points, agreeing), INLIER_PX).model
         F = F if again is None else again
-    return F, probability(evidence(F, counted, ratio, points))
+    return F, evidence(F, counted, ratio, points)
 
 
 def add_matches_near_lines(
