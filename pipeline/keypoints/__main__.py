@@ -66,6 +66,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         folder.discard_unknown()
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
+    _print_empty(options.out)
     write_json(options.reports / "metrics.json", metrics)
     rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
     train = metrics["train"]
@@ -174,6 +175,17 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
         }
     metrics["bad_images"] = len(bad)
     return metrics
+
+
+def _print_empty(out: Path) -> None:
+    """Print a line if there are images in which no view has a keypoint."""
+    stores = [Store(out / split, verify="none") for split in SPLITS]
+    empty = [store.images[i] for store in stores for i in np.flatnonzero(~store.counts.any(axis=1))]
+    if empty:
+        print(
+            f"keypoints: {len(empty)} images have no keypoint, such as {empty[0]}: they are flat,"
+            " transparent, or have few gray levels"
+        )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pipeline.prefetch import in_order
 from pipeline.signals import end_with_parent
 from superglue_sift.environment import usable_cores
 from superglue_sift.features import extractors
-from superglue_sift.features.images import BadImage, decode_gray
+from superglue_sift.features.images import STORED, BadImage, decode
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # images per worker
@@ -184,10 +184,11 @@ class Folder:
 def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
     """The views of an image, or the reason why it cannot be used; does not raise for bad images."""
     try:
-        if isinstance(work, Entry):
-            work = work, decode_gray(images.read(work), work.name)
-        entry, gray = work
-        return views.gray_views(gray, entry.name, settings)
+        if not isinstance(work, Entry):  # a JPEG, which has no transparent pixels
+            entry, gray = work
+            return views.gray_views(gray, entry.name, settings)
+        photo = decode(images.read(work), work.name, True, STORED)
+        return views.gray_views(photo.pixels, work.name, settings, photo.mask)
     except BadImage as bad:
         return bad
 

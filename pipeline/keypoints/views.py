@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any, Optional, Tuple
+from typing import Any, Optional
 
 import cv2
 import numpy as np
@@ -51,9 +51,11 @@ TILE = 1024  # side of the noise tile in px
 _MIN_BLUR = 0.2  # px; less is invisible
 
 
-def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
+def gray_views(
+    gray: np.ndarray, name: str, settings: Any, mask: Optional[np.ndarray] = None
+) -> ImageViews:
     """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section
-    `keypoints`.
+    `keypoints`. No keypoint lies where `mask` (H, W) uint8 is 0.
 
     View 0 is a mild crop without photometric distortion; the others are random homographies with
     it. Views with few or no keypoints are kept, for training. `name` and the parameters determine
@@ -81,7 +83,8 @@ def gray_views(gray: np.ndarray, name: str, settings: Any) -> ImageViews:
             view = distort(render(gray, H, view_size), rng, settings.views.photometric)
         view_sizes.append(view_size)
         homographies.append(H)
-        records.append(extractor(view, settings.max_keypoints))
+        masks = () if mask is None else (render(mask, H, view_size, cv2.INTER_NEAREST),)
+        records.append(extractor(view, settings.max_keypoints, *masks))
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
 
 
@@ -235,14 +238,18 @@ def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
 
 
 def render(
-    image: np.ndarray, H_image_to_view: np.ndarray, view_size: Tuple[int, int]
+    image: np.ndarray,
+    H_image_to_view: np.ndarray,
+    view_size: Size,
+    sampling: int = cv2.INTER_LINEAR,
 ) -> np.ndarray:
     """Render the view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
 
     Args:
-        image: (H, W) or (H, W, 3) uint8; shrunk first by averaging areas where the view is much
-            smaller, to avoid aliasing.
+        image: (H, W) or (H, W, 3) uint8. Where the view is much smaller, areas are averaged first,
+            to avoid aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
+        sampling: of OpenCV; the nearest pixel for a mask, whose edges stay sharp.
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
@@ -250,14 +257,13 @@ def render(
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
         H = compose(H, inverse(resizing((width, height), small)))
-        image = cv2.resize(image, small, interpolation=cv2.INTER_AREA)
+        shrinking = cv2.INTER_AREA if sampling == cv2.INTER_LINEAR else sampling
+        image = cv2.resize(image, small, interpolation=shrinking)
     # rounding may reach a fraction of a pixel beyond the border
-    return cv2.warpPerspective(
-        image, H, view_size, flags=cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
-    )
+    return cv2.warpPerspective(image, H, view_size, None, sampling, cv2.BORDER_REPLICATE)
 
 
-def _scale(H: np.ndarray, view_size: Tuple[int, int]) -> float:
+def _scale(H: np.ndarray, view_size: Size) -> float:
     """View pixels per image pixel over the whole view: the square root of the ratio of areas."""
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())

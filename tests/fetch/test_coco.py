@@ -1,25 +1,37 @@
 """Downloads that survive: resumed, checked, hardly a byte sent twice."""
 
 import hashlib
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
+import zipfile
+from pathlib import Path
 from types import SimpleNamespace
 
+import cv2
 import pytest
 from faulty_server import FaultyServer
+from made_trainings import leave_mlflow_out
+from reading import read_json, read_yaml
 from waiting import wait_until
 
+from pipeline import export
 from pipeline.errors import RequestError, WorkError
-from pipeline.fetch import coco
+from pipeline.evaluate import __main__ as evaluate
+from pipeline.fetch import __main__ as fetch_stage
+from pipeline.fetch import coco, dataset
 from pipeline.fetch.coco import download, verify
+from pipeline.keypoints import __main__ as keypoints
+from pipeline.train import __main__ as train
 
 DATA = random.Random(0).randbytes(3_000_000)
 MD5 = hashlib.md5(DATA).hexdigest()
 SIZE = len(DATA)
+TEN = dataset.SAMPLE["train"][:5] + dataset.SAMPLE["val"] + dataset.SAMPLE["test"]
 
 
 @pytest.fixture(autouse=True)
@@ -190,3 +202,38 @@ def test_a_file_that_is_here_is_hashed_once_and_again_when_it_has_changed(tmp_pa
     target.write_bytes(content)
     with pytest.raises(RequestError, match=r"file\.zip: wrong MD5"):
         verify(target, MD5, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
+    """The preset coco2017-val, of ten photographs and a few steps, from the archive's address."""
+    leave_mlflow_out(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    with zipfile.ZipFile("val2017.zip", "w") as out:
+        for number, name in enumerate(TEN):
+            photo = cv2.imread(str(dataset.sample_folder() / name))
+            jpeg = cv2.imencode(".jpg", photo)[1].tobytes()
+            out.writestr(f"val2017/{number:012d}.jpg", jpeg)
+    server = FaultyServer(Path("val2017.zip").read_bytes())
+    md5 = hashlib.md5(server.data).hexdigest()
+    archive = coco.Archive("val2017.zip", md5, len(TEN), len(server.data))
+    monkeypatch.setitem(coco.SOURCES, "coco2017-val", [archive])
+    monkeypatch.setenv(coco.MIRROR, server.url)
+    tree = read_yaml(root / "presets/coco2017-val.yaml")
+    tree["fetch"].update(val_fraction=0.4)
+    tree["keypoints"].update(views_per_image=3, width=160, height=120, max_keypoints=64)
+    few = {"steps": 4, "batch": 2, "val_every": 2, "val_pairs": 4, "max_keypoints": 64}
+    small = {"dim": 16, "layers": 1, "init_from": "", "warmup_steps": 1, "decay_start": 2}
+    tree["train"].update(**few, **small, min_keypoints=0, precision="float32")
+    tree["evaluate"].update(width=160, height=120, max_keypoints=64, pairs_per_image=2)
+    Path("params.yaml").write_text(json.dumps(tree))  # JSON is YAML
+    stages = [(fetch_stage, []), (keypoints, ["--workers", "1"]), (train, [])]
+    stages += [(evaluate, ["--model", "checkpoints/best.safetensors"]), (export, [])]
+    for stage, words in stages:
+        assert stage.main(words) in (0, None)
+    server.close()
+    listed = dataset.open_manifest(Path("data/images")).listed
+    assert sorted(entry.photograph for entry in listed) == [str(n) for n in range(10)]
+    metrics = read_json(Path("reports/evaluate/metrics.json"))
+    assert metrics["ratio_test.precision"] > 0.3
+    assert Path("models/superglue.safetensors").is_file()

@@ -21,6 +21,7 @@ from pipeline.keypoints import shards, store, views
 from pipeline.keypoints.store import Store
 from pipeline.keypoints.views import gray_views
 from superglue_sift.features.images import BadImage, read_gray
+from superglue_sift.geometry.two_view import transform
 
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.
@@ -109,6 +110,24 @@ def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_para
         assert records["x"].max() < width and records["y"].max() < height
 
 
+def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, photo, capsys):
+    alpha = np.zeros((200, 300), np.uint8)
+    for path in sorted(pictures.iterdir())[1:]:
+        visible = alpha.copy()
+        visible[:, 150:] = 255
+        gray = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)[:200]
+        path.unlink()
+        cv2.imwrite(str(path.with_suffix(".png")), np.dstack([gray] * 3 + [visible]))
+    store = Store(stage(pictures) / "train")
+    index = next(i for i, name in enumerate(store.images) if name.endswith(".png"))
+    for number in range(3):
+        view = store.view(index, number)
+        places = np.stack([view.records["x"], view.records["y"]], axis=1).astype(float)
+        assert len(places) > 5
+        assert transform(places, np.linalg.inv(view.H_image_to_view))[:, 0].min() > 148
+    assert "no keypoint" not in capsys.readouterr().out
+
+
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
     one = read_files(stage(pictures, "one", workers=1))
     assert read_files(stage(pictures, "two", workers=2)) == one
@@ -165,14 +184,16 @@ def make_bad(folder, photo):
     (folder / "page.jpg").write_bytes(b"<html><body>404</body></html>")
     (folder / "pixel.png").write_bytes(pixel)
     (folder / "gone.jpg").symlink_to("nowhere")
-    reasons = ("end-of-image", "web page", "too small: 1x1", "No such file")
+    reasons = ("truncated", "web page", "too small: 1x1", "No such file")
     return dict(zip(("truncated.jpg", "page.jpg", "pixel.png", "gone.jpg"), reasons))
 
 
 def test_exactly_the_bad_images_are_listed_and_none_is_used(
-    stage, pictures, photo, tmp_path, monkeypatch
+    stage, pictures, photo, tmp_path, monkeypatch, capsys
 ):
-    cv2.imwrite(str(pictures / "black.png"), np.zeros((200, 300), np.uint8))
+    for name in ("black.png", "white.png", "gray.png"):  # one of them at least is not for testing
+        level = ("black.png", "white.png", "gray.png").index(name) * 100
+        cv2.imwrite(str(pictures / name), np.full((200, 300), level, np.uint8))
     good = {path.name for path in pictures.iterdir()}
     expected = make_bad(pictures, photo)
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
@@ -189,6 +210,7 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
         assert name in held or text in listed[name]
+    assert "images have no keypoint, such as" in capsys.readouterr().out
 
 
 def test_too_many_bad_images_stop_the_stage_and_are_listed(stage, pictures, photo, tmp_path):
