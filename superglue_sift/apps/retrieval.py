@@ -18,9 +18,9 @@ import numpy as np
 from superglue_sift.features.sift import root_sift_of
 
 WORDS = 64
-PROPOSED = 10  # pairs of each image in a round of `Expansion`
+PROPOSED = 10  # how many pairs of each image a round of `Expansion` proposes
 ROUNDS = 2
-SAMPLE = 20_000  # descriptors for the vocabulary, the same number from each image
+SAMPLE = 20_000  # how many descriptors make the vocabulary, equally many of each image
 
 
 def nearest_pairs(
@@ -55,7 +55,7 @@ class Expansion:
     def __init__(self, images: Sequence[Any]) -> None:
         self._images = list(images)
         self._number = {image: number for number, image in enumerate(images)}
-        self._scores: Dict[Tuple[int, int], float] = {}  # 0: rejected
+        self._scores: Dict[Tuple[int, int], float] = {}  # 0 for a rejected pair
 
     def __call__(self, image0: Any, image1: Any, result: Any) -> None:
         i, j = sorted((self._number[image0], self._number[image1]))
@@ -88,13 +88,13 @@ class Expansion:
 
 
 def _sample(descriptors: np.ndarray, count: int) -> np.ndarray:
-    """RootSIFT of at most `count` descriptors, at regular intervals."""
+    """Take at most `count` descriptors at regular intervals, as RootSIFT."""
     picked = np.linspace(0, len(descriptors) - 1, min(count, len(descriptors))).astype(int)
     return root_sift_of(descriptors[picked])
 
 
 def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
-    """Words (W, 128) float32, W at most 64, of RootSIFT samples (n, 128); deterministic."""
+    """Cluster RootSIFT samples (n, 128) into words (W, 128) float32, at most 64. Deterministic."""
     together = np.concatenate(samples)
     if len(together) <= WORDS:
         return together
@@ -105,7 +105,7 @@ def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """(W * 128,) float32 of unit length; zeros without keypoints."""
+    """Describe an image by (W * 128,) float32 of unit length, or zeros if it has no keypoints."""
     sums = np.zeros_like(words)
     if len(descriptors) and len(words):
         word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)

@@ -4,8 +4,8 @@ Alignment gives a keypoint a different position in each pair; a reconstruction n
 Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together: alignment of a match
 (a, b) places the point at a at a distance d from b. With A the local affine map from a's image to
 b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match, and
-each x is small, weighted by SIFT's scatter, which grows with larger images: lengths are those of
-images of `verification.RESIZE`.
+each x is small, weighted by SIFT's scatter. This scatter grows with larger images, so lengths are
+those of images of `verification.RESIZE`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from superglue_sift.geometry.verification import RESIZE
 from superglue_sift.match_result import MatchResult
 
 DIRECT = 500_000  # maximum number of matched keypoints for a direct solver
-ROUNDS = 4  # of reweighting, which reduces the weight of equations that others contradict
+# How often equations are weighted again; those that others contradict lose weight
+ROUNDS = 4
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
 
 
@@ -30,10 +31,10 @@ def refine_tracks(
 
     Args:
         keypoints: (N, 2) px of each image, before alignment.
-        pairs: (i, j, result): the aligned matches of image i with image j. Results and matches that
-            are not aligned are ignored. Read once, one pair at a time.
+        pairs: (i, j, result), the refined matches of image i with image j. Results and matches that
+            are not refined are ignored. The pairs are read once, one at a time.
 
-    Returns (N, 2) float32 px for each image; keypoints without an aligned match are unchanged.
+    Returns (N, 2) float32 px for each image. Keypoints without a refined match are unchanged.
     """
     starts = np.cumsum([0, *map(len, keypoints)])
     systems = []
@@ -57,7 +58,9 @@ def refine_tracks(
 def _equations(
     start0: int, start1: int, aligned: MatchResult, unit0: float, unit1: float
 ) -> Tuple[np.ndarray, ...]:
-    """For aligned matches: both keypoints (n,), map (n, 2, 2), shift (n, 2), deviation (n,)."""
+    """Build the equations of refined matches: both keypoints (n,), map (n, 2, 2), shift (n, 2),
+    deviation (n,).
+    """
     index0, index1 = aligned.matches.T
     p = aligned.points0.astype(np.float64) / unit0
     q = aligned.points1.astype(np.float64) / unit1
@@ -77,8 +80,8 @@ def _solve(
     shift: np.ndarray,
     deviation: np.ndarray,
 ):
-    """(count, 2) corrections by iteratively reweighted least squares with Cauchy weights, zeros for
-    keypoints without an equation.
+    """Solve for the corrections (count, 2) by iteratively reweighted least squares, with Cauchy
+    weights. Keypoints without an equation get zeros.
     """
     from scipy.sparse import coo_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu

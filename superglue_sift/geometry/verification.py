@@ -7,8 +7,8 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
    Keypoints on a watermark are left out. The pair is skipped if very few of the matches agree with
    one fundamental matrix.
 2. The network matches the selected keypoints, and the ratio test all keypoints.
-3. `verify_pair` fits a fundamental matrix to the matches of both (MAGSAC++), and computes the
-   probability that both photographs show one place.
+3. `verify_pair` fits a fundamental matrix to the matches of both (MAGSAC++), and measures how well
+   they agree with it. This gives the probability that both photographs show one place.
 4. If they do, `add_matches_near_lines` keeps all matches near their epipolar lines. Mutual nearest
    neighbours that fail the ratio test must also be where the matches around them say.
 
@@ -23,7 +23,7 @@ matrix by chance, or because windows repeat. A logistic regression weighs them (
   depend on the network, which is as confident of an equal window as of the right one. The ratio
   test finds little there, and what it finds by chance disagrees with its neighbours.
 
-The matches of a photograph and its mirror image fit one fundamental matrix, too; but the maps
+The matches of a photograph and its mirror image fit one fundamental matrix, too. But the maps
 around them reverse orientation, and such a pair is never one place.
 
 `python -m benchmarks.dev.verification` learns the weights from made pairs.
@@ -110,17 +110,18 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
     Returns the number of ratio matches that agree with one fundamental matrix; and for each
     photograph the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
-    order0, order1 = (np.argsort(-rank(side.records), kind="stable") for side in pair)
-    first = [side.select(order[:FIRST_KEYPOINTS]) for side, order in zip(pair, (order0, order1))]
+    orders = [np.argsort(-rank(view.records), kind="stable") for view in pair]
+    first = [view.select(order[:FIRST_KEYPOINTS]) for view, order in zip(pair, orders)]
     found = nearest.ratio_matches(first[0].records, first[1].records)
     marked = find_watermarks(first, found)
-    points = reduced_points(first, resize)
-    fit = two_view.fit_fundamental(*positions_of(points, found.only(~marked)), INLIER_PX)
-    kept = []
-    for side, order, some, ends in zip(pair, (order0, order1), first, found.indices.T):
-        mark = some.keypoints[ends[marked]]
-        kept.append(order[~_is_near(side.keypoints[order], mark, [each.size for each in pair])])
-    return int(fit.inliers.sum()), (kept[0], kept[1])
+    unmarked = positions_of(reduced_points(first, resize), found.only(~marked))
+    agreeing = two_view.fit_fundamental(*unmarked, INLIER_PX).inliers
+    sizes = [view.size for view in pair]
+    kept0, kept1 = (
+        order[~_is_near(view.keypoints[order], some.keypoints[ends[marked]], sizes)]
+        for view, order, some, ends in zip(pair, orders, first, found.indices.T)
+    )
+    return int(agreeing.sum()), (kept0, kept1)
 
 
 def match_one_place(
@@ -164,8 +165,8 @@ def verify_pair(
     """
     counted = network.above(COUNTED)
     ratio = mutual.above(1.0 - nearest.RATIO)
-    # the network's matches tell which of several geometries is right, but they may be few in wide
-    # views, or lie along one row of windows: those that agree and the ratio test's are exact
+    # The network's matches tell which of several geometries is right. But they may be few in wide
+    # views, or lie along one row of windows, so the ratio test's matches help to place the lines.
     F = two_view.fit_fundamental(*_distinct(counted, points)[:2], INLIER_PX).model
     if F is not None:
         agreeing = _join(_near_lines(F, counted, points, INLIER_PX), ratio)
@@ -191,9 +192,9 @@ def add_matches_near_lines(
 def agree_with_one_geometry(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> np.ndarray:
-    """(K,) bool: matches (K, 2) of exactly placed keypoints that are near their epipolar lines.
+    """Find the matches (K, 2) of exactly placed keypoints that are near their epipolar lines.
 
-    All are if they have no geometry. sizes: (width, height) of both images.
+    sizes: (width, height) of both images. Returns (K,) bool, all true if there is no geometry.
     """
     # EXACT_PX was chosen at RESIZE
     points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
@@ -207,28 +208,28 @@ def agree_with_one_geometry(
 def reduced_points(pair: Sequence[Features], resize: int) -> Points:
     """Positions (M, 2) and (N, 2) float64 of all keypoints in the reduced images."""
     points0, points1 = (
-        side.keypoints.astype(np.float64) / two_view.unit_of(side.size, resize) for side in pair
+        view.keypoints.astype(np.float64) / two_view.unit_of(view.size, resize) for view in pair
     )
     return points0, points1
 
 
 def _join(first: Matches, second: Matches) -> Matches:
-    """Both; a match of both has the score of the first."""
+    """Join both. A match that is in both has the score of the first."""
     both = np.concatenate([first.indices, second.indices])
     indices, at = np.unique(both, axis=0, return_index=True)
     return Matches(indices, np.concatenate([first.scores, second.scores])[at])
 
 
 def _near_lines(F: np.ndarray, found: Matches, points: Points, limit_px: float) -> Matches:
-    """The matches near their epipolar lines."""
+    """Keep the matches near their epipolar lines."""
     away = two_view.epipolar_distances(F, *positions_of(points, found))
     return found.only(away <= limit_px)
 
 
 def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions (k, 2) of matches in both images, and their scores (k,), by falling score.
+    """Keep one match for each position, since two orientations of a point are two keypoints.
 
-    Two orientations of a point may be two keypoints: each position counts once.
+    Returns positions (k, 2) in both images and scores (k,) float64, by falling score.
     """
     points0, points1 = positions_of(points, found)
     kept = nearest.most_confident_each(points0, points1, found.scores)
@@ -239,7 +240,7 @@ def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, n
 
 
 def probability(measured: np.ndarray) -> float:
-    """Probability, above 0, that a pair with this evidence (3,) shows one place."""
+    """Compute the probability, above 0, that a pair with this evidence (3,) shows one place."""
     return 1.0 / (1.0 + math.exp(-float(measured @ WEIGHTS) - BIAS))
 
 
@@ -248,8 +249,8 @@ def evidence(
 ) -> np.ndarray:
     """Measure agreement, order and support, (3,) from 0 to 1, of a geometry F (3, 3).
 
-    network: matches above COUNTED; ratio: matches of the ratio test. points: (M, 2) and (N, 2) px.
-    Zeros without a geometry, or for the geometry of a mirror image.
+    network: matches above COUNTED. ratio: matches of the ratio test. points: (M, 2) and (N, 2) px.
+    Returns zeros if there is no geometry, or if it is that of a mirror image.
     """
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
@@ -268,9 +269,10 @@ def evidence(
 
 
 def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
-    """Part of the ratio test's matches (k, 2) around those near their lines that are near theirs.
+    """Measure which part of the matches around those near their lines are near their lines, too.
 
-    Matches count by their scores (k,). The part is the lower one of both images.
+    points0, points1: (k, 2) px, scores: (k,), of the ratio test. Matches count by their scores, and
+    of both images the lower part counts.
     """
     near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
     count = int(near.sum())
@@ -282,12 +284,14 @@ def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np
 
 
 def _followed(near: np.ndarray, there: np.ndarray) -> float:
-    """Part of the nearest neighbours in one image that are neighbours in the other, too."""
+    """Measure which part of the nearest neighbours in one image are neighbours in the other."""
     return float((near[:, :FOLLOWED, None] == there[:, None, :]).any(2).mean())
 
 
 def _nearest(points: np.ndarray) -> np.ndarray:
-    """(k, NEIGHBOURS) indices of the others nearest to each of k points (k, 2), or all others."""
+    """Find the others nearest to each of k points (k, 2): indices (k, NEIGHBOURS), fewer if k is
+    small.
+    """
     from scipy.spatial import KDTree
 
     _, index = KDTree(points).query(points, min(NEIGHBOURS + 1, len(points)))
@@ -298,7 +302,7 @@ def _nearest(points: np.ndarray) -> np.ndarray:
 
 
 def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
-    """(K,) bool: matches of date bars, logos and watermarks, which no geometry may use.
+    """Find the matches, (K,) bool, of date bars, logos and watermarks, which no geometry may use.
 
     A watermark lies at the same place in both images, so its matches share one translation, and any
     F = [e]x fits them: two unrelated photographs with one date bar would show the same place.
@@ -308,20 +312,19 @@ def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
     """
     marked = np.zeros(len(found), bool)
     sizes = (pair[0].size, pair[1].size)
-    every = [side.keypoints for side in pair]
+    every = [view.keypoints for view in pair]
     points = [each[ends] for each, ends in zip(every, found.indices.T)]
     for mark in _translations(points[0], points[1], sizes):
         spreads = [_spread(p[mark], e, size) for p, e, size in zip(points, every, sizes)]
         if min(spreads) < SPREAD:
             # wrong matches between two letters of the mark, which lie on one line, also fit F
-            marked |= _is_near(points[0], points[0][mark], sizes) & _is_near(
-                points[1], points[1][mark], sizes
-            )
+            on_both = [_is_near(each, each[mark], sizes) for each in points]
+            marked |= on_both[0] & on_both[1]
     return marked
 
 
 def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
-    """(n,) bool: points (n, 2) of an image on the watermark whose matches are at `mark` (k, 2)."""
+    """Find the points (n, 2) that lie on the watermark whose matches are at `mark` (k, 2)."""
     from scipy.spatial import KDTree
 
     if not len(mark):
@@ -333,10 +336,10 @@ def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.
 def _translations(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> Iterator[np.ndarray]:
-    """(K,) bool each: at least FEWEST matches that share one translation, of a watermark at a fixed
-    place from two edges or the centre.
+    """Yield matches, (K,) bool, that share one translation, as those of a watermark do.
 
-    It is drawn in pixels, or grows with the image that it is drawn on.
+    It has a fixed place from two edges or the centre. It is drawn in pixels, or grows with the
+    image that it is drawn on.
     """
     size0, size1 = (np.array(size) for size in sizes)
     unit = max(map(two_view.unit_of, sizes))
@@ -351,7 +354,7 @@ def _translations(
 
 
 def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
-    """(K,) bool: shifts (K, 2) like the most frequent one near `place`, if it stands out."""
+    """Find the shifts (K, 2) like the most frequent one near `place`, none if it is not alone."""
     from scipy.spatial import KDTree
 
     none = np.zeros(len(shifts), bool)
@@ -366,10 +369,10 @@ def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.n
 
 
 def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
-    """Area over which `mark` (k, 2) scatters, over that of all keypoints `every` (n, 2).
+    """Compare the area over which `mark` (k, 2) scatters with that of all keypoints (n, 2).
 
     An area is the square root of the determinant of the covariance. What lies at the border does
-    not count; 0 if no match is left.
+    not count. The ratio is 0 if fewer than three matches are left.
     """
     border = BORDER * min(size)
     high = np.array(size) - 1 - border
