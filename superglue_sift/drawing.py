@@ -8,6 +8,7 @@ visible. Known wrong matches are red and end in crosses.
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import List, Sequence
@@ -23,15 +24,15 @@ from superglue_sift.geometry.two_view import Size, unit_of
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
-# Degrees, at the left and right edge of the first image; red is for wrong matches
+# Degrees, at the left and right edge of the first image. Red is for wrong matches.
 HUES = (50.0, 300.0)
 LINES = 100  # matches of a pair that are lines
 CELLS = (8, 6)  # across and down the first image, from which the lines are taken in turn
 OPACITY = 0.75  # of lines; their ends are opaque
 SIDE = 1280  # maximum longer side of each image in the picture, pixels
 GAP = 8  # pixels between the two images
-BAR = 28  # height of a heading and of the legend in pixels
-FONT_SIZE = 15
+LETTERS = 50  # height of a letter is this part of the picture's width: readable on a phone
+SMALLEST = 12  # letter in pixels
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that a notebook shows. pixels: (H, W, 3) uint8 BGR."""
+    """A picture that a notebook shows. pixels: (H, W, 3) uint8 BGR; legend: what colours say."""
 
     pixels: np.ndarray
+    legend: str = ""
 
     def __repr__(self) -> str:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
@@ -139,32 +141,39 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
 
 
 def text_bar(width: int, text: str) -> np.ndarray:
-    """A dark bar (BAR, width, 3) with text, in a smaller font where it does not fit."""
-    size = FONT_SIZE
-    while size > 6 and ImageFont.load_default(size).getlength(text) > width - 16:
-        size -= 1
-    bar = Image.new("RGB", (width, BAR), DARK)
+    """Text on a dark bar (h, width, 3) uint8, in as many lines as it needs.
+
+    The letters grow with the picture, which is shown smaller than it is: on a page, on a phone.
+    """
+    size = max(SMALLEST, width // LETTERS)
     font = ImageFont.load_default(size)
-    ImageDraw.Draw(bar).text((8, BAR // 2), text, fill="white", font=font, anchor="lm")
+    letter = font.getlength(text) / max(len(text), 1)
+    lines = textwrap.wrap(text, int(0.95 * (width - size) / letter)) if text.strip() else [""]
+    bar = Image.new("RGB", (width, int(1.4 * size * len(lines) + 0.6 * size)), DARK)
+    for row, line in enumerate(lines):
+        place = (size // 2, int(1.4 * size * row + size))
+        ImageDraw.Draw(bar).text(place, line, fill="white", font=font, anchor="lm")
     return np.array(bar)  # white and gray: the same in RGB and BGR
 
 
 def legend(panels: Sequence[Panel]) -> str:
-    """What lines, dots and crosses mean; names only what the panels use."""
+    """Say what colours, lines, dots and crosses mean; name only what the panels use."""
     counts = [len(panel.scores) for panel in panels]
-    words = ["colour: place in the first image"] * any(counts)
+    words = ["The colour of a match is its place in the first image."] * any(counts)
     means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
-    words += [f"red crosses: {each}" for each in means]
+    words += [f"Red crosses: {each}." for each in means]
     if max(counts) > LINES:
-        words.append(f"lines: {LINES} matches spread over the image, dots: the others")
-    return ";   ".join(words)
+        words.append(f"{LINES} matches, spread over the image, are lines, the others dots.")
+    return " ".join(words)
 
 
-def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.ndarray:
-    """Draw one picture, (H, W, 3) uint8 BGR: panels with headings below each other, then the
-    legend.
+def draw(
+    image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel], captions: bool = True
+) -> np.ndarray:
+    """Draw one picture, (H, W, 3) uint8 BGR: panels below each other, with headings, and a legend.
 
-    Images are reduced to a longer side of `SIDE`.
+    Images are reduced to a longer side of `SIDE`. captions: False leaves out headings and legend,
+    for a page that has them as text.
     """
     small0, small1 = (reduce(image, SIDE) for image in (image0, image1))
     unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))
@@ -175,4 +184,5 @@ def draw(image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel]) -> np.
         points1 = (panel.points1 + 0.5) / unit1 - 0.5
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
         rows += [text_bar(canvas.shape[1], panel.heading), canvas]
-    return np.concatenate([*rows, text_bar(rows[0].shape[1], legend(panels))], axis=0)
+    rows.append(text_bar(rows[0].shape[1], legend(panels)))
+    return np.concatenate(rows if captions else rows[1:-1:2], axis=0)

@@ -35,14 +35,14 @@ NETWORK = {
     "ATEN_CPU_CAPABILITY": "avx2",
     # numpy's exp, log and more have other last bits with AVX-512
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 AVX512_ICL AVX512_SPR",
-    # Of numpy, SciPy and OpenCV, which has its own
+    # read by the OpenBLAS of numpy, of SciPy and of OpenCV
     "OPENBLAS_CORETYPE": "Haswell",
     "OPENBLAS_NUM_THREADS": "1",
     # The number of threads decides how sums are split
     "OMP_NUM_THREADS": "1",
 }
 
-# Of GNU's and Intel's OpenMP
+# read by GNU's and Intel's OpenMP
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # threads of OpenBLAS
 
@@ -85,7 +85,10 @@ def run(module: str) -> int:
     """Run the `main` of a module with threads that wait passively; returns the exit code."""
     wait_passively()  # before torch is loaded
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files that are not UTF-8
+        # Names of files are printed as the system has them. A pipe on Windows takes only the
+        # letters of one language: others are then printed as numbers instead of an error.
+        own = sys.stdout.encoding.lower() == sys.getfilesystemencoding().lower()
+        sys.stdout.reconfigure(errors="surrogateescape" if own else "backslashreplace")
     return exit_code(importlib.import_module(module).main)
 
 

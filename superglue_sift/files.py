@@ -10,6 +10,7 @@ import io
 import os
 import tempfile
 import threading
+import time
 import tokenize
 import unicodedata
 import zlib
@@ -20,6 +21,7 @@ from zipfile import BadZipFile
 from superglue_sift.errors import RequestError
 
 FileName = Union[str, Path]
+TRIES = 5  # to replace a file that another program has open, which Windows refuses
 # Raised by a damaged `.npz`, whose bits can also ask for another compression or a password
 DAMAGED = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error),
@@ -45,31 +47,63 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        _replace(temporary, path)
     except OSError as error:
         if error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        directory = os.open(path.parent, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folder, nor does Linux a folder without `r`
+        return
     try:
         os.fsync(directory)  # the rename, too, must survive a power loss
     finally:
         os.close(directory)
 
 
-def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
-    """Raise RequestError if `path` could not be written, before long work whose result it is.
-    Writes nothing.
+def _replace(temporary: Path, path: Path) -> None:
+    """Rename a file. Windows refuses while another program or thread reads the old one."""
+    for attempt in range(TRIES):
+        try:
+            os.replace(temporary, path)
+        except PermissionError:
+            if attempt + 1 == TRIES:
+                raise
+            time.sleep(0.1)
+        else:
+            return
 
-    named: the file or folder that the user gave and the message names; None: `path`.
+
+def name_below(path: FileName, root: FileName) -> str:
+    """Name a file by its path below `root`, with "/" on every system, as COLMAP and hloc do.
+
+    Windows has no such path to another drive: then the name is the whole path.
+    """
+    try:
+        name = os.path.relpath(path, root)
+    except ValueError:
+        name = str(path)
+    return slashes(name)
+
+
+def slashes(name: str) -> str:
+    """A path with "/" between its parts, also on Windows."""
+    return name.replace(os.sep, "/")
+
+
+def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
+    """Raise RequestError if `path` could not be written. Call it before long work; writes nothing.
+
+    named: the file or folder that the user gave, which the message names instead of `path`.
     """
     folder = Path(path).absolute().parent
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        while not folder.exists():
+        while not folder.exists() and folder != folder.parent:  # a drive can be missing, too
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             pass

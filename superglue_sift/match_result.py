@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Mapping, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from superglue_sift.geometry import refinement, two_view
 from superglue_sift.geometry.two_view import POSE_PX, Pose, Size, relative_pose
 from superglue_sift.matches import Matches
 
-FIT_NAMES = {"homography": "homography", "fundamental": "fundamental matrix"}  # keys of `fits`
+FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # of `fits`, in pictures
 # Attributes of matches whose positions were refined; None otherwise
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 # Distances up to which a match is an inlier, in pixels of an image of `two_view.REFERENCE_PX`
@@ -234,44 +234,49 @@ class MatchResult:
         """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
-    def summarize(self, fits: Mapping[str, two_view.Fit]) -> str:
-        """Numbers of keypoints, matches, inliers and aligned matches, in two or three lines."""
-        keypoints = f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"
-        inliers = (f"{name} inliers {int(fit.inliers.sum())}" for name, fit in fits.items())
-        lines = [f"{keypoints}, matches {len(self.matches)}", ", ".join(inliers)]
+    def describe_fits(self) -> str:
+        """Say how many matches fit one camera motion, and how many of these one plane."""
+        total = len(self.matches)
+        motion = self.fundamental()
+        plane = self.homography()
+        fitting = int(motion.inliers.sum())
+        flat = int((plane.inliers & (motion.inliers | (motion.model is None))).sum())
+        if motion.model is None:
+            one_plane = f"{flat} of {total} matches fit one plane"
+            return one_plane if plane.model is not None else f"{total} matches, which fit no model"
+        return f"{fitting} of {total} matches fit one camera motion, {flat} of them one plane"
+
+    def summarize(self) -> str:
+        """What the matches fit, how exact they are, and of how many keypoints, in two lines."""
+        words = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:
             known = self.deviations[np.isfinite(self.deviations)]
-            lines.append(f"aligned {len(known)} of {len(self.matches)} matches")
+            words.append(f"{len(known)} matches refined")
             if len(known):
-                lines[-1] += f", by their deviations to {np.median(known):.2f} px at the median"
-        return "\n".join(lines)
+                words[-1] += f", to {np.median(known):.2f} px at the median"
+        return f"{self.describe_fits()}\n{'; '.join(words)}"
 
     def show(
-        self,
-        image0: Optional[Image] = None,
-        image1: Optional[Image] = None,
-        fits: Optional[Mapping[str, two_view.Fit]] = None,
+        self, image0: Optional[Image] = None, image1: Optional[Image] = None, captions: bool = True
     ) -> drawing.Picture:
         """Draw the matches (`drawing`), outliers of the fit with more inliers in red.
 
         A notebook shows the picture, `.save("matches.png")` writes it. image0, image1: needed if
-        features without their images were matched. fits: of `fits`, if known. Raises RequestError
-        if an image is missing or cannot be read.
+        features without their images were matched. captions: False leaves out the lines of text,
+        for a page that has them. Raises RequestError if an image is missing or cannot be read.
         """
         photos = self.photos(image0, image1)
-        fits = fits or self.fits()
-        heading = f"{len(self.matches)} matches: " + ", ".join(
-            f"{int(fit.inliers.sum())} fit one {FIT_NAMES[name]}" for name, fit in fits.items()
-        )
+        fits = self.fits()
         points0, points1 = (
             two_view.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
         off = ~fits[name].inliers & (fits[name].model is not None)
-        means = f"does not fit the {FIT_NAMES[name]}"
-        panel = drawing.Panel(heading, points0, points1, self.scores, off, means)
-        return drawing.Picture(drawing.draw(photos[0].pixels, photos[1].pixels, [panel]))
+        means = f"matches that do not fit the {FIT_NAMES[name]}"
+        panel = drawing.Panel(self.describe_fits(), points0, points1, self.scores, off, means)
+        pixels = drawing.draw(photos[0].pixels, photos[1].pixels, [panel], captions)
+        return drawing.Picture(pixels, drawing.legend([panel]))
 
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None

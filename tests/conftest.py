@@ -139,3 +139,19 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The file of an untrained network of two layers."""
+    from made_scenes import write_model
+
+    return write_model(tmp_path_factory.mktemp("model") / "m.safetensors", layers=2)
+
+
+@pytest.fixture(scope="session")
+def untrained(model):
+    """A matcher with that network."""
+    from superglue_sift import Matcher
+
+    return Matcher.load(model, "cpu")

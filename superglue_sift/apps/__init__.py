@@ -1,9 +1,8 @@
 """Programs around the matcher.
 
 cli          the command superglue-match, and two images
-pairing      which pairs of folders, lists and videos
-folder       matches all pairs of a folder
+pairing      which pairs of a folder or a list, and the names of their results
+folder       match all pairs of a folder into files
 retrieval    similar photographs
-results      files of a pair
 serve        the page in the browser
 """

@@ -1,225 +1,316 @@
-"""Match many pairs: of a folder, a list or a video. Features are computed once and kept on disk;
-pairs are resumed.
+"""Match many pairs, of a folder, of files or of a list, into files.
 
-A pair is done if its `A_B_matches.npz` exists, which is written last and atomically, and states the
-same images, weights, settings and versions. Memory holds the names of all images, but features of
-only the last 256, pixels of 32, and one batch of pairs; with --colmap also all matches.
+The features of each photograph are computed once and kept on disk. A pair is done if its
+`A_B_matches.npz` exists, which is written last and atomically, so the same command goes on where it
+was stopped. Memory holds the names of all images, but features of only the last 256, pixels of 32,
+and one batch of pairs; with --colmap also all matches.
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
+import io
+import itertools
 import json
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from superglue_sift.apps import results, retrieval
-from superglue_sift.apps.pairing import CAMERA, Pairs, choose_job, root_of
-from superglue_sift.apps.results import ENDINGS, MATCHES
-from superglue_sift.errors import WorkError
-from superglue_sift.features.extractors import DEFAULT
-from superglue_sift.features.features import Features
+import numpy as np
+
+from superglue_sift.apps import pairing, retrieval
+from superglue_sift.apps.pairing import JSON, MATCHES, PICTURE, Pair
+from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.features.store import FeatureStore, Item
-from superglue_sift.files import file_sha256, write_atomic, write_csv
+from superglue_sift.files import DAMAGED, name_below, write_atomic, write_csv
 from superglue_sift.geometry import verification
-from superglue_sift.match_result import MatchResult
+from superglue_sift.match_result import REFINED, MatchResult
 from superglue_sift.matcher import Matcher
-from superglue_sift.network.weights import shipped_weights
+from superglue_sift.matches import Matches
 from superglue_sift.progress import Progress
 
-# Of `Matcher`
-SETTINGS = ("max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame")
-BAD_IMAGES = "bad_images.csv"  # of --out-dir
+PAIR_LIST = "pairs.csv"  # of a scene
+BAD_IMAGES = "bad_images.csv"
 BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
 
 Adding = Callable[[Item, Item, MatchResult], None]
 
 
-def match_many(args: argparse.Namespace, matcher: Matcher) -> int:
-    """Match any number of pairs into --out-dir; returns the exit code."""
-    store = FeatureStore(matcher, args.features or args.out_dir / "features")
-    wanted = [results.JSON] * args.json_files + [results.PICTURE] * args.pictures
-    wanted += [results.OVERLAY, results.BLINK] * args.homography
-    job = choose_job(args, store)
-    total = job.total
+def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
+    """Match any number of pairs into --out-dir; return the exit code."""
+    features = args.features or args.out_dir / "features"
+    store = FeatureStore(matcher, features, args.masks, pairing.root_of(args))
+    photos, bad, pairs, total = _prepare(args, store)
+    expansion = None
+    many = len(photos) > pairing.MAX_EXHAUSTIVE
+    if many and matcher.rules and not args.pairs and args.pairing in (None, "auto"):
+        expansion = retrieval.Expansion(photos)
     with contextlib.ExitStack() as stack:
-        adding: List[Adding] = [job.expansion] if job.expansion else []
+        # functions that get every pair, in the order of the pairs
+        adding: List[Adding] = [expansion] if expansion else []
         if matcher.rules:
-            adding.append(stack.enter_context(results.pair_list(args.out_dir, root_of(args))))
+            adding.append(stack.enter_context(pair_list(args.out_dir, pairing.root_of(args))))
         if args.colmap:
-            from superglue_sift.interop import colmap
-
-            root = root_of(args)
-            database = colmap.database_of(args.colmap, root, job.photos, store, args.refine)
-            adding.append(stack.enter_context(database))
-        settings = settings_of(args, matcher)
-        run = Run(store, args.out_dir, wanted, settings, args.source == CAMERA, adding)
-        # Ctrl-C is how a camera ends
-        with contextlib.suppress(*[KeyboardInterrupt] * (args.source == CAMERA)):
-            run.match(job.pairs, total)
-        if job.expansion:
-            for _ in range(retrieval.ROUNDS):
-                more = job.expansion.propose()
-                run.match(more, len(more))
-                total = (total or 0) + len(more)
-    print(run.report(total))
+            adding.append(stack.enter_context(_database(args, photos, store)))
+        done = match_pairs(args, store, pairs, total, adding)
+        for _ in range(retrieval.ROUNDS if expansion else 0):
+            more = expansion.propose() if expansion else []
+            done += match_pairs(args, store, more, len(more), adding)
+    print(_report(args.out_dir, *done))
     if args.colmap:
         print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
     path = args.out_dir / BAD_IMAGES
     path.unlink(missing_ok=True)
-    if job.bad:
-        write_csv(path, [("image", "reason"), *job.bad.items()])
-        images = "1 image" if len(job.bad) == 1 else f"{len(job.bad)} images"
+    if bad:
+        write_csv(path, [("image", "reason"), *bad.items()])
+        images = "1 image" if len(bad) == 1 else f"{len(bad)} images"
         raise WorkError(f"{images} cannot be read, the others are matched; see {path}")
     return 0
 
 
-def settings_of(args: argparse.Namespace, matcher: Matcher) -> Dict[str, object]:
-    """All inputs of a pair's matches except the images, for `results.made_from`."""
-    extractor = matcher.extractor or DEFAULT
-    scene = {}
-    if matcher.rules:
-        judged = [*verification.WEIGHTS.tolist(), verification.BIAS]
-        scene = {"scene": dataclasses.asdict(matcher.rules), "acceptance": judged}
-    return {
-        "weights": file_sha256(args.model or shipped_weights()),
-        "extractor": f"{extractor.name} {extractor.code}".strip(),
-        "precision": args.precision,
-        **{name: getattr(matcher, name) for name in SETTINGS},
-        **scene,
-    }
-
-
-@dataclass
-class Run:
-    """Match pairs into `folder`, and count them: matched, of these again; done before, of these
-    with missing files.
-
-    wanted: endings of the files of each pair, beside MATCHES. settings: see `results.made_from`.
-    overwrite: match again what exists, since a camera shows something new each time. adding:
-    functions that are called with every pair, also those done before.
+def _prepare(
+    args: argparse.Namespace, store: FeatureStore
+) -> Tuple[List[Item], Dict[str, str], Iterable[Pair], int]:
+    """Extract all features. Returns the readable photographs, the reasons by path of the others,
+    the pairs, and the number of pairs.
     """
+    if args.pairs:
+        listed = pairing.listed_pairs(args.pairs, pairing.root_of(args))
+        every = list(dict.fromkeys(itertools.chain.from_iterable(listed)))
+        photos, bad = extract_all(every, store)
+        readable = set(photos)
+        pairs = [pair for pair in listed if readable.issuperset(pair)]
+        return photos, bad, pairs, len(pairs)
+    kind = args.pairing or "auto"
+    if not store.is_sift and (kind == "nearest" or (kind == "auto" and args.k)):
+        raise RequestError("--pairing nearest compares SIFT features; use exhaustive or sequential")
+    photos, bad = extract_all(pairing.named_inputs(args), store)
+    if kind == "auto" and not store.is_sift:
+        kind = "exhaustive"
+    return photos, bad, *pairing.choose_pairs(photos, store, kind, args.k)
 
-    store: FeatureStore
-    folder: Path
-    wanted: Sequence[str]
-    settings: Mapping[str, object]
-    overwrite: bool
-    adding: Sequence[Adding]
-    matched: int = 0
-    again: int = 0
-    before: int = 0
-    completed: int = 0
 
-    def match(self, pairs: Pairs, total: Optional[int]) -> None:
-        """Match and write each pair that is not done. total: number of pairs, if known."""
-        matcher = self.store.matcher
-        matcher.side_by_side()
-        on_gpu = matcher.device.startswith("cuda")
-        size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
-        # pairs in their order, with the `made_from` of those in progress, "" of those done before
-        started: collections.deque = collections.deque()
-        with Progress(total=total, desc="matching", unit="pairs") as shown:
-            for found in matcher.match_batch(self._waiting(pairs, started, shown), size):
-                self._add_done(started)
-                pair, made = started.popleft()
-                self._write(pair, made, found)
-                self.matched += 1
-                shown.update(1)
-            self._add_done(started)
+def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
+    """Extract missing features. Returns the readable photos, and the reasons by path of others."""
 
-    def report(self, total: Optional[int]) -> str:
-        """Numbers of matched and existing pairs, and of other pairs in the folder."""
-        words = [f"{self.matched} pairs matched"]
-        if total and self.matched < total:
-            words[0] += f" of {total}, the others before"
-        if self.again:
-            words.append(f"{self.again} of them again, since their inputs changed")
-        if self.completed:
-            words.append(f"{self.completed} of the others were completed")
-        text = f"{'; '.join(words)}: {self.folder}"
-        others = sum(1 for _ in self.folder.glob(f"*_{MATCHES}")) - self.matched - self.before
-        if others > 0:
-            text += f"\n{self.folder} also holds {others} pairs of other commands, which are kept"
-        return text
+    def reason(photo: Item) -> str:
+        try:
+            store.prepare(photo)
+        except RequestError as error:
+            return str(error).replace(f"{photo.image}: ", "", 1)
+        return ""
 
-    def _file(self, pair: Tuple[Item, Item], ending: str) -> Path:
-        """FOLDER/A_B_ENDING."""
-        return self.folder / f"{pair[0].name}_{pair[1].name}_{ending}"
+    with ThreadPoolExecutor(2) as pool:
+        reasons = pool.map(reason, photos)
+        shown = list(Progress(reasons, total=len(photos), desc="features", unit="images"))
+    bad = {str(photo.image): why for photo, why in zip(photos, shown) if why}
+    return [photo for photo in photos if str(photo.image) not in bad], bad
 
-    def _waiting(
-        self, pairs: Pairs, started: collections.deque, shown: Progress
-    ) -> Iterator[Tuple[Features, Features]]:
-        """Features of the pairs to match, which are added to `started`."""
-        features = self.store.with_pixels if self.store.matcher.refine else self.store
-        for pair in pairs:
-            if not self.overwrite and self._done(pair, shown):
-                self.before += 1
-                shown.initial += 1
-                shown.update(1)
-                started.append((pair, ""))
-                self._add_done(started)
-                continue
-            sides = features(pair[0]), features(pair[1])
-            # After reading the features, which are of this content
-            started.append((pair, self._made_from(pair)))
-            yield sides
 
-    def _made_from(self, pair: Tuple[Item, Item]) -> str:
-        return results.made_from([self.store.digest(item) for item in pair], self.settings)
+def match_pairs(
+    args: argparse.Namespace,
+    store: FeatureStore,
+    pairs: Iterable[Pair],
+    total: int,
+    adding: Sequence[Adding],
+) -> np.ndarray:
+    """Match and write each pair that is not done, and give every pair to the functions `adding`.
 
-    def _done(self, pair: Tuple[Item, Item], shown: Progress) -> bool:
-        """Whether a pair's result is of the same inputs as now."""
-        path = self._file(pair, MATCHES)
-        arrays = results.read_arrays(path)
-        now = self._made_from(pair)
-        if arrays is None:
-            return False
-        why = results.differs(str(arrays.get("made_from", "")), now)
-        if why:
-            self.again += 1
-            if self.again == 1:
-                shown.say(f"{path}: {why}; it is computed again, as are others that do not fit")
-            return False
-        return True
+    Returns (2,) the numbers of pairs that were matched, and that were there before.
+    """
+    wanted = [JSON] * args.json_files + [PICTURE] * args.pictures
+    counts = np.zeros(2, int)
+    with Progress(total=total, desc="matching", unit="pairs") as shown:
+        for pair, new in _match_new(args, store, pairs):
+            path = _file(args.out_dir, pair, MATCHES)
+            missing = wanted
+            if new:
+                path.unlink(missing_ok=True)  # of earlier matches, until all files are new
+            else:
+                missing = [e for e in wanted if not _file(args.out_dir, pair, e).is_file()]
+                shown.initial += 1  # which the pace does not count
+            if missing or adding:
+                found = new or read_npz(path, store, pair)
+                _complete(args.out_dir, pair, found, missing, adding)
+            if new:
+                write_atomic(path, npz_of(new))
+            counts[0 if new else 1] += 1
+            shown.update(1)
+    return counts
 
-    def _add_done(self, started: collections.deque) -> None:
-        """Complete the pairs done before, up to the first in progress: all are added in order."""
-        while started and not started[0][1]:
-            pair, _ = started.popleft()
-            missing = [ending for ending in self.wanted if not self._file(pair, ending).is_file()]
-            if missing or self.adding:
-                arrays = results.read_arrays(self._file(pair, MATCHES))
-                # read by `_done`, too: those of all pairs that wait would fill the memory
-                assert arrays is not None
-                size0, size1 = (self.store(item).size for item in pair)
-                found = results.from_arrays(arrays, size0, size1)
-                self.completed += self._complete(pair, self._made_from(pair), found, missing)
 
-    def _write(self, pair: Tuple[Item, Item], made: str, found: MatchResult) -> None:
-        """Write all files of a pair, the matches last; an earlier result is removed first."""
-        for ending in (MATCHES, *ENDINGS):
-            self._file(pair, ending).unlink(missing_ok=True)
-        self._complete(pair, made, found, self.wanted)
-        write_atomic(self._file(pair, MATCHES), results.npz_of(found, made))
+def _match_new(
+    args: argparse.Namespace, store: FeatureStore, pairs: Iterable[Pair]
+) -> Iterator[Tuple[Pair, Optional[MatchResult]]]:
+    """Each pair, in order, with its result, or with None if its file exists."""
+    matcher = store.matcher
+    matcher.side_by_side()
+    features_of = store.with_pixels if matcher.refine else store
+    size = PAIRS_OF_A_WORKER * matcher.workers
+    if matcher.device.startswith("cuda"):
+        size = BATCH_ON_GPU
+    waiting = iter(pairs)
+    for group in iter(lambda: list(itertools.islice(waiting, size)), []):
+        new = [
+            pair
+            for pair in group
+            if args.overwrite or not _file(args.out_dir, pair, MATCHES).is_file()
+        ]
+        features = ((features_of(photo0), features_of(photo1)) for photo0, photo1 in new)
+        results = dict(zip(new, matcher.match_batch(features, size)))
+        yield from ((pair, results.get(pair)) for pair in group)
 
-    def _complete(
-        self, pair: Tuple[Item, Item], made: str, found: MatchResult, endings: Sequence[str]
-    ) -> bool:
-        """Write these files of a pair, and add it; returns whether there were any."""
-        files: Dict[str, bytes] = {}
-        if endings:
-            found = dataclasses.replace(found, images=(pair[0].image, pair[1].image))
-            fitted = found.fits()
-            about = {"image0": pair[0].name, "image1": pair[1].name, "made_from": json.loads(made)}
-            files = results.files_of(found, fitted, about, endings)
-        for ending, content in files.items():
-            write_atomic(self._file(pair, ending), content)
-        for add in self.adding:
-            add(*pair, found)
-        return bool(files)
+
+def _file(folder: Path, pair: Pair, ending: str) -> Path:
+    """FOLDER/A_B_ENDING."""
+    return folder / f"{pair[0].name}_{pair[1].name}_{ending}"
+
+
+def _complete(
+    folder: Path, pair: Pair, found: MatchResult, endings: Sequence[str], adding: Sequence[Adding]
+) -> None:
+    """Write the JSON file or the picture of a pair, and give the pair to the functions `adding`."""
+    found = dataclasses.replace(found, images=(pair[0].image, pair[1].image))
+    if JSON in endings:
+        about = {"image0": pair[0].name, "image1": pair[1].name}
+        write_atomic(_file(folder, pair, JSON), json_of(found, about))
+    if PICTURE in endings:
+        found.show().save(_file(folder, pair, PICTURE))
+    for add in adding:
+        add(*pair, found)
+
+
+def _report(folder: Path, matched: int, before: int) -> str:
+    """Numbers of matched and existing pairs, and of other pairs in the folder."""
+    text = f"{matched} pairs matched: {folder}"
+    if before:
+        text += f"\n{before} pairs were there before, and are kept; --overwrite matches them again"
+    others = sum(1 for _ in folder.glob(f"*_{MATCHES}")) - matched - before
+    if others > 0:
+        text += f"\n{folder} also holds {others} pairs of other commands, which are kept"
+    return text
+
+
+def _database(args: argparse.Namespace, photos: Sequence[Item], store: FeatureStore) -> Any:
+    """The COLMAP database that is asked for, as `colmap.database_of` fills it."""
+    from superglue_sift.interop import colmap
+
+    root = pairing.root_of(args)
+    return colmap.database_of(args.colmap, root, photos, store, args.refine, args.camera_per)
+
+
+@contextlib.contextmanager
+def pair_list(folder: Path, root: Path) -> Iterator[Adding]:
+    """A function that adds pairs of a scene to FOLDER/pairs.csv.
+
+    Each has the names of its files below `root`, and its score or why it has none.
+    """
+    rows: List[Sequence[Any]] = [
+        ("image0", "image1", "matches", "pair_score", "accepted", "reason")
+    ]
+
+    def add(item0: Item, item1: Item, found: MatchResult) -> None:
+        score = f"{found.pair_score:.4f}"
+        reason = "" if found.accepted else "not accepted"
+        if found.pair_score == verification.SKIPPED:
+            score = ""
+            reason = "skipped: too few classical matches"
+        names = [name_below(str(item.image), root) for item in (item0, item1)]
+        rows.append((*names, len(found.matches), score, int(found.accepted), reason))
+
+    yield add
+    write_csv(folder / PAIR_LIST, rows)
+
+
+def npz_of(found: MatchResult) -> bytes:
+    """Arrays of the common layout: keypoints0 (M, 2), keypoints1 (N, 2) float32 px, matches (M,)
+    int64 or -1, match_confidence (M,) float32; frame () and turned (2,), see `MatchResult`.
+
+    Refined matches also have aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
+    (M,), float32, NaN without a match. Pairs of a scene also have pair_score ().
+    """
+    matches, scores = found.dense()
+    arrays: Dict[str, Any] = {
+        "keypoints0": found.keypoints0,
+        "keypoints1": found.keypoints1,
+        "matches": matches,
+        "match_confidence": scores,
+        "frame": found.frame,
+        "turned": found.turned,
+    }
+    if found.pair_score is not None:
+        arrays["pair_score"] = found.pair_score
+    for name in REFINED if found.aligned1 is not None else ():
+        refined = getattr(found, name)
+        arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
+        arrays[name][found.matches[:, 0]] = refined
+    data = io.BytesIO()
+    np.savez_compressed(data, **arrays)
+    return data.getvalue()
+
+
+def read_npz(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
+    """Read a pair that was matched before.
+
+    Raises RequestError for a damaged file, or if it was made with other settings or images.
+    """
+    features0, features1 = map(store, pair)
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = dict(file)
+        known = [arrays["keypoints0"], arrays["keypoints1"], arrays["frame"]]
+        matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
+    except DAMAGED:
+        raise RequestError(f"{path}: is damaged; --overwrite matches the pair again") from None
+    now = [features0.keypoints, features1.keypoints, features0.frame]
+    of_scene = "pair_score" in arrays
+    if not all(map(np.array_equal, known, now)) or of_scene != (store.matcher.rules is not None):
+        reason = "is of other images or settings than those of this command"
+        raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
+    index0 = matches.indices[:, 0]
+    refined: Dict[str, Any] = {name: arrays[name][index0] for name in REFINED if name in arrays}
+    if of_scene:
+        refined["pair_score"] = float(arrays["pair_score"])
+    return dataclasses.replace(MatchResult.of(features0, features1, matches), **refined)
+
+
+def json_of(found: MatchResult, about: Mapping[str, Any]) -> bytes:
+    """JSON with the common names, `matches` of [index0, index1, score], and `about`, such as the
+    names of the files.
+
+    frame, turned0, turned1: see `MatchResult`. inliers, H_0to1, F_0to1: of `MatchResult.fits`.
+    aligned0, aligned1, deviations, correlations: in the order of the matches, without a value where
+    refinement failed, and None if the matches were not refined.
+    """
+    fits = found.fits()
+    matches0, scores0 = found.dense()
+    rows = zip(found.matches.tolist(), found.scores.astype(float).round(6).tolist())
+    record: Dict[str, Any] = {
+        **about,
+        "frame": found.frame,
+        "turned0": found.turned[0],
+        "turned1": found.turned[1],
+        "image_size0": found.size0,
+        "image_size1": found.size1,
+        "keypoints0": found.keypoints0.astype(float).round(3).tolist(),
+        "keypoints1": found.keypoints1.astype(float).round(3).tolist(),
+        "matches0": matches0.tolist(),
+        "matching_scores0": scores0.astype(float).round(6).tolist(),
+        "matches": [[*pair, score] for pair, score in rows],
+        "pair_score": found.pair_score,
+        "accepted": found.accepted,
+        "inliers": {name: int(fit.inliers.sum()) for name, fit in fits.items()},
+    }
+    for name, key in (("H_0to1", "homography"), ("F_0to1", "fundamental")):
+        model = fits[key].model
+        record[name] = None if model is None else model.tolist()
+    for name in REFINED:
+        values = getattr(found, name)
+        if values is not None:
+            values = np.asarray(values, np.float64).round(4)
+            values = np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
+        record[name] = values
+    return (json.dumps(record) + "\n").encode()

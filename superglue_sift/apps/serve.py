@@ -3,7 +3,7 @@
     superglue-match --serve          then http://127.0.0.1:8010
 
 Listens on 127.0.0.1 only, and refuses other host names and pages of other sites. The page loads
-nothing from elsewhere. Uploads are limited to 32 MB; their names are not used. Only the matches of
+nothing from elsewhere. Uploads are limited to 32 MB; their names are not used. Only the features of
 the last two images are kept, in memory. Needs `pip install 'superglue-sift[serve]'`.
 """
 
@@ -13,11 +13,12 @@ import base64
 import dataclasses
 import functools
 import hashlib
+import json
 import threading
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, Sequence
 
-from superglue_sift.apps import results
+from superglue_sift.apps import folder, pairing
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import UPRIGHT, decode_color
@@ -26,6 +27,7 @@ from superglue_sift.matcher import Matcher
 
 HOST = "127.0.0.1"
 MAX_BYTES = 32 << 20  # of a request: both images
+NAMES = ("first image", "second image")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src"
     " 'unsafe-inline'; img-src data: blob:; connect-src 'self'; frame-ancestors 'none'",
@@ -58,21 +60,40 @@ def make_app(matcher: Matcher) -> Any:
     # Other names of this machine are refused: pages of other sites could take one (DNS rebinding)
     app.config.update(MAX_CONTENT_LENGTH=MAX_BYTES, TRUSTED_HOSTS=[HOST, "localhost"])
     request = flask.request
-    extract = functools.lru_cache(maxsize=1)(functools.partial(extract_both, matcher))
+    extract = functools.lru_cache(maxsize=2)(functools.partial(_extract, matcher))
     lock = threading.Lock()  # one match at a time, which bounds memory
+
+    def steps(images: Sequence[bytes], threshold: float) -> Iterator[Dict[str, Any]]:
+        """What is done next, and at the end the answer."""
+        with lock:
+            features = []
+            for number, (data, name) in enumerate(zip(images, NAMES)):
+                yield {"step": f"Finding keypoints in the {name}", "done": number, "of": 4}
+                features.append(extract(data, name))
+            yield {"step": "Matching", "done": 2, "of": 4}
+            found = dataclasses.replace(matcher, threshold=threshold).match(*features)
+            yield {"step": "Drawing", "done": 3, "of": 4}
+            yield {**answer_of(found, images), "threshold": threshold}
 
     @app.get("/")
     def page() -> str:
-        return Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
+        text = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
+        return text.replace("MODEL_THRESHOLD", f"{matcher.threshold:.2f}")
 
     @app.post("/match")
-    def answer() -> Any:
+    def match() -> Any:
         images = [request.files[name].read() for name in ("image0", "image1")]
         threshold = request.form.get("threshold", matcher.threshold, float)
         check_range("threshold", threshold, 0, 1)
-        with lock:
-            found = dataclasses.replace(matcher, threshold=threshold).match(*extract(*images))
-            return files_of(found, images, threshold)
+
+        def lines() -> Iterator[str]:
+            try:
+                for line in steps(images, threshold):
+                    yield json.dumps(line) + "\n"
+            except RequestError as error:
+                yield json.dumps({"error": str(error)}) + "\n"
+
+        return flask.Response(lines(), mimetype="application/x-ndjson")
 
     @app.before_request
     def refuse_other_sites() -> None:
@@ -92,21 +113,22 @@ def make_app(matcher: Matcher) -> Any:
     return app
 
 
-def extract_both(matcher: Matcher, *files: bytes) -> List[Features]:
-    """Features of two images, with their pixels in colour. Raises RequestError for a bad image."""
-    sides = []
-    for data, name in zip(files, ("first image", "second image")):
-        features = matcher.extract_file(data, name)
-        sides.append(features._replace(image=decode_color(data, name, UPRIGHT)))
-    return sides
+def _extract(matcher: Matcher, data: bytes, name: str) -> Features:
+    """Features of an image, with its pixels in colour. Raises RequestError for a bad image."""
+    features = matcher.extract_file(data, name)
+    return features._replace(image=decode_color(data, name, UPRIGHT))
 
 
-def files_of(found: MatchResult, images: Any, threshold: float) -> Dict[str, Any]:
-    """For the page: the threshold, a summary, and by name the files of the command, base64."""
-    fits = found.fits()
-    digests = [hashlib.sha256(data).hexdigest() for data in images]
-    made = results.made_from(digests, {"threshold": threshold, "frame": found.frame})
-    files = results.files_of(found, fits, dict(zip(("image0", "image1"), digests)))
-    files[results.MATCHES] = results.npz_of(found, made)
+def answer_of(found: MatchResult, images: Sequence[bytes]) -> Dict[str, Any]:
+    """For the page: a summary, a caption, and by name the files of the command, base64."""
+    picture = found.show(captions=False)
+    digests = {
+        f"image{number}": hashlib.sha256(data).hexdigest() for number, data in enumerate(images)
+    }
+    files = {
+        pairing.JSON: folder.json_of(found, digests),
+        pairing.MATCHES: folder.npz_of(found),
+        pairing.PICTURE: picture.encode(),
+    }
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    return {"threshold": threshold, "summary": found.summarize(fits), "files": encoded}
+    return {"summary": found.summarize(), "caption": picture.legend, "files": encoded}

@@ -8,7 +8,6 @@ import collections
 import functools
 import hashlib
 import io
-import os
 from pathlib import Path
 from typing import Dict, NamedTuple, Optional, OrderedDict, Tuple, Union
 
@@ -19,7 +18,7 @@ from superglue_sift import __version__
 from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import ALIGNED_AT, Features
 from superglue_sift.features.images import find_mask, read, read_gray, reduce
-from superglue_sift.files import DAMAGED, write_atomic
+from superglue_sift.files import DAMAGED, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
 MAX_FEATURES = 256  # images whose features stay in memory
@@ -91,7 +90,7 @@ class FeatureStore:
         """The file with the mask of a photograph, None if there is none."""
         if self.masks is None or not isinstance(item.image, Path):
             return None
-        return find_mask(self.masks, os.path.relpath(item.image, self.root))
+        return find_mask(self.masks, name_below(item.image, self.root))
 
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""

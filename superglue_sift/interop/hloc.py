@@ -28,7 +28,7 @@ from torch import Tensor
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import STORED
-from superglue_sift.files import FileName
+from superglue_sift.files import FileName, slashes
 from superglue_sift.interop import convert
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
@@ -49,12 +49,12 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
     data["descriptors"] = data["descriptors"].T
     data["image_size"] = np.array(features.size)  # hloc makes empty tensors of it: whole numbers
-    _write(path, name, data)
+    _write(path, slashes(name), data)
 
 
 def read_features(path: FileName, name: str) -> Features:
     """Read an image from `write_features` or hloc's own SIFT. Raises RequestError without it."""
-    return _features_of(_read(path, name))
+    return _features_of(_read(path, slashes(name)))
 
 
 def _features_of(data: Mapping[str, Any]) -> Features:
@@ -69,18 +69,21 @@ def _features_of(data: Mapping[str, Any]) -> Features:
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
     output = convert.to_lightglue_matches(found)
-    _write(path, _pair(name0, name1), {name: output[name][0].numpy() for name in MATCHES})
+    _write(path, pair_name(name0, name1), {name: output[name][0].numpy() for name in MATCHES})
 
 
 def read_matches(
     path: FileName, name0: str, name1: str, features0: Features, features1: Features
 ) -> MatchResult:
     """Read a pair from `write_matches` or `match_features`. Raises RequestError without it."""
-    return convert.from_lightglue_matches(_read(path, _pair(name0, name1)), features0, features1)
+    return convert.from_lightglue_matches(
+        _read(path, pair_name(name0, name1)), features0, features1
+    )
 
 
-def _pair(name0: str, name1: str) -> str:
-    return f"{name0.replace('/', '-')}/{name1.replace('/', '-')}"
+def pair_name(name0: str, name1: str) -> str:
+    """The group of a pair in hloc's file of matches."""
+    return "/".join(slashes(name).replace("/", "-") for name in (name0, name1))
 
 
 def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:

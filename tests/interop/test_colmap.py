@@ -1,4 +1,4 @@
-"""The features of a COLMAP database are OpenCV's, and are matched without touching the rest."""
+"""COLMAP databases: a new one as COLMAP's importer writes it, and matches of an existing one."""
 
 import contextlib
 import sqlite3
@@ -6,8 +6,10 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import PIL.Image
 import pytest
 from made_scenes import TURN
+from PIL.TiffImagePlugin import IFDRational
 
 from superglue_sift import Features, RequestError
 from superglue_sift.apps import cli
@@ -166,3 +168,96 @@ def test_no_database_and_a_locked_one_are_said_in_one_line(database):
         other.execute("BEGIN IMMEDIATE")
         with pytest.raises(RequestError, match="another program writes it"):
             run(*WORDS)
+
+
+# a new database
+
+
+def save_photos(folder, photo, ending=".jpg", exif=None):
+    """Three overlapping views, one of them in a folder."""
+    (folder / "photos/more").mkdir(parents=True)
+    for name, left in (("0", 0), ("1", 60), ("more/2", 120)):
+        crop = np.ascontiguousarray(photo[:, left : left + 420])
+        options = {"exif": exif} if exif else {}
+        PIL.Image.fromarray(crop).save(folder / f"photos/{name}{ending}", **options)
+
+
+def exif_of_a_drone():
+    """A camera with its focal length, at 47 degrees north and 8 degrees east, 123 m high."""
+    exif = PIL.Image.Exif()
+    exif[0x010F], exif[0x0110] = "Maker", "Model"
+    exif.get_ifd(0x8769).update({0x920A: IFDRational(361, 100), 0xA405: 20})
+    zero = IFDRational(0)
+    north, east = (IFDRational(47), zero, zero), (IFDRational(8), zero, zero)
+    gps = {1: "N", 2: north, 3: "E", 4: east, 5: b"\0", 6: IFDRational(123)}
+    exif.get_ifd(0x8825).update(gps)
+    return exif
+
+
+def read_new(path):
+    """Names of the images of each camera, and positions by GPS, of a database."""
+    with opened(path) as content:
+        cameras = {}
+        for image in content.read_all_images():
+            cameras.setdefault(image.camera_id, []).append(image.name)
+        priors = [prior.position.ravel().tolist() for prior in content.read_all_pose_priors()]
+        return sorted(map(sorted, cameras.values())), priors
+
+
+SMALL = "--out-dir found --no-scene --max-keypoints 300 --device cpu"
+
+
+@pytest.mark.parametrize(
+    "words, cameras",
+    [
+        ("", [["0.jpg", "1.jpg", "more/2.jpg"]]),
+        ("--camera-per folder", [["0.jpg", "1.jpg"], ["more/2.jpg"]]),
+        ("--camera-per image", [["0.jpg"], ["1.jpg"], ["more/2.jpg"]]),
+    ],
+)
+def test_cameras_and_positions_are_those_of_colmaps_importer(
+    photo, tmp_path, monkeypatch, words, cameras
+):
+    monkeypatch.chdir(tmp_path)
+    save_photos(tmp_path, photo, exif=exif_of_a_drone())
+    assert cli.main(f"photos {SMALL} --colmap x.db {words}".split()) == 0
+    assert read_new("x.db") == (cameras, [[47.0, 8.0, 123.0]] * 3)
+    with opened("x.db") as content:
+        assert content.num_rigs() == len(cameras) and content.num_frames() == 3
+        assert content.num_keypoints() == 900 and content.num_matched_image_pairs() == 3
+    if not words:
+        device = pycolmap.Device.cpu
+        pycolmap.extract_features("own.db", "photos", device=device)
+        assert read_new("own.db") == read_new("x.db")
+
+
+def test_photographs_without_exif_have_a_camera_each(photo, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_photos(tmp_path, photo)
+    assert cli.main(f"photos {SMALL} --colmap x.db".split()) == 0
+    assert read_new("x.db") == ([["0.jpg"], ["1.jpg"], ["more/2.jpg"]], [])
+
+
+def test_a_list_with_both_orders_of_a_pair_is_one_pair_of_the_database(
+    photo, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    save_photos(tmp_path, photo)
+    Path("pairs.txt").write_text("0.jpg more/2.jpg\nmore/2.jpg 0.jpg\n")
+    assert cli.main(f"--pairs pairs.txt --root photos {SMALL} --colmap x.db".split()) == 0
+    with opened("x.db") as content:
+        assert content.num_matched_image_pairs() == 1 and content.num_matches() > 50
+
+
+def test_photographs_that_colmap_cannot_read_are_named_first_and_get_a_guessed_camera(
+    photo, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    save_photos(tmp_path, photo, ".webp")
+    assert cli.main(f"photos {SMALL} --colmap x.db".split()) == 0
+    said = capfd.readouterr().err
+    assert said.count("cannot read") == 1 and "BITMAP" not in said
+    assert said.index("0.webp and 2 more: COLMAP cannot read") < said.index("matching: ")
+    with opened("x.db") as content:
+        assert [camera.params[0] for camera in content.read_all_cameras()] == [1.2 * 420] * 3
+        assert content.num_matches() > 50

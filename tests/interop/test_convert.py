@@ -1,0 +1,144 @@
+"""Matches and features to OpenCV, LightGlue and hloc, and back."""
+
+import sys
+from types import ModuleType
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from superglue_sift import Matcher
+from superglue_sift.errors import RequestError
+from superglue_sift.interop import convert, hloc
+from superglue_sift.network.superglue import TYPICAL_SCORE
+
+
+@pytest.fixture(scope="module")
+def matcher():
+    return Matcher.load(device="cpu", max_keypoints=400)
+
+
+@pytest.fixture(scope="module")
+def features(matcher, photo):
+    """Features of two overlapping crops of a photograph."""
+    return [
+        matcher.extract(np.ascontiguousarray(crop)) for crop in (photo[:, :420], photo[:, 100:])
+    ]
+
+
+@pytest.fixture(scope="module")
+def found(matcher, features):
+    matched = matcher.match(*features)
+    assert len(matched.matches) > 50
+    return matched
+
+
+def assert_same(found, other):
+    order, other_order = (np.argsort(each.matches[:, 0]) for each in (found, other))
+    assert np.array_equal(found.matches[order], other.matches[other_order])
+    assert np.allclose(found.scores[order], other.scores[other_order], atol=1e-6)
+    assert np.array_equal(found.keypoints0, other.keypoints0)
+
+
+def test_opencv_draws_our_matches_and_gives_them_back(found, features, photo):
+    there = convert.to_dmatches(found)
+    assert [(m.queryIdx, m.trainIdx) for m in there] == [tuple(pair) for pair in found.matches]
+    assert np.allclose([m.distance for m in there], 1 - found.scores)
+    assert_same(convert.from_dmatches(there, *features), found)
+    points = [convert.to_keypoints(each) for each in features]
+    assert np.allclose(cv2.KeyPoint.convert(points[0]), found.keypoints0)
+    drawn = cv2.drawMatches(photo[:, :420], points[0], photo[:, 100:], points[1], there, None)
+    assert drawn.shape == (400, 420 + 500, 3)
+
+
+def test_dictionaries_of_lightglue_come_back(found, features, matcher):
+    back = [convert.from_lightglue(convert.to_lightglue(each)) for each in features]
+    for given, again in zip(features, back):
+        assert again.size == given.size
+        assert np.array_equal(again.keypoints, given.keypoints)
+        assert np.allclose(again.records["angle"], given.records["angle"], atol=1e-3)
+        off = np.abs(again.records["descriptor"].astype(int) - given.records["descriptor"])
+        assert off.max() <= 3, "SIFT to RootSIFT and back is not the same to rounding"
+    there = convert.to_lightglue_matches(found)
+    assert_same(convert.from_lightglue_matches(there, *features), found)
+    again = matcher.match(*back)
+    common = set(map(tuple, again.matches)) & set(map(tuple, found.matches))
+    assert len(common) > 0.95 * len(found.matches)  # second orientations are lost
+
+
+def test_scores_that_are_missing_or_zero_become_the_typical_one(features):
+    data = convert.to_lightglue(features[0])
+    zero = convert.from_lightglue({**data, "keypoint_scores": 0 * data["scales"]})
+    del data["keypoint_scores"]
+    for again in (zero, convert.from_lightglue(data)):
+        assert (again.records["score"] == np.float32(TYPICAL_SCORE)).all()
+
+
+def test_files_of_hloc_come_back_and_match_the_same(found, features, tmp_path):
+    h5py = pytest.importorskip("h5py")
+    names = "db/one.jpg", "query/two.jpg"
+    for name, each in zip(names, features):
+        hloc.write_features(tmp_path / "features.h5", name, each)
+        hloc.write_features(tmp_path / "features.h5", name, each)  # again: no error
+    hloc.write_matches(tmp_path / "matches.h5", *names, found)
+    records = features[0].records
+    with h5py.File(tmp_path / "features.h5") as file:
+        group = file["db/one.jpg"]
+        assert group["keypoints"].shape == (len(records), 2)
+        assert group["descriptors"].shape == (128, len(records))
+        assert tuple(group["image_size"]) == (420, 400) and group["image_size"].dtype.kind == "i"
+        np.testing.assert_allclose(group["scales"], records["scale"] / 2)  # hloc: sigma, degrees
+        np.testing.assert_allclose(group["oris"], records["angle"], rtol=1e-5)
+    with h5py.File(tmp_path / "matches.h5") as file:
+        assert file["db-one.jpg/query-two.jpg/matches0"].shape == (len(records),)
+    back = [hloc.read_features(tmp_path / "features.h5", name) for name in names]
+    assert_same(hloc.read_matches(tmp_path / "matches.h5", *names, *back), found)
+    with pytest.raises(RequestError, match="nobody"):
+        hloc.read_features(tmp_path / "features.h5", "nobody.jpg")
+
+
+def test_hloc_names_of_windows_are_those_of_other_systems(monkeypatch):
+    monkeypatch.setattr("superglue_sift.files.os.sep", "\\")
+    assert hloc.pair_name("db\\one.jpg", "two.jpg") == "db-one.jpg/two.jpg"
+
+
+class BaseModel:
+    """hloc's, by its documented interface: the real one is not on the package index."""
+
+    def __init__(self, conf):
+        self._init({**self.default_conf, **conf})
+
+
+def test_hlocs_matcher_answers_as_ours(found, features, monkeypatch):
+    home = ModuleType("hloc.utils.base_model")
+    home.BaseModel = BaseModel
+    for name in ("hloc", "hloc.utils", f"hloc.matchers.{hloc.NAME}"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    plugin = hloc.register()
+    assert issubclass(plugin, BaseModel)
+    assert sys.modules["hloc.matchers.superglue_sift"].SuperGlueSIFT is plugin
+    data = {}
+    for view, each in zip("01", features):
+        own = convert.to_lightglue(each)
+        own["scores"] = own.pop("keypoint_scores")
+        own["descriptors"] = own["descriptors"].transpose(1, 2)
+        own["scales"] = own["scales"] / 2
+        own["oris"] = torch.rad2deg(own["oris"])
+        width, height = each.size
+        data.update({f"{name}{view}": value for name, value in own.items()})
+        data[f"image{view}"] = torch.empty(1, 1, height, width)
+    assert set(plugin.required_inputs) <= set(data)
+    seen = []
+    convert_back = convert.from_lightglue
+    monkeypatch.setattr(
+        convert, "from_lightglue", lambda values: seen.append(convert_back(values)) or seen[-1]
+    )
+    answer = plugin({"device": "cpu"})._forward(data)
+    for again, given in zip(seen, features):
+        for name in ("scale", "angle", "score"):
+            np.testing.assert_allclose(again.records[name], given.records[name], rtol=1e-5)
+    expected = convert.to_lightglue_matches(found)["matches0"]
+    assert (answer["matches0"] == expected).float().mean() > 0.95  # as above
+    assert answer["matching_scores0"].shape == expected.shape
