@@ -6,8 +6,7 @@
 Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. Ways to build it:
 `ours` is the command `superglue-match --colmap`; `colmap` is COLMAP's SIFT and exhaustive matcher;
 `held` is the same, limited to 1,024 features; `stored` is COLMAP's SIFT, matched by
-`superglue-match --colmap` into that database; `slot` is COLMAP's SIFT, matched by the file of
---slot as COLMAP would.
+`superglue-match --colmap` into that database.
 
 The columns are the photographs registered in the largest model; its points, their mean track length
 and reprojection error; the mean error of camera centres (in cm if FILE is in metres, and in percent
@@ -38,16 +37,15 @@ from scipy.spatial.transform import Rotation
 from benchmarks.dev.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
-from superglue_sift import onnx
 from superglue_sift.errors import import_extra
 from superglue_sift.features.images import read_gray, reduce
 from superglue_sift.geometry import two_view
-from superglue_sift.interop.colmap import CENTRE, write_pair
+from superglue_sift.interop.colmap import CENTRE
 
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
-FEATURES = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192, "slot": 8192}  # of COLMAP
+FEATURES = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192}  # of COLMAP
 MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
 CENTRES = MODEL.index("centres, cm")
 
@@ -101,69 +99,6 @@ def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
     return np.linalg.inv(camera1.K).T @ E @ np.linalg.inv(camera0.K)
 
 
-# COLMAP's features, and our file in the place of its matcher
-
-
-def extract(database: Path, folder: Path, most: int) -> None:
-    """Extract COLMAP's SIFT on a CPU, at most `most` features of each image of a folder."""
-    pycolmap = library()
-    options = pycolmap.FeatureExtractionOptions()
-    options.sift.max_num_features = most
-    cpu = pycolmap.Device.cpu
-    pycolmap.extract_features(database, folder, extraction_options=options, device=cpu)
-
-
-def slot_inputs(content: Any) -> Dict[str, Dict[str, np.ndarray]]:
-    """What COLMAP hands over for each image of an open database (its onnx_matchers.cc): arrays by
-    the names of `onnx.COLMAP_SIDE`, by image.
-    """
-    found = {}
-    for image in content.read_all_images():
-        camera = content.read_camera(image.camera_id)
-        keypoints = content.read_keypoints(image.image_id)
-        unit = content.read_descriptors(image.image_id).data.astype(np.float32)
-        a11, a12, a21, a22 = keypoints[:, 2:].T
-        values = {
-            "kpts": keypoints[:, :2] - CENTRE,
-            "desc": unit / np.maximum(np.linalg.norm(unit, axis=1, keepdims=True), 1e-12),
-            "image_size": np.array([camera.width, camera.height]),
-            "scales": (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2,
-            "oris": np.arctan2(a21, a11),
-        }
-        found[image.name] = {key: value.astype(np.float32)[None] for key, value in values.items()}
-    return found
-
-
-def match_slot(
-    session: Any, side0: Dict[str, np.ndarray], side1: Dict[str, np.ndarray]
-) -> np.ndarray:
-    """Matches (K, 2) by an ONNX session of the file of `superglue_sift.onnx --for colmap`."""
-    inputs = {name + "0": side0[name] for name in onnx.COLMAP_SIDE}
-    inputs.update((name + "1", side1[name]) for name in onnx.COLMAP_SIDE)
-    matches0, _ = session.run(None, inputs)
-    index0 = np.flatnonzero(matches0 >= 0)
-    return np.stack([index0, matches0[index0]], axis=1)
-
-
-def match_all_by_slot(path: Path, file: Path) -> None:
-    """Match all pairs of a database as COLMAP's exhaustive matcher would, and verify them."""
-    pycolmap = library()
-    session = import_extra("onnxruntime", "onnx").InferenceSession(str(file))
-    with pycolmap.Database.open(str(path)) as content:
-        inputs = slot_inputs(content)
-        images = {image.name: image for image in content.read_all_images()}
-        for names in itertools.combinations(inputs, 2):
-            matches = match_slot(session, *(inputs[name] for name in names))
-            sides = []
-            for image in (images[name] for name in names):
-                points = content.read_keypoints(image.image_id)[:, :2].astype(np.float64)
-                sides.append((image.image_id, content.read_camera(image.camera_id), points))
-            write_pair(pycolmap, content, sides, matches.astype(np.uint32))
-
-
-# Scenes
-
-
 def write_scenes(options: argparse.Namespace) -> Dict[str, Cameras]:
     """Write the photographs of the scenes asked for, reduced, below WORK; their cameras by scene.
 
@@ -197,19 +132,21 @@ def photos_of(scene: str) -> Path:
     return WORK / scene.replace("/", "-") / "photos"
 
 
-def build_database(database: Path, photos: Path, way: str, slot: Optional[Path]) -> None:
+def build_database(database: Path, photos: Path, way: str) -> None:
     """Match all pairs in one way: ours by the users' command, COLMAP's with its defaults."""
     if way == "ours":
         folder = str(database.with_suffix(""))
         run_ours(str(photos), "--out-dir", folder, "--colmap", str(database))
         return
-    extract(database, photos, FEATURES[way])
+    pycolmap = library()
+    features = pycolmap.FeatureExtractionOptions()
+    features.sift.max_num_features = FEATURES[way]
+    cpu = pycolmap.Device.cpu
+    pycolmap.extract_features(database, photos, extraction_options=features, device=cpu)
     if way == "stored":
         run_ours("--colmap", str(database))
-    elif way == "slot" and slot:
-        match_all_by_slot(database, slot)
     else:
-        library().match_exhaustive(database, device=library().Device.cpu)
+        pycolmap.match_exhaustive(database, device=cpu)
 
 
 def run_ours(*words: str) -> None:
@@ -287,7 +224,7 @@ def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace)
     database.parent.mkdir()
     started = time.perf_counter()
     used = sum(os.times()[:4])  # of this process and of the children it waited for
-    build_database(database, photos, way, options.slot)
+    build_database(database, photos, way)
     wall = time.perf_counter() - started
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
     rows = [map_scene(database, photos, cameras, seed) for seed in range(options.seeds)]
@@ -307,11 +244,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--only", metavar="SCENE", help="this scene alone")
     add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
     add("--ways", nargs="+", default=["ours", "colmap", "held"], choices=list(FEATURES))
-    add("--slot", type=Path, metavar="FILE", help="of `python -m superglue_sift.onnx --for colmap`")
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
     options = parser.parse_args(argv)
-    if "slot" in options.ways and not (options.slot and options.slot.is_file()):
-        raise RequestError("--ways slot: name the file, --slot superglue-colmap.onnx")
     library().logging.minloglevel = 2  # errors alone
     print_head(["scene", "way", *MODEL, "pairs", "false", "seconds"])
     for (scene, cameras), way in itertools.product(write_scenes(options).items(), options.ways):
