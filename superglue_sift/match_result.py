@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
@@ -31,19 +32,22 @@ class MatchResult:
     found: the K matches, see `matches` and `scores`.
     size0, size1: (width, height).
 
-    After refinement by the pixels (`refinement.refine`), else None: aligned0, aligned1: (K, 2)
-    float32 px, aligned positions of each match; SIFT's where alignment failed.
-    deviations: (K,) float32, standard deviation in px of image 1 along each axis; NaN where
-    alignment failed.
-    correlations: (K,) float32, -1 to 1, of both patches; NaN where a patch leaves its image or is
-    flat.
-    pair_score: probability that both show one place (`Matcher.load(scene=True)`), 0 of a pair that
-        was skipped; None without `scene`.
+    Four attributes describe refined positions (`refinement.refine`). They are None if the result
+    was not refined:
 
-    threshold: all scores of the network exceed it; None if it is not known.
-    frame: "upright", pixels rotated according to EXIF, or "stored" (`images`); turned: the EXIF
-        orientation of each image that was undone.
-    images: the matched images, for `show`; None for features without their image.
+    aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement failed,
+        they are SIFT's.
+    deviations: (K,) float32, standard deviation in px of image 1 along each axis. It is NaN where
+        refinement failed.
+    correlations: (K,) float32, from -1 to 1, of both patches. It is NaN where a patch leaves its
+        image or is flat.
+
+    pair_score: probability that both images show one place (`Matcher.load(scene=True)`). It is 0
+        for a pair that was skipped, and None without `scene`.
+    threshold: all scores of the network exceed it. It is None if it is not known.
+    frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
+    turned: the EXIF orientation of each image that was undone.
+    images: the matched images, for `show`, or None for features without their image.
     """
 
     keypoints0: np.ndarray
@@ -169,42 +173,61 @@ class MatchResult:
         """Robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Its model is None for fewer than four matches, and where matches only fit a mirror image.
-        threshold_px: distance in image 1 up to which a match is an inlier; None: 3 px, in images
-        larger than 1,024 px as much more as they are larger.
-        """
-        return self._once("homography", threshold_px, self._fit_homography)
+        `supported` says whether more matches agree with it than by chance.
 
-    def _fit_homography(self, threshold_px: Optional[float]) -> two_view.Fit:
-        to0, to1, points0, points1 = self._reduce()
-        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
-        deviations = None if self.deviations is None else self.deviations * to1[0, 0]
-        fit = two_view.fit_homography(points0, points1, limit, deviations)
-        if fit.model is None:
-            return fit
-        return fit._replace(model=two_view.compose(two_view.inverse(to1), fit.model, to0))
+        threshold_px: distance in image 1 up to which a match is an inlier. If None, 3 px, and in
+            images larger than 1,024 px as much more as they are larger.
+        """
+        return self._fit("homography", threshold_px)
 
     def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
         """Robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
-        Its model is None for fewer than eight matches. threshold_px: distance from epipolar lines,
-        in pixels of image 1; None: as for `homography`.
-        """
-        return self._once("fundamental", threshold_px, self._fit_fundamental)
+        Its model is None for fewer than eight matches. `supported` says whether more matches agree
+        with it than by chance.
 
-    def _fit_fundamental(self, threshold_px: Optional[float]) -> two_view.Fit:
+        threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is that
+            of `homography`.
+        """
+        return self._fit("fundamental", threshold_px)
+
+    def _fit(self, name: str, threshold_px: Optional[float]) -> two_view.Fit:
+        """Fit once for each threshold, since a result does not change."""
+        if (name, threshold_px) in self._fits:
+            return self._fits[name, threshold_px]
         to0, to1, points0, points1 = self._reduce()
         limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
-        fit = two_view.fit_fundamental(points0, points1, limit)
-        return fit if fit.model is None else fit._replace(model=to1.T @ fit.model @ to0)
+        width, height = (side * to1[0, 0] for side in self.size1)
+        if name == "homography":
+            deviations = None if self.deviations is None else self.deviations * to1[0, 0]
+            model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
+            if model is not None:
+                model = two_view.compose(two_view.inverse(to1), model, to0)
+            chance = math.pi * limit**2  # the area where a wrong match would be an inlier
+            sample = two_view.MIN_POINTS
+        else:
+            model, inliers = two_view.fit_fundamental(points0, points1, limit)
+            if model is not None:
+                model = to1.T @ model @ to0
+            chance = 2 * limit * math.hypot(width, height)
+            sample = two_view.SEVEN
+        chance = min(chance / (width * height), 0.5)
+        count = int(inliers.sum())
+        digits = two_view.significance(len(inliers), count, chance, sample)
+        fit = two_view.Fit(model, inliers, digits)
+        self._fits[name, threshold_px] = fit
+        return fit
 
     def relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
     ) -> Pose:
-        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`pose.relative_pose`).
+        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`two_view.relative_pose`).
 
-        R and t are None without a solution. threshold_px: distance from epipolar lines, in pixels
-        of image 1; None: 0.6 px, in larger images as for `homography`. Raises ValueError for
-        intrinsics of another shape, RequestError without PoseLib.
+        R and t are None without a solution. Raises ValueError for intrinsics of another shape, and
+        RequestError without PoseLib.
+
+        threshold_px: distance from epipolar lines, in pixels of image 1. If None, 0.6 px, and more
+            in larger images as for `homography`.
         """
         to0, to1, points0, points1 = self._reduce()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
@@ -224,27 +247,25 @@ class MatchResult:
         )
         return to0, to1, points0, points1
 
-    def _once(self, name: str, threshold_px: Optional[float], fit: Callable[..., Any]) -> Any:
-        """Fit once for each threshold; a result does not change."""
-        if (name, threshold_px) not in self._fits:
-            self._fits[name, threshold_px] = fit(threshold_px)
-        return self._fits[name, threshold_px]
-
     def fits(self) -> Dict[str, two_view.Fit]:
         """The robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
     def describe_fits(self) -> str:
-        """Say how many matches fit one camera motion, and how many of these one plane."""
+        """Say how many matches fit one camera motion, and how many of these one plane.
+
+        A model is left out if wrong matches would fit one as well (`Fit.supported`).
+        """
         total = len(self.matches)
         motion = self.fundamental()
         plane = self.homography()
-        fitting = int(motion.inliers.sum())
-        flat = int((plane.inliers & (motion.inliers | (motion.model is None))).sum())
-        if motion.model is None:
-            one_plane = f"{flat} of {total} matches fit one plane"
-            return one_plane if plane.model is not None else f"{total} matches, which fit no model"
-        return f"{fitting} of {total} matches fit one camera motion, {flat} of them one plane"
+        if not motion.supported and not plane.supported:
+            return f"{total} matches, which fit no model better than by chance"
+        flat = int((plane.inliers & (motion.inliers | (not motion.supported))).sum())
+        if not motion.supported:
+            return f"{flat} of {total} matches fit one plane"
+        fitting = f"{int(motion.inliers.sum())} of {total} matches fit one camera motion"
+        return f"{fitting}, {flat} of them one plane" if plane.supported else fitting
 
     def summarize(self) -> str:
         """What the matches fit, how exact they are, and of how many keypoints, in two lines."""
@@ -272,7 +293,7 @@ class MatchResult:
             for points, photo in zip((self.points0, self.points1), photos)
         )
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
-        off = ~fits[name].inliers & (fits[name].model is not None)
+        off = ~fits[name].inliers & fits[name].supported
         means = f"matches that do not fit the {FIT_NAMES[name]}"
         panel = drawing.Panel(self.describe_fits(), points0, points1, self.scores, off, means)
         pixels = drawing.draw(photos[0].pixels, photos[1].pixels, [panel], captions)

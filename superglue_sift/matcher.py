@@ -16,11 +16,13 @@ To match an image several times, compute its features once: `a = matcher.extract
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -55,6 +57,10 @@ NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side
 USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
 USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, verification.RESIZE)
+# Attributes that may be set after loading
+SETTINGS = (
+    "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
+)  # fmt: skip
 PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
 
 
@@ -63,23 +69,25 @@ class Matcher:
     """A trained network with the settings of its input. Create it with `Matcher.load`.
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
-    in parallel and take turns at the network, which uses all cores by itself. Raises RequestError
-    for a setting out of range.
+    in parallel and take turns at the network, which uses all cores by itself. Processes must be
+    spawned, not forked; a matcher is pickled as the name of its file and its settings. Raises
+    RequestError for a setting out of range.
 
-    model: on `device`, for inference, as `fuse_for_inference` returns it.
-    max_keypoints: maximum number of keypoints per image.
-    network_keypoints: maximum number of them that the network sees, the likely ones of each pair
-        (`likely`); time and memory grow with its square.
-    resize: longer side in pixels to which images are reduced for SIFT; those below
-        `features.ENLARGED_TO` are enlarged to it. 0: neither. Keypoints are always in pixels of the
-        original image.
+    model: the network for inference on `device`, as `fuse_for_inference` returns it.
+    max_keypoints: maximum number of keypoints of an image.
+    network_keypoints: maximum number of keypoints of an image that are selected for the network
+        (`nearest.select_keypoints`). Time and memory grow with its square.
+    resize: longer side in pixels to which images are reduced for SIFT. Images below
+        `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Keypoints are
+        always in pixels of the original image.
     threshold: minimum probability of a match of the network.
-    extractor: None if it may not be run.
-    refine: align matches by the pixels, if available (`MatchResult.aligned1`).
+    extractor: what finds keypoints; None if it may not be run.
+    refine: refine positions by the pixels, if there are any (`MatchResult.aligned1`).
     rules: the images show one place, but not every two of them overlap. Each pair is first accepted
-        or rejected, then matches of all keypoints are added (`verification`). None: any images.
-    frame: of coordinates: "upright", rotated according to EXIF, like `cv2.imread` and browsers; or
-        "stored", like COLMAP (see `images`).
+        or rejected, then matches of all keypoints are added (`verification`). If None, match any
+        images.
+    frame: the frame of coordinates: "upright" is rotated according to EXIF, like `cv2.imread` and
+        browsers; "stored" is not, like COLMAP (see `images`).
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -94,6 +102,9 @@ class Matcher:
     frame: str = UPRIGHT
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
+    _process: int = dataclasses.field(default_factory=os.getpid, init=False, repr=False)
+    # arguments of `load` that no other attribute has
+    _loaded: Optional[Dict[str, Any]] = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_choice("frame", self.frame, FRAMES)
@@ -123,29 +134,33 @@ class Matcher:
     ) -> Matcher:
         """Load a model file, with the settings of `Matcher`.
 
-        Raises RequestError: no such file or device, a foreign model, a setting out of range.
+        Raises RequestError if there is no such file or device, for a foreign model, and for a
+        setting out of range.
 
         Args:
-            path: a trained model or any checkpoint; None: the shipped weights.
+            path: a trained model or any checkpoint. If None, take the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints, network_keypoints, resize: None: 4,096, 1,024 and 1,024, with `scene`
+            max_keypoints, network_keypoints, resize: if None, 4,096, 1,024 and 1,024; with `scene`
                 8,192, 512 and 1,600.
-            threshold: None: the model's own, else 0.2.
-            precision: of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or float16.
-            compile: by torch 2, once for each of a few sizes of images (docs/performance.md).
-            extractor: `module:function` of a non-SIFT model, to let it run; else only `Features`.
-            scene: follow `verification.Rules`; its pairs are not aligned.
-            accept, likely: those of `verification.Rules`.
+            threshold: if None, take the model's own, or 0.2 if it has none.
+            precision: precision of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or
+                float16.
+            compile: compile the layers by torch 2, once for each of a few sizes of images
+                (docs/performance.md).
+            extractor: `module:function` of a model that was not trained on SIFT, which lets this
+                code run. Without it, such a model matches `Features` only.
+            scene: follow `verification.Rules`. Positions are then not refined.
+            accept, likely: settings of `verification.Rules`.
         """
         rules = _rules(scene, accept=accept, likely=likely)
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
-        most, seen, side = USUAL_OF_SCENES if scene else USUAL
-        return cls(
+        most, selected, side = USUAL_OF_SCENES if scene else USUAL
+        matcher = cls(
             _prepare(model, precision, compile),
             device,
             most if max_keypoints is None else max_keypoints,
-            seen if network_keypoints is None else network_keypoints,
+            selected if network_keypoints is None else network_keypoints,
             side if resize is None else resize,
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
@@ -153,6 +168,29 @@ class Matcher:
             rules,
             frame,
         )
+        file = str(Path(path).resolve()) if path else None
+        matcher._loaded = {
+            "path": file,
+            "precision": precision,
+            "compile": compile,
+            "extractor": extractor,
+        }
+        return matcher
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """Pickle the name of the file and the settings; the file is loaded again."""
+        if self._loaded is None:
+            raise TypeError("this Matcher has no file to be pickled by: create it by Matcher.load")
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        return functools.partial(Matcher.load, device=self.device, **self._loaded), (), settings
+
+    def _check_process(self) -> None:
+        """Raise RequestError in a forked process, where waiting for torch's threads never ends."""
+        if self._process != os.getpid():
+            start = "multiprocessing.get_context('spawn') or torch.multiprocessing.spawn"
+            raise RequestError(
+                f"the Matcher was loaded before this process was forked: use {start}"
+            )
 
     def extract(self, image: Image, mask: Optional[Union[FileName, np.ndarray]] = None) -> Features:
         """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read.
@@ -186,6 +224,7 @@ class Matcher:
 
         Raises RequestError if the model's extractor may not be run.
         """
+        self._check_process()
         if self.extractor is None:
             source = self.model.config.extractor
             reason = f"the model's keypoints come from {source}, code that runs only if allowed"
@@ -214,10 +253,14 @@ class Matcher:
 
         An image without keypoints has no matches. Raises RequestError for an image that cannot be
         read.
-        refine: align the matches by the pixels of both images; None: as the matcher was loaded. For
-        features without pixels (`Features.of`), `aligned1` of the result is None.
+
+        refine: whether to refine positions by the pixels of both images. If None, do what the
+            matcher was loaded for. For features without pixels (`Features.of`), `aligned1` of the
+            result is None.
         """
-        return next(self.match_batch([(image0, image1)], refine=refine))
+        features0, features1 = self.extract_all([image0, image1])
+        refine = self.refine if refine is None else refine
+        return self._match([(features0, features1)], refine)[0]
 
     def match_many(
         self,
@@ -252,8 +295,8 @@ class Matcher:
         check_range("batch_size", batch_size, 1)
         refine = self.refine if refine is None else refine
         for group in _groups(pairs, batch_size):
-            sides = self.extract_all([side for pair in group for side in pair])
-            batch = list(zip(sides[::2], sides[1::2]))
+            features = self.extract_all([image for pair in group for image in pair])
+            batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
                 yield from self._match(batch, refine)
             else:
@@ -291,6 +334,7 @@ class Matcher:
 
     def _match(self, batch: Sequence[Tuple[Features, Features]], refine: bool) -> List[MatchResult]:
         """Match a batch of pairs. The network takes them all at once."""
+        self._check_process()
         for pair in batch:
             check_features(self.model.config, *pair)
         if self.rules is not None:
@@ -391,20 +435,20 @@ def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
     return load_extractor(of_model) if allowed else None
 
 
-def check_features(config: SuperGlueConfig, *sides: Features) -> None:
+def check_features(config: SuperGlueConfig, *pair: Features) -> None:
     """Raise RequestError for descriptors that the network does not match, missing scales, or
     coordinates of two frames.
     """
-    frames = {side.frame for side in sides if side.turned != 1 or side.frame == STORED}
+    frames = {each.frame for each in pair if each.turned != 1 or each.frame == STORED}
     if len(frames) > 1:
         raise RequestError(
             "features of stored and of upright pixels: use Matcher.load(frame='stored')"
         )
-    for side in sides:
-        kind = kind_of(side.records.dtype)
+    for each in pair:
+        kind = kind_of(each.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):
             matched = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
             given = f"keypoints with {kind[0]} descriptors of {kind[1]} entries"
             raise RequestError(f"{given}: the model matches those of {matched}")
-        if config.scale_angle and not side.records["scale"].all():
+        if config.scale_angle and not each.records["scale"].all():
             raise RequestError("keypoints without scale and angle: the model was trained with both")

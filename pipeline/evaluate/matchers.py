@@ -15,7 +15,6 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from superglue_sift.features import nearest
-from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import verification
@@ -154,7 +153,4 @@ def match_baselines(pair: Pair) -> Dict[str, Matches]:
     The ratio test is all mutual ones: its threshold on the confidence chooses, as a network's does.
     """
     found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
-    if kind_of(pair.records0.dtype)[0] == "binary":
-        # the distances of bits are square roots of Hamming distances, whose ratio ORB's users test
-        found = Matches(found.indices, 1.0 - (1.0 - found.scores) ** 2)
     return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

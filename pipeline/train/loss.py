@@ -263,9 +263,8 @@ def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
 def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """`count_matches` of the ratio test, on the descriptors that the network gets."""
     batch = choose_orientations(batch)
-    config = objective.model.config
-    kind = (config.descriptor, config.descriptor_dim)
-    units = [unit_vectors(batch.descriptors(view), *kind).cpu().numpy() for view in (0, 1)]
+    kind = objective.model.config.descriptor
+    units = [unit_vectors(batch.descriptors(view), kind).cpu().numpy() for view in (0, 1)]
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple, Optional, Tuple
+from dataclasses import dataclass
+from typing import Any, Iterator, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
@@ -34,6 +35,9 @@ MODEL_LIMITS_PX = (0.05, 0.5)
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
 MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
+SEVEN = 7  # degrees of freedom of a fundamental matrix, one per match
+# A model is supported by its inliers if wrong matches have so many in one of 1,000 pairs at most
+SUPPORTED_DIGITS = 3.0
 # Local maps
 NEIGHBOURS = 10  # matches to fit a map to
 NEAR_PX = 30.0  # distance at which a neighbour has half the weight
@@ -160,11 +164,44 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Si
     return error if math.isfinite(error) else math.inf
 
 
-class Fit(NamedTuple):
-    """A robust fit of K matches. model: (3, 3) float64 or None; inliers: (K,) bool."""
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """A robust fit of K matches; `model, inliers = fit` takes it apart.
+
+    model: (3, 3) float64, or None. inliers: (K,) bool. significance: see `significance`.
+    """
 
     model: Optional[np.ndarray]
     inliers: np.ndarray
+    significance: float = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.model, self.inliers))
+
+    @property
+    def supported(self) -> bool:
+        """Whether more matches agree than wrong ones would by chance (`SUPPORTED_DIGITS`)."""
+        return self.model is not None and self.significance >= SUPPORTED_DIGITS
+
+
+def significance(count: int, inliers: int, chance: float, sample: int) -> float:
+    """Decimal digits by which `inliers` of `count` matches are too many for chance, at least 0.
+
+    Matches that are all wrong have so many inliers, for any choice of `sample` matches, in one of
+    10^s pairs (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the
+    binomial distribution.
+
+    chance: probability that a wrong match is an inlier. sample: how many matches give a model.
+    """
+    rest = count - sample
+    part = (inliers - sample) / max(rest, 1)
+    if part <= chance:
+        return 0.0
+    nats = part * math.log(part / chance)
+    if part < 1:
+        nats += (1 - part) * math.log((1 - part) / (1 - chance))
+    choices = math.lgamma(count + 1) - math.lgamma(sample + 1) - math.lgamma(rest + 1)
+    return max(0.0, rest * nats - choices) / math.log(10)
 
 
 def fit_homography(

@@ -72,10 +72,6 @@ ENCODER_WIDTHS = (32, 64, 128, 256)
 # 0.70).
 SHARPNESS = 40.0
 DOUBTFUL_COSINE = 0.78
-# The same for ORB, where half of the bits agree by chance: loss 2.2 on views of photographs, 10.2
-# with the above.
-BINARY_SHARPNESS = 12.0
-BINARY_DOUBTFUL_COSINE = 0.2
 
 # Typical SIFT values at 512x384: what the network sees of keypoints is of order one
 TYPICAL_SCORE = 0.03
@@ -94,7 +90,7 @@ LIMITS = {
     "descriptor_dim": 65536,
 }
 NORMS = ("layer", "batch")
-KINDS = ("sift", "float", "binary")
+KINDS = ("sift", "float")
 Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
 
 
@@ -111,8 +107,8 @@ class SuperGlueConfig:
     rotary: bool = False  # relative positions in self-attention
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
     extractor: str = "sift"  # of the keypoints (extractors.py)
-    descriptor: str = "sift"  # kind of descriptor: sift | float | binary (extractors.py)
-    descriptor_dim: int = 128  # entries of a descriptor; of a binary one, bits
+    descriptor: str = "sift"  # kind of descriptor: sift | float (extractors.py)
+    descriptor_dim: int = 128  # entries of a descriptor
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -150,11 +146,8 @@ class SuperGlue(nn.Module):
         self.self_attention = nn.ModuleList(layer() for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(layer() for _ in range(config.layers))
         self.final_projection = nn.Linear(dim, dim)
-        binary = config.descriptor == "binary"
-        sharpness = BINARY_SHARPNESS if binary else SHARPNESS
-        doubtful = BINARY_DOUBTFUL_COSINE if binary else DOUBTFUL_COSINE
-        self.dustbin = nn.Parameter(torch.tensor(sharpness * doubtful))
-        self._start_as_identity(sharpness)
+        self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE))
+        self._start_as_identity()
 
     def forward(self, batch: PairBatch) -> Tensor:
         """Log assignment of each pair, (B, M + 1, N + 1) float32, dustbins last.
@@ -191,7 +184,7 @@ class SuperGlue(nn.Module):
         config = self.config
         dtype = self.dustbin.dtype
         geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(keypoints.descriptors, config.descriptor, config.descriptor_dim)
+        descriptors = unit_vectors(keypoints.descriptors, config.descriptor)
         seen = [geometry]
         if config.neighbours:
             seen.append(neighbour_features(descriptors, geometry, keypoints.images))
@@ -237,8 +230,8 @@ class SuperGlue(nn.Module):
         rotary = [self.rotary] if self.rotary else []
         return [*encoders, *rotary, *self.layers, self.final_projection]
 
-    def _start_as_identity(self, sharpness: float) -> None:
-        """Make the first score of a pair of keypoints `sharpness` times the cosine."""
+    def _start_as_identity(self) -> None:
+        """Make the first score of a pair of keypoints SHARPNESS times the cosine."""
         dim = self.config.dim
         with torch.no_grad():
             for linear in (self.descriptor_projection, self.final_projection):
@@ -248,10 +241,10 @@ class SuperGlue(nn.Module):
             else:  # keeps inner products when dim is the larger, nearly so below
                 nn.init.orthogonal_(self.descriptor_projection.weight)
             nn.init.eye_(self.final_projection.weight)
-            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = sharpness *
+            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = SHARPNESS *
             # cosine
             self.descriptor_projection.weight.mul_(math.sqrt(dim))
-            self.final_projection.weight.mul_(math.sqrt(sharpness / math.sqrt(dim)))
+            self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
 
 
 def _call(layer: nn.Module, *inputs: Any) -> Tensor:
@@ -274,21 +267,15 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, last)
 
 
-def unit_vectors(data: Tensor, kind: str, dim: int) -> Tensor:
-    """Descriptors as unit vectors, float32 (..., dim); zeros stay zeros.
+def unit_vectors(data: Tensor, kind: str) -> Tensor:
+    """Descriptors as unit vectors, float32 (..., D); zeros stay zeros.
 
-    sift: RootSIFT. float: divided by their length. binary: every bit becomes -1 or +1, so that the
-    cosine at Hamming distance h is 1 - 2 h / dim. data: (..., K) uint8, the bytes of records from
-    the descriptor on (`PairBatch.descriptors`).
+    data: (..., K) uint8, the bytes of keypoints from the descriptor on (`PairBatch.descriptors`).
+    kind: "sift" gives RootSIFT; "float" divides by the length.
     """
     if kind == "sift":
         return root_sift(data)
-    if kind == "float":
-        return nn.functional.normalize(floats_of_bytes(data), dim=-1)
-    # Highest bit first, as numpy.unpackbits
-    place = 2 ** torch.arange(7, -1, -1, device=data.device)
-    bits = (data.unsqueeze(-1) & place.to(torch.uint8)) != 0
-    return (bits.flatten(-2).float() * 2 - 1) / math.sqrt(dim)
+    return nn.functional.normalize(floats_of_bytes(data), dim=-1)
 
 
 def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
