@@ -17,8 +17,8 @@ from benchmarks import dali_views
 from benchmarks.photographs import photographs
 from benchmarks.timing import Row, Setting, compare, of_seconds
 from pipeline import params
-from pipeline.evaluate.heldout import add_noise
 from pipeline.evaluate.matchers import RATIO_TEST, match_baselines
+from pipeline.evaluate.pairs import add_noise
 from pipeline.keypoints.views import gray_views
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.features import extract

@@ -6,7 +6,7 @@ and a stage of dvc.yaml:
 
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
-    presets, doctor, report/                     write params.yaml; check the machine; show results
+    presets, doctor, report                      write params.yaml; check the machine; show results
     match                                        match two images
 
 What stages share:

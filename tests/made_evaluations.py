@@ -1,15 +1,17 @@
-"""A small workspace for the stage `evaluate`, and runs of it."""
+"""A small workspace for the stage `evaluate`, runs of it, and made rows of its table."""
 
 import contextlib
 import csv
 from unittest import mock
 
+import numpy as np
 from made_scenes import write_image_set, write_model
 from reading import read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.report import page
+from pipeline.evaluate import charts, metrics, report
+from pipeline.evaluate.matchers import MATCHERS, OURS
 
 PARAMS = """
 views:
@@ -40,10 +42,10 @@ def words(folder, *extra, out="out"):
     return [str(word) for word in (*paths, "--device", "cpu", "--threshold", "0.1", *extra)]
 
 
-def run(folder, *extra, out="out", charts=False):
+def run(folder, *extra, out="out", draw=False):
     """The exit code of an evaluation, without its charts, which take most of the time."""
-    no_charts = mock.patch.object(page.charts, "line_chart", lambda *_, **__: "")
-    with contextlib.nullcontext() if charts else no_charts:
+    no_charts = mock.patch.object(charts, "line_chart", lambda *_, **__: "")
+    with contextlib.nullcontext() if draw else no_charts:
         return errors.run(evaluate.main, words(folder, *extra, out=out))
 
 
@@ -56,3 +58,37 @@ def read_csv(path):
     """The lines of a CSV file."""
     with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def make_rows(pair, matcher, error, scene=None, **values):
+    """The rows of one matcher on one pair, with the same error by two estimators."""
+    usual = {"keypoints0": 20, "keypoints1": 20, "matches": 10, "correct": 5, "true_matches": 8}
+    usual.update({"found": 4, "precision": 0.5, "recall": 0.5, **values})
+    start = (pair, scene or f"photograph of {pair}", matcher)
+    rows = [(*start, "", False, metric, float(value)) for metric, value in usual.items()]
+    return rows + [(*start, name, False, "error", error) for name in ("ransac", "dlt")]
+
+
+NOTHING = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool)
+
+
+def make_results(errors_of_ours, errors_of_others, **changes):
+    """Results of an evaluation with a photograph for each pair: all matchers but ours have the
+    second errors, and `nn` one pixel more.
+    """
+    rows = []
+    for number, (ours, other) in enumerate(zip(errors_of_ours, errors_of_others)):
+        row = []
+        for name in MATCHERS:
+            error = ours if name == OURS else other + (name == "nn")
+            row += make_rows(str(number), name, error)
+        rows.append(row)
+    table = metrics.make_table(rows)
+    values, gains = metrics.compare(table, {OURS: [NOTHING] * len(rows)}, {OURS: 0.2})
+    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
+    empty = values.iloc[:0]
+    calibration = metrics.calibration([NOTHING])
+    given = {"protocol": {"views": "640x480", "model": model}, **changes}
+    frames = (values, gains, empty, calibration)
+    scenes = table["scene"].nunique()
+    return report.Results("made <b>", "photographs", scenes, table, *frames)._replace(**given)

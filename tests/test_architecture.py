@@ -44,7 +44,6 @@ MAY_IMPORT = {
     "distributed": {"signals"},
     "signals": set(),
     "prefetch": set(),
-    "report": {"bootstrap", "provenance"},
     "mlflow_store": {"bootstrap", "provenance", "served_model"},
     "served_model": set(),
     "tracking": {"mlflow_store", "provenance"},
@@ -61,7 +60,7 @@ MAY_IMPORT = {
         "provenance",
         "trained_on",
     },
-    "evaluate": {"fetch.dataset", "keypoints.views", "prefetch", "report", "tracking"}
+    "evaluate": {"fetch.dataset", "keypoints.views", "prefetch", "tracking"}
     | {"provenance", "trained_on", "bootstrap"},
 }
 

@@ -1,8 +1,6 @@
-"""Stage 4: all matchers on the same pairs, and metrics of their matches.
+"""Stage `evaluate`: one long table of every value of every pair, and all that is read off it.
 
-Read in this order: `inputs` (pairs and their ground truth), `heldout`, `hpatches`, `poses` and
-`zoomed` (sources of pairs), `unseen` (photographs that no model was trained on), `conditions`
-(difficulty of a pair), `matchers` (networks and baselines), `estimators`, `scoring`
-(a row per pair and matcher), `confidence`, `metrics` (means, intervals and differences), `content`
-(the report), `protocol` (runs it all).
+`pairs` and `folders` give pairs with ground truth, `matchers` their matches, `estimators` and
+`scoring` the rows of the table, `metrics` means, intervals and differences, `report` the tables and
+files, `charts` the page.
 """

@@ -1,4 +1,10 @@
-"""Homography estimators of published tables. Metrics of different estimators cannot be compared."""
+"""Estimators of a homography or a relative pose from matches, and the errors of their estimates.
+
+Metrics of different estimators cannot be compared. The pose error is the larger of the angles
+between true and estimated rotation and direction of translation, in degrees (the sign of the
+translation is not observable from an essential matrix). A pair without an estimate has an infinite
+error. Source: the SuperGlue paper, arXiv 1911.11763, sections 5.1 to 5.3.
+"""
 
 from __future__ import annotations
 
@@ -10,46 +16,58 @@ import numpy as np
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import BASELINES
+from pipeline.evaluate.pairs import Pose
 from superglue_sift.geometry import two_view
+from superglue_sift.geometry.two_view import MIN_ESSENTIAL, POSE_PX, relative_pose
 
 DEFAULT = ("ransac", "dlt", "surest")
-PX = 3.0  # inlier limit of the robust ones
+PX = 3.0  # inlier limit of the robust homographies
 ITERATIONS = 3000  # of them, at most
 MIN_DOUBT = 1e-4  # probability of a wrong match, so that odds stay finite
 DECIDING = 16  # number of matches with the largest odds, at most half of all
 BASELINE_POWER = 6
-SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}  # fractions of the matches
+# Fraction of the most confident matches that `surest` takes
+SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
 SUREST_OF_NETWORK = 0.5
+# A match of two cameras is correct below this symmetric epipolar distance, squared, in normalized
+# coordinates.
+EPIPOLAR_LIMIT = 5e-4
+RANSAC_PX = 1.0  # inlier limit of an essential matrix in pixels, divided by the mean focal length
+CONFIDENCE = 0.99999
+FAR = 1e9  # depth, in baselines, beyond which points do not decide between the four motions
+
+Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
 
 
 class Points(NamedTuple):
-    """At least `two_view.MIN_POINTS` matches. points0, points1: (K, 2) px; weights: (K,) from
-    `weights_of`; surest: (K,) bool from `surest_of`; deviations: (K,) px of aligned matches, else
-    None.
+    """The positions of K matches, as an estimator gets them.
+
+    points0, points1: (K, 2) px. weights: (K,) from `weights_of`. confident: (K,) bool from
+    `most_confident`. deviations: (K,) px of refined matches, else None.
     """
 
     points0: np.ndarray
     points1: np.ndarray
     weights: np.ndarray
-    surest: np.ndarray
+    confident: np.ndarray
     seed: int
     deviations: Optional[np.ndarray] = None
 
 
 def ransac(found: Points) -> Optional[np.ndarray]:
-    """RANSAC, as in the paper: see `two_view.fit_ransac`."""
+    """Estimate by RANSAC, as in the paper: see `two_view.fit_ransac`."""
     points = found.points0, found.points1
     return two_view.fit_ransac(*points, PX, ITERATIONS, found.seed, found.deviations)
 
 
 def least_squares(found: Points) -> Optional[np.ndarray]:
-    """Weighted least squares over all matches, without rejection: the paper's DLT."""
+    """Fit all matches by weighted least squares, without rejection: the paper's DLT."""
     return fit_dlt(found.points0, found.points1, found.weights)
 
 
 def surest(found: Points) -> Optional[np.ndarray]:
-    """Least squares with equal weights over the matches of which the matcher is surest."""
-    return fit_dlt(found.points0[found.surest], found.points1[found.surest])
+    """Fit the most confident matches by least squares with equal weights."""
+    return fit_dlt(found.points0[found.confident], found.points1[found.confident])
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -67,7 +85,7 @@ def fit_dlt(
 
     The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2),
     without outlier rejection. points0, points1: (N, 2) float64 px. weights: (N,), 0 or more, which
-    scale the two equations of a match; None: equal weights. Returns (3, 3) float64, or None for
+    scale the two equations of a match; if None, they are equal. Returns (3, 3) float64, or None for
     fewer than four matches of positive weight or a degenerate set.
     """
     weights = np.ones(len(points0)) if weights is None else weights
@@ -117,7 +135,7 @@ def poselib(found: Points) -> Optional[np.ndarray]:
     return np.asarray(H) if usable else None
 
 
-# The function, which returns (3, 3) float64 or None, and its words for protocol.json.
+# Each function, which returns (3, 3) float64 or None, with its words for protocol.json
 ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
     "ransac": (
         ransac,
@@ -131,8 +149,9 @@ ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
     ),
     "surest": (
         surest,
-        f"least squares with equal weights over the surest {SUREST_OF_NETWORK:.0%} of a network's"
-        " matches, " + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items()),
+        "least squares with equal weights over the most confident matches:"
+        f" {SUREST_OF_NETWORK:.0%} of a network's, "
+        + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items()),
     ),
     "opencv": (opencv, "cv2.findHomography, RANSAC"),
     "magsac": (magsac, "cv2.findHomography, USAC_MAGSAC"),
@@ -146,8 +165,8 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
 
     They scale the equations of a network's match by the odds p / (1 - p) rather than by p, since
     the error of a wrong match is hundreds of times larger. Odds are clipped to the DECIDING-th
-    largest, so that the noise of many matches averages out. Odds are nothing that 1 - ratio means:
-    baselines weigh by a power of it.
+    largest, so that the noise of many matches averages out. The confidence 1 - ratio of a baseline
+    is no probability, so its matches are weighed by a power of it.
     """
     if matcher in BASELINES:
         return scores**BASELINE_POWER
@@ -156,7 +175,7 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     return np.minimum(odds, np.sort(odds)[-rank])
 
 
-def surest_of(matcher: str, scores: np.ndarray) -> np.ndarray:
+def most_confident(matcher: str, scores: np.ndarray) -> np.ndarray:
     """(K,) bool: the fraction of the matches that `surest` takes, chosen as the weights were."""
     fraction = SUREST.get(matcher, SUREST_OF_NETWORK)
     count = min(max(two_view.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
@@ -169,3 +188,80 @@ def choose(names: Sequence[str]) -> Tuple[str, ...]:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
     return tuple(dict.fromkeys(names))
+
+
+def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
+    """Map (N, 2) pixels to (N, 2) coordinates on the plane at depth one."""
+    return two_view.transform(points, two_view.inverse(K))
+
+
+def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
+    """Symmetric epipolar distance, squared, of normalized points (K, 2), infinite where a line is
+    undefined.
+    """
+    x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
+    # the essential matrix, [t]x R with t of length one
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
+    p0 = two_view.to_homogeneous(points0)
+    p1 = two_view.to_homogeneous(points1)
+    lines1 = p0 @ E.T
+    lines0 = p1 @ E
+    product = np.sum(p1 * lines1, axis=1)
+    with np.errstate(all="ignore"):
+        error = product**2 * sum(1 / (lines[:, :2] ** 2).sum(1) for lines in (lines1, lines0))
+    return np.where(np.isfinite(error), error, np.inf)
+
+
+def essential(found: Points, cameras: Pose) -> Optional[Motion]:
+    """Estimate by RANSAC over essential matrices, with the intrinsics of `cameras`."""
+    if len(found.points0) < MIN_ESSENTIAL:
+        return None
+    K0 = cameras.K0
+    K1 = cameras.K1
+    flat = normalize(found.points0, K0), normalize(found.points1, K1)
+    threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
+    stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
+    best = None
+    most = 0
+    for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
+        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())
+        if inliers > most:
+            best = R, t.ravel()
+            most = inliers
+    return best
+
+
+def poselib_pose(found: Points, cameras: Pose) -> Optional[Motion]:
+    """Estimate as `MatchResult.relative_pose` does."""
+    pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
+    return None if pose.R is None or pose.t is None else (pose.R, pose.t)
+
+
+POSE_ESTIMATORS: Dict[str, Tuple[Callable[[Points, Pose], Optional[Motion]], str]] = {
+    "pose": (
+        essential,
+        f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability"
+        f" {CONFIDENCE}",
+    ),
+    "refined": (poselib_pose, f"PoseLib's LO-RANSAC at {POSE_PX:g} px"),
+}
+
+
+def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
+    """The larger of the errors of rotation and of translation direction in degrees, infinite
+    without an estimate.
+    """
+    if estimated is None:
+        return float("inf")
+    R, t = estimated
+    true_t = truth.T_0to1[:3, 3]
+    rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
+    lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
+    direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
+    return float(np.degrees(np.arccos(np.clip(np.array([rotation, direction]), -1, 1)).max()))
+
+
+def epipolar_correct(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
+    """(K,) bool: which matches have an epipolar error below the limit. points: (K, 2) pixels."""
+    flat = normalize(points0, pose.K0), normalize(points1, pose.K1)
+    return epipolar_errors(*flat, pose.T_0to1) < EPIPOLAR_LIMIT

@@ -7,9 +7,9 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+from types import MappingProxyType
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import numpy as np
 
@@ -35,47 +35,52 @@ SCENE = "superglue_scene"  # ours on pairs that the limits of scenes accept, no 
 UNRANKED = (BOUND, SCENE)  # rows that are not baselines
 
 
-@dataclass(frozen=True)
-class Network:
-    """A trained network. threshold: confidence that its matches exceed; info: the description
+class Network(NamedTuple):
+    """A trained network. threshold: confidence that its matches exceed. info: the description
     stored with it.
     """
 
     model: SuperGlue
     threshold: float
     file: Path = Path()
-    info: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = MappingProxyType({})
 
 
 def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
-    """Load a model file for evaluation; threshold 0: the model's own. Raises RequestError."""
+    """Load a model file for evaluation. If `threshold` is 0, take the model's own. Raises
+    RequestError.
+    """
     model, info = load_model(file, device, SINKHORN_ITERATIONS)
     return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
 
 
-@dataclass(frozen=True)
 class Matchers:
-    """All compared matchers. networks: ours first; further: baselines by name; scene: add a row
-    SCENE; network_keypoints: of an image that a network sees, None: all.
+    """All compared matchers.
+
+    networks: by name, ours first. further: other matchers by name. scene: add a row SCENE.
+    network_keypoints: number of keypoints of an image that a network sees; if None, it sees all.
     """
 
-    networks: Mapping[str, Network]
-    device: str
-    further: Mapping[str, Callable[[Pair], Matches]] = field(default_factory=dict)
-    scene: bool = False
-    network_keypoints: Optional[int] = None
-
-    @property
-    def thresholds(self) -> Dict[str, float]:
-        """Thresholds of the confidence by name: of the networks, and of the ratio test."""
-        own = {name: network.threshold for name, network in self.networks.items()}
-        return {**own, RATIO_TEST: RATIO_THRESHOLD}
+    def __init__(
+        self,
+        networks: Mapping[str, Network],
+        device: str,
+        further: Mapping[str, Callable[[Pair], Matches]] = MappingProxyType({}),
+        scene: bool = False,
+        network_keypoints: Optional[int] = None,
+    ):
+        self.networks = networks
+        self.device = device
+        self.further = further
+        self.scene = scene
+        self.network_keypoints = network_keypoints
+        # Smallest confidences by name. `answers` gives all mutual matches of these matchers.
+        own = {name: network.threshold for name, network in networks.items()}
+        self.thresholds = {**own, RATIO_TEST: RATIO_THRESHOLD}
 
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, Matches]]:
-        """Matches of each pair by matcher, `batch` pairs in one pass of a network. Equal batches
+        """Match each pair by each matcher, `batch` pairs in one pass of a network. Equal batches
         give equal bits.
-
-        Those with a threshold return every mutual match (see `above`).
         """
         answers: List[Dict[str, Matches]] = [{} for _ in pairs]
         most = self.network_keypoints or sys.maxsize
@@ -107,10 +112,10 @@ class Matchers:
 
 
 def load_function(name: str) -> Callable[[Pair], Matches]:
-    """A matcher of the user's, `module:function`, which is given the Features of both images and
-    returns indices in image 1, -1 without a match, and confidences from 0 to 1, (M,) each.
+    """Load a matcher of the user's, `module:function`. Raises RequestError if there is none.
 
-    Raises RequestError if there is no such function.
+    The function gets the Features of both images, and returns indices in image 1, -1 without a
+    match, and confidences from 0 to 1, (M,) each.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -148,9 +153,10 @@ def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -
 
 
 def match_baselines(pair: Pair) -> Dict[str, Matches]:
-    """Nearest neighbours by descriptor, by name, with the confidence 1 - ratio of distances.
+    """Match nearest neighbours by descriptor, by name, with the confidence 1 - ratio of distances.
 
-    The ratio test is all mutual ones: its threshold on the confidence chooses, as a network's does.
+    The ratio test gets all mutual ones: its threshold of the confidence chooses, as a network's
+    does.
     """
     found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

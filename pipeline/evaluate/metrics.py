@@ -1,293 +1,352 @@
-"""Metrics of the results of pairs: means, their intervals, and ours compared with the baselines.
+"""Metrics of an evaluation: means over the rows of one long table, with intervals and differences.
 
-Every metric is a mean of one value per pair, or is read off such means. Pairs of one photograph or
-sequence are alike, so the bootstrap resamples photographs (sequences) with all their pairs. All
-metrics of all matchers share the resamples: a difference is taken within each resample, so its
-interval is far narrower than those of its two sides.
+The table has a row for each value of each pair: number, pair, scene, matcher, estimator, refined,
+metric, value. Every metric is a mean of one value per pair, or is read off such means. Pairs of one
+photograph or sequence are alike, so an interval resamples scenes with all their pairs. All metrics
+of all matchers share the resamples: a difference is taken within each resample, so its interval is
+far narrower than those of its two sides.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+import re
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
+import pandas as pd
+from numpy.typing import ArrayLike
 
-from pipeline.bootstrap import (
-    MIN_CLUSTERS,
-    Clusters,
-    Estimate,
-    Line,
-    auc_by_pair,
-    mean_finite,
-    plain,
-    round_all,
-)
-from pipeline.evaluate.conditions import BINS
-from pipeline.evaluate.confidence import (
-    Sweep,
-    calibration,
-    calibration_error,
-    recall_at_precision,
-    steps,
-    sweep,
-)
+from pipeline.bootstrap import MIN_CLUSTERS, Clusters, Estimate, auc_by_pair, mean_finite
+from pipeline.evaluate.estimators import POSE_ESTIMATORS
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
-from pipeline.evaluate.scoring import PairResult, PairRow, ScoredMatches
-from pipeline.report.document import Condition
-from pipeline.report.rows import Measure, Row, Table, Values
-from pipeline.report.tables import PAIRS
+from pipeline.evaluate.scoring import Row, Scored
 
+KEY = ["metric", "estimator", "refined"]  # what a value measures
+COLUMNS = ["number", "pair", "scene", "matcher", "estimator", "refined", "metric", "value"]
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # of a pose
-COMPARED = (OURS, RATIO_TEST)  # in tables by difficulty of the pairs
+WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
+RECALLS = ("recall", "matching_score")
+SHARES = ("precision", *RECALLS)  # means of one value per pair, in this order
+COMPARED = (OURS, RATIO_TEST)  # matchers in robustness.csv
 CURVE_POINTS = 512  # of a resampled curve
-RECALL_PAIRS = Measure("recall_pairs")
+BINS = 10  # of the confidence, for its calibration
+# Limits of the curves, as wide as the widest AUC
+LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))
+LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))
 
 
-def recall_curve(errors: Sequence[float], limits: Sequence[float]) -> np.ndarray:
-    """Fraction of pairs with an error of at most each limit. errors: (P,), limits: (L,); returns
-    (L,).
+def name_of(metric: str, estimator: str = "", refined: bool = False) -> str:
+    """The name of a metric in files, DVC and MLflow: `auc_ransac_aligned_5` of `auc_5`.
+
+    The names call refined matches `aligned`, as they always did.
     """
-    ordered = np.sort(np.asarray(errors, np.float64))  # NaN comes last: no estimate
-    return np.searchsorted(ordered, limits, side="right") / (ordered.size or np.nan)
+    kind, *limit = re.split(r"_(?=\d+$)", metric)
+    return "_".join(filter(None, (kind, estimator, "aligned" * refined, *limit)))
 
 
-def resampled_curves(clusters: Clusters, scored: Sequence[ScoredMatches]) -> List[np.ndarray]:
-    """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
-    confidence, pair, *increments = steps(scored)
-    column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
-    counted = np.ones(len(scored)), np.array([matches.truth > 0 for matches in scored], float)
-    curves = []
-    for increment, weight in zip(increments, counted):
-        sums = np.zeros((clusters.count, CURVE_POINTS))
-        np.add.at(sums, (clusters.of_pair[pair], column), increment)
-        pairs = clusters.weights @ clusters.per_cluster(np.arange(len(scored)), weight)
-        with np.errstate(invalid="ignore"):
-            curves.append(clusters.weights @ sums.cumsum(axis=1) / pairs[:, None])
-    return curves
+def make_table(results: Sequence[Sequence[Row]]) -> pd.DataFrame:
+    """The long table of the rows of all pairs, in the order of the source."""
+    rows = [(number, *row) for number, pair in enumerate(results) for row in pair]
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def values_of(rows: Sequence[PairRow]) -> Dict[Measure, np.ndarray]:
-    """One value per pair of each metric, (P,) float64; NaN where it is undefined (recall without
-    true matches).
+def is_posed(table: pd.DataFrame) -> bool:
+    """Whether the errors are those of poses, in degrees."""
+    return bool(table["estimator"].isin(list(POSE_ESTIMATORS)).any())
+
+
+def scenes_of(table: pd.DataFrame) -> Clusters:
+    """The scenes of all pairs, to be resampled."""
+    return Clusters(table.drop_duplicates("number")["scene"].tolist())
+
+
+def summarize(table: pd.DataFrame, scenes: Optional[Clusters] = None) -> pd.DataFrame:
+    """All metrics of a table: matcher, metric, estimator, refined, value, pairs, samples.
+
+    pairs: the number of pairs in a mean, NaN for other values. samples: its value on each resample
+    of the scenes; without `scenes` there are none.
     """
-    values = {
-        Measure(name): np.array([row.shares[name] for row in rows], np.float64)
-        for name in rows[0].shares
-    }
-    for error in rows[0].errors:
-        errors = [row.errors[error] for row in rows]
-        for limit in AUC_DEGREES if rows[0].has_pose else AUC_PX:
-            values[error._replace(metric="auc", limit=limit)] = auc_by_pair(errors, limit)
-    return values
+    rows: List[Tuple] = []
+    by = ["matcher", "estimator", "refined", "metric"]
+    for key, values in table.groupby(by, sort=False)["value"]:
+        matcher, estimator, refined, metric = key
+        found = _measure(metric, values.to_numpy(), scenes, estimator in POSE_ESTIMATORS)
+        rows += [(matcher, name, estimator, refined, *value) for name, value in found]
+    return pd.DataFrame(rows, columns=["matcher", *KEY, "value", "pairs", "samples"])
 
 
-def summarize(
-    rows: Sequence[PairRow], means: Optional[Mapping[Measure, Estimate]] = None
-) -> Values:
-    """Metrics of one matcher's rows; `recall_pairs` and `estimated` count the pairs of means that
-    leave some out.
+def _measure(
+    metric: str, values: np.ndarray, scenes: Optional[Clusters], posed: bool
+) -> Iterator[Tuple[str, Tuple[float, float, Any]]]:
+    """Yield the metrics of one column of the table: name, and (value, pairs, samples)."""
 
-    The median error is over all pairs, None when half of them have no estimate; the mean over
-    `estimated` pairs.
-    means: of `values_of` and more, where they are computed already.
+    def mean(each: np.ndarray) -> Tuple[float, float, Any]:
+        return scenes.mean(each) if scenes else Estimate(*mean_finite(each), np.zeros(0))
+
+    def alone(value: float) -> Tuple[float, float, Any]:
+        return float(value) if math.isfinite(value) else math.nan, math.nan, None
+
+    if metric == "matches":
+        yield "pairs", alone(len(values))
+        yield metric, alone(values.mean())
+    elif metric in SHARES:
+        yield metric, mean(values)
+        if metric == "recall":  # pairs without true matches are left out
+            yield "recall_pairs", alone(np.isfinite(values).sum())
+    elif metric == "error":
+        for limit in AUC_DEGREES if posed else AUC_PX:
+            yield f"auc_{limit}", mean(auc_by_pair(values, limit))
+        yield f"within_{WITHIN}", mean((values <= WITHIN).astype(float))
+        # the mean is over the pairs with an estimate, the median over all
+        average, estimated = mean_finite(values)
+        yield "mean_error", alone(average)
+        yield "estimated", alone(estimated)
+        yield "median_error", alone(float(np.median(values)))
+
+
+def compare(
+    table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]], thresholds: Mapping[str, float]
+) -> Tuple[pd.DataFrame, pd.DataFrame]:
+    """Compute all metrics with intervals, and the differences of ours from the others.
+
+    scored: all matches of each pair by network. thresholds: of the networks and of the ratio test.
     """
-    if means is None:
-        means = {
-            measure: Estimate(*mean_finite(values), np.zeros(0))
-            for measure, values in values_of(rows).items()
-        }
-    found: Dict[Measure, float] = {
-        PAIRS: len(rows),
-        Measure("matches"): float(np.mean([row.counts.matches for row in rows])),
-    }
-    for measure, mean in means.items():
-        if not measure.limit:
-            found[measure] = mean.value
-        if measure.metric == "recall":
-            found[RECALL_PAIRS] = mean.pairs
-    for error in rows[0].errors:
-        found.update({m: mean.value for m, mean in means.items() if m[1:3] == error[1:3]})
-        errors = [row.errors[error] for row in rows]
-        mean, estimated = mean_finite(errors)
-        found[error._replace(metric="mean_error")] = mean
-        found[error._replace(metric="estimated")] = estimated
-        found[error._replace(metric="median_error")] = float(np.median(errors))
-    return round_all(found)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """All metrics, with intervals. differences: ours minus the others."""
-
-    rows: List[Row]
-    differences: List[Row]
-    sweeps: Dict[str, Sweep]
-    calibration: List[Line]
-    clusters: int
-
-
-def compare(results: Sequence[PairResult], thresholds: Mapping[str, float]) -> Comparison:
-    """Compute all metrics of an evaluation. thresholds: of the networks and of the ratio test.
-
-    The precision and recall of the ratio test are the operating points of the networks.
-    """
-    networks = [name for name in thresholds if name != RATIO_TEST]
-    rows = {name: [result.rows[name] for result in results] for name in results[0].rows}
-    scored = {name: [result.scored[name] for result in results] for name in results[0].scored}
-    clusters = Clusters([row.scene for row in rows[OURS]])
-    estimates = {
-        name: {measure: clusters.mean(values) for measure, values in values_of(own).items()}
-        for name, own in rows.items()
-    }
-    for name in [*networks, RATIO_TEST]:
-        own = scored[name] if name in networks else None
-        points = operating_points(estimates[RATIO_TEST], own, clusters)
-        shares = dict(list(estimates[name].items())[:2])
-        estimates[name] = {**shares, **points, **estimates[name]}
+    scenes = scenes_of(table)
+    metrics = summarize(table, scenes)
+    rows: List[Tuple] = []
+    for name in [*(name for name in thresholds if name != RATIO_TEST), RATIO_TEST]:
+        truth = true_counts(table, name)
+        own = None if name == RATIO_TEST else scored[name]
+        points = at_ratio_test(metrics, own, truth, scenes)
+        rows += [(name, metric, "", False, *point) for metric, point in points]
+        if own is not None:
+            rows.append((name, "threshold", "", False, thresholds[name], math.nan, None))
     bins = calibration(scored[OURS])
-    found = []
-    for name, own in rows.items():
-        values = dict(summarize(own, estimates[name]))
-        if name in networks:
-            values[Measure("threshold")] = plain(thresholds[name])
-        for measure, value in values.items():
-            mean = estimates[name].get(measure)
-            found.append(Row(name, measure, **mean.line()) if mean else Row(name, measure, value))
-    found.append(Row(OURS, Measure("calibration_error"), plain(calibration_error(bins))))
-    return Comparison(
-        found,
-        differences(estimates, networks, clusters.count),
-        {name: sweep(matches) for name, matches in scored.items()},
-        [round_all(line) for line in bins],
-        clusters.count,
-    )
+    rows.append((OURS, "calibration_error", "", False, calibration_error(bins), math.nan, None))
+    metrics = pd.concat([metrics, pd.DataFrame(rows, columns=metrics.columns)], ignore_index=True)
+    ranks = {name: place for place, name in enumerate(metrics["matcher"].unique())}
+    metrics = metrics.sort_values("matcher", key=lambda names: names.map(ranks), kind="stable")
+    metrics = add_intervals(metrics).reset_index(drop=True)
+    networks = [name for name in thresholds if name != RATIO_TEST]
+    return metrics, differences(metrics, networks, scenes.count)
 
 
-def operating_points(
-    ratio_test: Mapping[Measure, Estimate],
-    scored: Optional[Sequence[ScoredMatches]],
-    clusters: Clusters,
-) -> Dict[Measure, Estimate]:
-    """Recall at the ratio test's precision and the reverse, over all confidences; only the
-    resamples approximate.
-
-    scored: of a network; None for the ratio test, which is one point.
-    """
-    names = [measure.metric for measure in ratio_test][:2]  # precision, and recall of any kind
-    means = list(ratio_test.values())[:2]
-    if scored is not None:
-        swept = sweep(scored)
-        exact = swept.precision, swept.recall
-        numbers = swept.pairs, swept.recall_pairs
-        resampled = resampled_curves(clusters, scored)
-    points = {}
-    for axis in (0, 1):  # of which a value is asked
-        other = 1 - axis
-        best = means[other]
-        if scored is not None:
-            value = recall_at_precision(exact[axis], exact[other], means[axis].value)
-            samples = recall_at_precision(resampled[axis], resampled[other], means[axis].samples)
-            value = float(value) if swept.recall_pairs else math.nan
-            best = Estimate(value, numbers[other], samples)
-        points[Measure(f"{names[other]}_at_ratio_{names[axis]}")] = best
-    return points
+def add_intervals(metrics: pd.DataFrame) -> pd.DataFrame:
+    """Add low and high, the 95 % interval of each mean (percentile bootstrap)."""
+    intervals = [
+        (math.nan, math.nan) if samples is None else interval(value, samples)
+        for value, samples in zip(metrics["value"], metrics["samples"])
+    ]
+    return metrics.assign(low=[low for low, _ in intervals], high=[high for _, high in intervals])
 
 
-def differences(
-    estimates: Mapping[str, Mapping[Measure, Estimate]], networks: Sequence[str], clusters: int
-) -> List[Row]:
-    """Ours minus the best baseline, then minus each further network, for each metric.
+def interval(value: float, samples: np.ndarray) -> Tuple[float, float]:
+    """The 95 % interval of a value, NaN without samples."""
+    line = Estimate(value, 0, samples).line()
+    return tuple(math.nan if line[end] is None else line[end] for end in ("low", "high"))
+
+
+def differences(metrics: pd.DataFrame, networks: Sequence[str], scenes: int) -> pd.DataFrame:
+    """Ours minus the best baseline, then minus the ratio test and each further network.
 
     The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better
     or worse where the interval excludes 0, equal where it contains 0, too few below MIN_CLUSTERS
-    clusters.
+    scenes.
     """
-    baselines = [name for name in estimates if name not in (*networks, *UNRANKED)]
+    means = metrics[metrics["pairs"].notna()]
+    ours = means[means["matcher"] == OURS]
+    names = list(means["matcher"].unique())
+    baselines = [name for name in names if name not in (*networks, *UNRANKED)]
+    further = [[name] for name in networks if name != OURS]
+    parts = []
+    for others in (baselines, [RATIO_TEST], *further):
+        found = means[means["matcher"].isin(others)]
+        best = found.sort_values("value", ascending=False, kind="stable").drop_duplicates(KEY)
+        parts.append(ours.merge(best, on=KEY, suffixes=("", "_other")))
+    both = pd.concat(parts, ignore_index=True).drop_duplicates([*KEY, "matcher_other"])
     rows = []
-    for others in (baselines, *([name] for name in networks if name != OURS)):
-        for measure, ours in estimates[OURS].items():
-            known = {
-                name: estimates[name][measure] for name in others if measure in estimates[name]
-            }
-            best = max(known, key=lambda name: np.nan_to_num(known[name].value, nan=-1.0))
-            samples = ours.samples - known[best].samples
-            gain = Estimate(ours.value - known[best].value, ours.pairs, samples).line()
-            verdict = "too few"
-            if clusters >= MIN_CLUSTERS and gain["low"] is not None:
-                worse = "worse" if gain["high"] < 0 else "equal"
-                verdict = "better" if gain["low"] > 0 else worse
-            rows.append(Row(OURS, measure, **gain, baseline=best, verdict=verdict))
-    return rows
+    for row in both.itertuples():
+        gain = row.value - row.value_other
+        low, high = interval(gain, row.samples - row.samples_other)
+        verdict = "better" if low > 0 else "worse" if high < 0 else "equal"
+        enough = scenes >= MIN_CLUSTERS and not math.isnan(low)
+        key = (row.matcher, row.metric, row.estimator, row.refined, row.matcher_other)
+        rows.append((*key, gain, low, high, row.pairs, verdict if enough else "too few"))
+    columns = ["matcher", *KEY, "baseline", "value", "low", "high", "pairs", "verdict"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def count_negatives(counts: Sequence[Mapping[str, int]]) -> List[Row]:
+def same_as_ours(table: pd.DataFrame, networks: Sequence[str]) -> List[str]:
+    """The further networks with the same matches as ours: the trained model is the one that it
+    started from.
+    """
+    values = {name: part["value"].to_numpy() for name, part in table.groupby("matcher")}
+    others = [name for name in networks if name != OURS]
+    return [name for name in others if np.array_equal(values[name], values[OURS], equal_nan=True)]
+
+
+def true_counts(table: pd.DataFrame, matcher: str) -> np.ndarray:
+    """(P,) number of true matches of each pair; of a pose, of the keypoints of image 0."""
+    own = table[table["matcher"] == matcher]
+    known = own[own["metric"] == "true_matches"]
+    if len(known):
+        return known["value"].to_numpy()
+    return own[own["metric"] == "keypoints0"]["value"].clip(lower=1).to_numpy()
+
+
+def steps(
+    scored: Sequence[Scored], truth: np.ndarray
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Confidence, pair number, and the changes of that pair's precision and recall when the match
+    is added, (E,) each, by falling confidence.
+    """
+    parts = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
+    for number, (scores, correct, found) in enumerate(scored):
+        order = np.argsort(-scores, kind="stable")
+        precision = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
+        recall = np.cumsum(found[order]) / max(truth[number], 1)
+        changes = np.diff(precision, prepend=0.0), np.diff(recall, prepend=0.0)
+        parts.append((scores[order], np.full(len(order), number), *changes))
+    scores, *columns = map(np.concatenate, zip(*parts))
+    order = np.argsort(-scores, kind="stable")
+    return (scores[order], *(column[order] for column in columns))
+
+
+def sweep(scored: Sequence[Scored], truth: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Mean precision over all pairs, and mean recall over the pairs with true matches, above each
+    confidence that occurs, falling, first above all: (T,) each.
+    """
+    confidence, _, *changes = steps(scored, truth)
+    # the last of equal confidences
+    last = np.append(np.flatnonzero(np.diff(confidence)), len(confidence) - 1)[: len(confidence)]
+    pairs = len(scored), int((truth > 0).sum()) or np.nan
+    precision, recall = (
+        np.append(0.0, np.cumsum(change)[last]) / count for change, count in zip(changes, pairs)
+    )
+    return precision, recall
+
+
+def resampled_curves(
+    scenes: Clusters, scored: Sequence[Scored], truth: np.ndarray
+) -> List[np.ndarray]:
+    """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
+    confidence, pair, *changes = steps(scored, truth)
+    column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
+    curves = []
+    for change, weight in zip(changes, (np.ones(len(scored)), (truth > 0).astype(float))):
+        sums = np.zeros((scenes.count, CURVE_POINTS))
+        np.add.at(sums, (scenes.of_pair[pair], column), change)
+        pairs = scenes.weights @ scenes.per_cluster(np.arange(len(scored)), weight)
+        with np.errstate(invalid="ignore"):
+            curves.append(scenes.weights @ sums.cumsum(axis=1) / pairs[:, None])
+    return curves
+
+
+def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: ArrayLike) -> np.ndarray:
+    """The highest recall with a precision of at least `least`, 0 without any.
+
+    precision, recall: (..., T). least: (...). Exchange the first two for the precision at a recall.
+    """
+    reached = precision >= np.expand_dims(least, -1) - 1e-12  # rounding of float64 sums
+    return np.where(reached, recall, 0.0).max(axis=-1, initial=0.0)
+
+
+def at_ratio_test(
+    metrics: pd.DataFrame,
+    scored: Optional[Sequence[Scored]],
+    truth: np.ndarray,
+    scenes: Optional[Clusters] = None,
+) -> List[Tuple[str, Tuple[float, float, Any]]]:
+    """Recall at the ratio test's precision and the reverse: (value, pairs, samples) by name.
+
+    All confidences of a network are tried; those of the ratio test are one point. Only the
+    resamples are approximate. scored: of a network; if None, the ratio test itself.
+    """
+    means = metrics[(metrics["matcher"] == RATIO_TEST) & metrics["metric"].isin(SHARES)]
+    names = means["metric"].tolist()  # precision, and recall of any kind
+    own = list(means[["value", "pairs", "samples"]].itertuples(index=False, name=None))
+    if scored is not None:
+        exact = sweep(scored, truth)
+        counts = len(scored), int((truth > 0).sum())
+        resampled = resampled_curves(scenes, scored, truth) if scenes else None
+    points = []
+    for axis in (0, 1):  # of which a value is asked
+        other = 1 - axis
+        best = own[other]
+        if scored is not None:
+            value = float(recall_at_precision(exact[axis], exact[other], own[axis][0]))
+            samples: Any = np.zeros(0)
+            if resampled:
+                samples = recall_at_precision(resampled[axis], resampled[other], own[axis][2])
+            best = (value if counts[1] else math.nan, counts[other], samples)
+        points.append((f"{names[other]}_at_ratio_{names[axis]}", best))
+    return points
+
+
+def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
+    """The fraction of correct matches in each of BINS equal ranges of the confidence that has a
+    match: confidence, precision, matches.
+    """
+    scores = np.concatenate([[], *(each[0] for each in scored)])
+    correct = np.concatenate([[], *(each[1] for each in scored)])
+    part = np.minimum((scores * BINS).astype(int), BINS - 1)
+    frame = pd.DataFrame({"confidence": scores, "precision": correct})
+    means = frame.groupby(part).mean()
+    return means.assign(matches=frame.groupby(part).size())
+
+
+def calibration_error(bins: pd.DataFrame) -> float:
+    """Expected calibration error: mean of |confidence - precision|, weighted by matches (Guo et al.
+    2017).
+    """
+    gaps = (bins["confidence"] - bins["precision"]).abs() * bins["matches"]
+    return float(gaps.sum() / (bins["matches"].sum() or np.nan))
+
+
+def count_negatives(counts: Sequence[Mapping[str, int]]) -> pd.DataFrame:
     """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number
-    of pairs. counts: by matcher, of each pair.
+    of pairs. counts: of each pair by matcher.
     """
     rows = []
     for matcher in counts[0] if counts else ():
         own = [pair[matcher] for pair in counts]
         values = {"matches": np.mean(own), "matches_p95": np.percentile(own, 95), "pairs": len(own)}
-        rows += [Row(matcher, Measure(f"negative_{name}"), plain(v)) for name, v in values.items()]
-    return rows
+        rows += [(matcher, f"negative_{name}", "", False, each) for name, each in values.items()]
+    return pd.DataFrame(rows, columns=["matcher", *KEY, "value"])
 
 
-def by_scene(results: Sequence[PairResult]) -> List[Tuple[str, Table]]:
-    """The metrics of each scene (sequence or image), in their order of appearance."""
-    scenes: Dict[str, Dict[str, List[PairRow]]] = {}
-    for result in results:
-        for matcher, row in result.rows.items():
-            scenes.setdefault(row.scene, {}).setdefault(matcher, []).append(row)
-    return [
-        (scene, {matcher: summarize(rows) for matcher, rows in by_matcher.items()})
-        for scene, by_matcher in scenes.items()
+def condition(name: str, level: str, table: pd.DataFrame, scored: Sequence[Scored]) -> pd.DataFrame:
+    """The metrics of a line of robustness.csv: condition, level, matcher, metric, ..., value.
+
+    They are precision, recall, AUC up to 5 and recall at the ratio test's precision, of ours and of
+    the ratio test. scored: of ours. Numbers of pairs have no matcher.
+    """
+    found = summarize(table[table["matcher"].isin(COMPARED)])
+    points = [
+        (matcher, *at_ratio_test(found, own, true_counts(table, matcher))[0])
+        for matcher, own in ((OURS, scored), (RATIO_TEST, None))
     ]
+    recall = [(matcher, metric, "", False, *point) for matcher, metric, point in points]
+    counts = found[found["metric"].isin(["pairs", "recall_pairs"]) & (found["matcher"] == OURS)]
+    shown = found[found["metric"].isin([*SHARES, "auc_5"])]
+    more = pd.DataFrame(recall, columns=found.columns)
+    rows = pd.concat([counts.assign(matcher=""), shown, more], ignore_index=True)
+    return rows.drop(columns=["pairs", "samples"]).assign(condition=name, level=level)
 
 
-def by_condition(results: Sequence[PairResult]) -> List[Condition]:
-    """The metrics of each condition and bin that contains a pair."""
-    found = []
-    for condition, edges in BINS.items():
-        for low, high in zip(edges, edges[1:]):
-            level = f"{low:g} ..{'' if math.isinf(high) else f' {high:g}'}"
-            inside = [
-                pair
-                for pair in results
-                if low <= pair.rows[OURS].difficulty.get(condition, math.nan) < high
-            ]
-            found += [summarize_condition(condition, level, inside)] if inside else []
-    return found
-
-
-def summarize_condition(condition: str, level: str, results: Sequence[PairResult]) -> Condition:
-    """Metrics of ours and of the ratio test: precision, recall and AUC@5."""
-    tables = {name: summarize([pair.rows[name] for pair in results]) for name in COMPARED}
-    shares = results[0].rows[OURS].shares
-    shown = [each for each in tables[OURS] if each.metric in shares or each.limit == 5]
-    counts = [Row("", m, tables[OURS][m]) for m in (PAIRS, RECALL_PAIRS) if m in tables[OURS]]
-    rows = [Row(name, measure, tables[name][measure]) for name in COMPARED for measure in shown]
-    recall = shown[1]
-    at_ratio = Measure(f"{recall.metric}_at_ratio_precision")
-    swept = sweep([pair.scored[OURS] for pair in results])
-    # a rounded one would be missed by an equal precision
-    least = np.mean([pair.rows[RATIO_TEST].counts.precision for pair in results])
-    best = float(recall_at_precision(swept.precision, swept.recall, least))
-    rows.append(Row(OURS, at_ratio, plain(best if swept.recall_pairs else math.nan)))
-    rows.append(Row(RATIO_TEST, at_ratio, tables[RATIO_TEST][recall]))
-    return Condition(condition, level, [*counts, *rows])
-
-
-def pair_line(row: PairRow) -> Line:
-    """A line of pairs.csv, from which every metric can be recomputed. `inf`: no estimate."""
-    counts = row.counts
-    names = ("pair", "scene", "matcher", "keypoints0", "keypoints1")
-    line: Line = {name: getattr(row, name) for name in names}
-    line.update(matches=counts.matches, correct=counts.correct)
-    line.update({} if row.has_pose else {"true_matches": counts.truth, "found": counts.found})
-    errors = {measure.name: error for measure, error in row.errors.items()}
-    for name, value in {**row.shares, **errors, **row.conditions}.items():
-        line[name] = value if math.isinf(value) else plain(value)
-    return line
+def error_curves(table: pd.DataFrame) -> Dict[str, pd.DataFrame]:
+    """The fraction of pairs with an error of at most each limit by matcher, for each estimator. The
+    area below a curve is the AUC.
+    """
+    limits, unit = (LIMITS_DEG, "error_deg") if is_posed(table) else (LIMITS_PX, "error_px")
+    curves = {}
+    errors = table[table["metric"] == "error"]
+    for (estimator, refined), part in errors.groupby(["estimator", "refined"], sort=False):
+        curve = {unit: list(limits)}
+        for matcher, values in part.groupby("matcher", sort=False)["value"]:
+            ordered = np.sort(values.to_numpy())
+            curve[str(matcher)] = np.searchsorted(ordered, limits, side="right") / len(ordered)
+        curves[name_of("error", estimator, refined)] = pd.DataFrame(curve)
+    return curves

@@ -1,20 +1,20 @@
-"""Metrics against closed forms, cases computed by hand, and independent computations."""
+"""Metrics against closed forms, cases computed by hand, and independent computations; intervals
+over scenes, and paired differences.
+"""
 
-import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_evaluations import make_results, make_rows
 
 from pipeline import bootstrap
 from pipeline.evaluate import metrics
-from pipeline.evaluate.scoring import MatchCounts, reprojection_errors
+from pipeline.evaluate.matchers import OURS, RATIO_TEST
 
 pytestmark = pytest.mark.cu111
 INF = float("inf")
-
-
-def auc(errors, threshold):
-    """The area itself."""
-    return bootstrap.mean_finite(bootstrap.auc_by_pair(errors, threshold))[0]
+ROUNDED = 1e-6  # six decimals
 
 
 @pytest.mark.parametrize(
@@ -29,38 +29,164 @@ def auc(errors, threshold):
     ],
 )
 def test_auc_of_cases_made_by_hand(errors, threshold, expected):
-    assert auc(errors, threshold) == pytest.approx(expected, abs=1e-12)
+    assert bootstrap.auc_by_pair(errors, threshold).mean() == pytest.approx(expected, abs=1e-12)
 
 
-def test_auc_without_pairs_is_no_number():
-    assert np.isnan(auc([], 3))
+def mean(values, clusters=None):
+    """The line of a mean; without clusters, each pair is one."""
+    values = np.asarray(values, np.float64)
+    names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
+    return bootstrap.Clusters(names).mean(values).line()
 
 
-def test_no_match_is_a_failure_and_no_truth_is_no_question():
-    nothing = MatchCounts(matches=0, correct=0, truth=2, found=0)
-    assert nothing.precision == 0.0 and nothing.recall == 0.0
-    no_truth = MatchCounts(matches=1, correct=0, truth=0, found=0)
-    assert no_truth.precision == 0.0 and np.isnan(no_truth.recall)
-    some = MatchCounts(matches=3, correct=2, truth=3, found=1)
-    assert some.precision == pytest.approx(2 / 3) and some.recall == pytest.approx(1 / 3)
+def test_interval_of_a_mean_agrees_with_scipys():
+    from scipy import stats
+
+    values = np.random.default_rng(1).normal(0.4, 0.2, 40)
+    found = mean(values)
+    assert found["value"] == pytest.approx(values.mean(), abs=ROUNDED) and found["pairs"] == 40
+    other = stats.bootstrap((values,), np.mean, n_resamples=4000, method="percentile")
+    assert found["low"] == pytest.approx(other.confidence_interval.low, abs=0.01)
+    assert found["high"] == pytest.approx(other.confidence_interval.high, abs=0.01)
 
 
-def test_reprojection_error_agrees_with_opencv():
-    rng = np.random.default_rng(0)
-    H = np.array([[1.1, 0.05, 5], [-0.03, 0.95, 9], [1e-4, -2e-4, 1]])
-    points0, points1 = rng.uniform(0, 400, (2, 50, 2))
-    forward = cv2.perspectiveTransform(points0[None], H)[0] - points1
-    backward = cv2.perspectiveTransform(points1[None], np.linalg.inv(H))[0] - points0
-    expected = np.maximum(*(np.linalg.norm(side, axis=1) for side in (forward, backward)))
-    np.testing.assert_allclose(reprojection_errors(points0, points1, H), expected, rtol=1e-9)
+def test_pairs_of_one_photograph_count_as_one():
+    """Twenty equal pairs of each of thirty photographs have the interval of one pair of each."""
+    values = np.random.default_rng(5).uniform(0, 1, 30)
+    many = mean(np.repeat(values, 20), np.repeat(np.arange(30), 20))
+    assert many == {**mean(values), "pairs": 600}
+    independent = mean(np.repeat(values, 20))
+    assert many["high"] - many["low"] > 3 * (independent["high"] - independent["low"])
 
 
-def test_reprojection_error_on_the_horizon_and_of_nothing():
-    H = np.array([[1.0, 0, 0], [0, 1, 0], [-0.01, 0, 1]])  # x = 100 maps to infinity
-    assert reprojection_errors(np.array([[100.0, 5]]), np.array([[1.0, 1]]), H) == np.inf
-    assert reprojection_errors(np.zeros((0, 2)), np.zeros((0, 2)), H).shape == (0,)
+def test_an_interval_ignores_what_is_no_number_and_needs_two_scenes():
+    known = np.array([0.1, 0.5, np.nan, 0.9])
+    assert mean(known, ["a", "b", "b", "c"]) == mean(known[[0, 1, 3]], ["a", "b", "c"])
+    one = mean([0.5, 0.7], ["a", "a"])
+    assert one["value"] == pytest.approx(0.6) and one["low"] is None
+    assert mean([])["value"] is None
 
 
-def test_recall_curve_counts_equality():
-    found = metrics.recall_curve([1.0, 2.0, np.inf, np.nan], [0.5, 1.0, 2.0, 1e9])
-    assert found.tolist() == [0, 0.25, 0.5, 0.5]
+def test_no_pair_is_dropped_from_a_mean():
+    """No match is precision 0, no estimate an infinite error; no truth asks nothing."""
+    cases = [
+        (0.5, {}),
+        (INF, {"matches": 0, "precision": 0.0, "recall": 0.0}),
+        (2.0, {"true_matches": 0, "recall": np.nan}),
+    ]
+    rows = [make_rows(str(n), OURS, error, **more) for n, (error, more) in enumerate(cases)]
+    found = metrics.summarize(metrics.make_table(rows))
+    keys = zip(found["metric"], found["estimator"], found["refined"])
+    values = dict(zip((metrics.name_of(*key) for key in keys), found["value"]))
+    assert values["pairs"] == 3 and values["recall_pairs"] == 2 and values["estimated_ransac"] == 2
+    assert values["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3) and values["recall"] == 0.25
+    assert values["auc_ransac_1"] == pytest.approx(0.5 / 3)
+    assert values["auc_ransac_10"] == pytest.approx((0.95 + 0 + 0.8) / 3)
+    assert values["within_ransac_5"] == pytest.approx(2 / 3)
+    assert values["mean_error_ransac"] == 1.25 and values["median_error_ransac"] == 2.0
+    nothing = metrics.summarize(metrics.make_table([make_rows("p", OURS, INF)]))
+    assert nothing.set_index("metric").loc[["median_error", "mean_error"], "value"].isna().all()
+
+
+def test_the_name_of_a_metric():
+    assert metrics.name_of("auc_5", "ransac", True) == "auc_ransac_aligned_5"
+    assert metrics.name_of("mean_error", "dlt") == "mean_error_dlt"
+    assert metrics.name_of("negative_matches_p95") == "negative_matches_p95"
+
+
+def made_scored(scores, correct, found):
+    return np.array(scores, float), np.array(correct, bool), np.array(found, bool)
+
+
+def test_calibration():
+    scored = [made_scored([0.9, 0.3], [1, 0], [1, 0]), made_scored([0.35], [1], [0])]
+    bins = metrics.calibration(scored)
+    assert bins["matches"].tolist() == [2, 1]
+    expected = (2 * abs(0.325 - 0.5) + 0.1) / 3
+    assert metrics.calibration_error(bins) == pytest.approx(expected)
+
+
+verdicts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=8)
+
+
+@given(st.lists(st.tuples(verdicts, st.integers(0, 3)), min_size=1, max_size=6), st.floats(0, 1))
+def test_recall_at_a_precision_is_that_of_trying_every_threshold(cases, least):
+    """With ties among confidences, pairs without matches and pairs without truth."""
+    scored = []
+    truth = []
+    for matches, missed in cases:
+        tenths, correct, found = zip(*matches) if matches else ((), (), ())
+        found = [right and hit for right, hit in zip(correct, found)]
+        scored.append(made_scored(np.array(tenths) / 10, correct, found))
+        truth.append(sum(found) + missed)
+    truth = np.array(truth, float)
+    tried = []
+    for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
+        kept = [
+            [part[scores > threshold] for part in (correct, found)]
+            for scores, correct, found in scored
+        ]
+        precision = np.mean([right.mean() if len(right) else 0.0 for right, _ in kept])
+        asked = truth > 0
+        hits = np.array([found.sum() for _, found in kept])
+        recall = (hits[asked] / truth[asked]).mean() if asked.any() else np.nan
+        tried.append((precision, recall))
+    precision, recall = metrics.sweep(scored, truth)
+    if not (truth > 0).any():
+        assert np.isnan(recall).all()
+        return
+    least = np.float64(least)
+    swept = metrics.recall_at_precision(precision, recall, least)
+    assert swept == pytest.approx(max((r for p, r in tried if p >= least - 1e-12), default=0.0))
+    swept = metrics.recall_at_precision(recall, precision, least)
+    assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
+
+
+def test_a_condition_has_the_recall_of_ours_at_the_precision_of_the_ratio_test():
+    """The ratio test has 15 of 20 right and 12 of 30 found. Down to a confidence of 0.8, two of two
+    of ours are right, and two of four found.
+    """
+    counts = {"matches": 20, "precision": 0.75, "true_matches": 30, "recall": 0.4}
+    rows = make_rows("p", OURS, 1.0, true_matches=4) + make_rows("p", RATIO_TEST, 1.0, **counts)
+    scored = [made_scored([0.9, 0.8, 0.7], [1, 1, 0], [1, 1, 0])]
+    found = metrics.condition("blur (px)", "2", metrics.make_table([rows]), scored)
+    values = found.set_index(["matcher", "metric", "estimator"])["value"]
+    assert values[OURS, "recall_at_ratio_precision", ""] == 0.5
+    assert values[RATIO_TEST, "recall_at_ratio_precision", ""] == 0.4
+    assert values[OURS, "auc_5", "ransac"] == pytest.approx(0.8) and values["", "pairs", ""] == 1
+
+
+def test_an_error_curve_has_the_auc_below_it():
+    errors = [0.3, 2.2, INF, 8.0]
+    table = metrics.make_table([make_rows(str(n), OURS, error) for n, error in enumerate(errors)])
+    fractions = metrics.error_curves(table)["error_ransac"][OURS].to_numpy()
+    assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and fractions[3] == 0.25
+    # left and right sums enclose the exact area
+    area = bootstrap.auc_by_pair(errors, 10).mean()
+    assert fractions[:-1].mean() <= area <= fractions[1:].mean()
+
+
+def gain_of(results, metric):
+    frame = results.differences[results.differences["metric"] == metric]
+    return frame[frame["estimator"].isin(["", "ransac"])].iloc[0]
+
+
+def test_paired_differences_see_what_separate_intervals_cannot():
+    hard = np.random.default_rng(3).uniform(0, 9, 40)  # pairs differ much, matchers by 0.3 px
+    results = make_results(hard, hard + 0.3)
+    found = gain_of(results, "auc_10")
+    assert found["baseline"] in ("mutual_nn", "ratio_test") and found["verdict"] == "better"
+    assert found["value"] == pytest.approx(0.03) and found["high"] - found["low"] < 0.001
+    assert gain_of(results, "precision")["verdict"] == "equal"
+    both = results.metrics[results.metrics["metric"] == "auc_10"].drop_duplicates("matcher")
+    both = both.set_index("matcher")
+    assert both.loc[OURS, "low"] < both.loc[RATIO_TEST, "high"]  # their intervals overlap
+
+
+@pytest.mark.parametrize("photographs, verdict", [(5, "too few"), (6, "better")])
+def test_a_few_photographs_decide_nothing(photographs, verdict):
+    """Ours is better on every pair; with five photographs that happens by chance once in sixteen
+    times.
+    """
+    errors = np.linspace(1, 2, photographs)
+    assert gain_of(make_results(errors, errors + 1), "auc_10")["verdict"] == verdict

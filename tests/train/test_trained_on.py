@@ -88,7 +88,7 @@ def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, le
     found = evaluated(work)
     assert found["superglue"] == {COCO[number] for number in left}
     if len(left) == 3:  # it saw all, so it is not shown
-        assert "SKIP shipped: trained on all of the 3 photographs" in printed
+        assert "shipped is left out: it was trained on all 3 photographs" in printed
         assert "shipped" not in found
     else:
         assert "1 of 3 photographs left out: shipped was trained on them" in printed
@@ -101,8 +101,8 @@ def test_a_model_that_is_not_compared_leaves_no_photograph_out(work, capsys):
     trained_on.write(other, ["285"])
     assert run(work, "--also", f"orb={other}") == 0
     printed = capsys.readouterr().out
-    assert "SKIP orb: of keypoints of superglue_sift.opencv_features:kaze" in printed
-    assert "left out" not in printed and evaluated(work)["superglue"] == set(COCO)
+    assert "orb is left out: it matches keypoints of superglue_sift.opencv_features" in printed
+    assert "photographs left out" not in printed and evaluated(work)["superglue"] == set(COCO)
 
 
 def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
@@ -117,7 +117,7 @@ def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
 
 def test_what_is_kept_on_request_is_marked(work, capsys):
     trained_on.write(work / "model.safetensors", ["139", "285"])
-    assert run(work, "--keep-seen") == 0
+    assert run(work, "--allow-training-images") == 0
     assert evaluated(work)["superglue"] == set(COCO)
     marked = "3 held-out images (test), 2 of 3 photographs are from the training of ours"
     assert marked in capsys.readouterr().out and marked in (work / "out/index.html").read_text()

@@ -8,8 +8,8 @@ import pytest
 from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
 
 from pipeline.errors import RequestError
-from pipeline.evaluate import hpatches
-from pipeline.evaluate.hpatches import HPatchesPairs
+from pipeline.evaluate import folders
+from pipeline.evaluate.folders import HPatchesPairs
 from superglue_sift.geometry.two_view import transform
 
 
@@ -23,10 +23,13 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     write_sequence(tmp_path / "a", small, {2: IDENTITY, 10: TURN})
     source = HPatchesPairs(tmp_path, short_side=0)
     scenes = [source.load(index) for index in range(len(source))]
-    assert [pair.name for scene in scenes for pair in scene.pairs] == ["a/1-2", "a/1-10", "b/1-2"]
+    names = [name for _, pairs in scenes for name, *_ in pairs]
+    assert names == ["a/1-2", "a/1-10", "b/1-2"]
     assert [name for name, _ in source.scenes] == ["a", "b"]
-    np.testing.assert_allclose(scenes[0].pairs[1].truth, TURN / TURN[2, 2], rtol=1e-6)
-    assert scenes[0].images[scenes[0].pairs[1].second].shape == small.shape
+    images, pairs = scenes[0]
+    _, _, second, H = pairs[1]
+    np.testing.assert_allclose(H, TURN / TURN[2, 2], rtol=1e-6)
+    assert images[second].shape == small.shape
 
 
 def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
@@ -34,20 +37,20 @@ def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     (folder / "1.png").unlink()
     cv2.imwrite(str(folder / "1.ppm"), cv2.cvtColor(small, cv2.COLOR_GRAY2BGR))
     (folder / "H_1_2").rename(folder / "H_1_2.txt")
-    scene = HPatchesPairs(folder, short_side=0).load(0)
-    assert scene.name == "only" and len(scene.pairs) == 1
+    source = HPatchesPairs(folder, short_side=0)
+    assert source.scenes == [("only", 1)] and len(source.load(0)[1]) == 1
 
 
 def test_resizing_takes_the_homography_along(tmp_path, photo):
     write_sequence(tmp_path / "a", photo, {2: TURN})
-    scene = HPatchesPairs(tmp_path, short_side=200).load(0)
-    assert scene.images[0].shape == (200, 300)
+    images, [(*_, H)] = HPatchesPairs(tmp_path, short_side=200).load(0)
+    assert images[0].shape == (200, 300)
     # outer edges stay together when an image is resized, so a point moves by (x + 0.5) * scale -
     # 0.5
     points = np.array([[10.0, 20.0], [500.0, 300.0], [0.0, 0.0]])
     small = (points + 0.5) * 0.5 - 0.5
     expected = (transform(points, TURN) + 0.5) * 0.5 - 0.5
-    np.testing.assert_allclose(transform(small, scene.pairs[0].truth), expected, atol=1e-6)
+    np.testing.assert_allclose(transform(small, H), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -96,4 +99,44 @@ def test_folders_without_sequences(tmp_path, small):
 @pytest.mark.parametrize("size, side", [((1, 500), 480), ((40, 16_001), 0)])
 def test_an_image_that_would_be_too_long_is_named(size, side):
     with pytest.raises(RequestError, match=r"strip\.png: .* at most 16000 are possible"):
-        hpatches.resize_short_side(np.zeros(size, np.uint8), side, Path("strip.png"))
+        folders.resize_short_side(np.zeros(size, np.uint8), side, Path("strip.png"))
+
+
+CAMERA = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
+IDENTITY_4 = np.eye(4)
+
+
+def line(name0, name1, K0=CAMERA, pose=IDENTITY_4):
+    values = [*np.ravel(K0), *np.ravel(CAMERA), *np.ravel(pose)]
+    return f"{name0} {name1} 0 0 " + " ".join(repr(float(value)) for value in values)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "contains no pair"),
+        ("a.png b.png 0 0 1 2 3", "line 1: 7 words"),
+        (line("a.png", "b.png").replace("500.0", "wide", 1), "line 1: could not convert"),
+        (line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1), "EXIF rotation"),
+        (line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])), "does not contain a rotation"),
+        (line("a.png", "b.png", K0=np.diag([0.0, 1, 1])), "focal lengths"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path, text, words):
+    (tmp_path / "pairs.txt").write_text(text)
+    with pytest.raises(RequestError, match=words):
+        folders.read_pairs(tmp_path / "pairs.txt")
+    (tmp_path / "picture.txt").write_bytes(b"\xff\xd8\xff")
+    for name in ("picture.txt", "nowhere.txt"):
+        with pytest.raises(RequestError, match=f"{name}: cannot be read as text"):
+            folders.read_pairs(tmp_path / name)
+
+
+def test_without_folders_pairs_that_share_photographs_are_one_scene():
+    pairs = [("b", "c"), ("e", "f"), ("a", "b"), ("g", "f"), ("h", "i")]
+    assert folders.scene_names(pairs) == ["b", "e", "b", "e", "h"]
+    assert folders.scene_names([*pairs, ("c", "g")]) == ["b", "b", "b", "b", "h", "b"]
+    # A pair across two folders makes them one scene
+    joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]
+    assert folders.scene_names(joined) == ["x", "x", "z"]
+    assert folders.scene_names([]) == []

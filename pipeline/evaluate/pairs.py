@@ -1,0 +1,316 @@
+"""Pairs with ground truth, and the pairs that are rendered from held-out photographs.
+
+A `Source` has scenes (photographs, sequences) with pairs of images of each. Loading a scene twice
+gives the same bytes, so pictures are drawn afterwards without keeping the images of all pairs in
+memory. Sources that read pairs from files are in `folders`.
+
+Held-out pairs follow the protocol of the SuperGlue paper (section 5.1): two views of one
+photograph, the first nearly the whole of it, the second through a random homography without
+borders, with photometric distortion on both. A pair depends on the section `views`, the name of its
+photograph and its number alone. `levels` disturbs or magnifies the second views by fixed amounts.
+"""
+
+from __future__ import annotations
+
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import cv2
+import numpy as np
+
+from pipeline.fetch.dataset import Entry, ImageSet, require_size
+from pipeline.keypoints import views
+from pipeline.params import EvaluateParams, Photometric
+from superglue_sift.features.images import BadImage, decode_color, decode_gray
+from superglue_sift.geometry.two_view import compose, inverse
+from superglue_sift.network.batch import Pair, choose_pair
+
+SEED = 0  # of the rendered pairs: all models are compared on the same ones
+MAX_NEGATIVE_PAIRS = 100
+ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
+ROTATIONS_DEG = (45.0, 90.0, 180.0)
+ROTATED = (2.0, 4.0, 8.0)  # zooms that are rotated, too
+
+
+class Pose(NamedTuple):
+    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched. T_0to1: (4, 4), maps points
+    of camera 0 to camera 1.
+    """
+
+    K0: np.ndarray
+    K1: np.ndarray
+    T_0to1: np.ndarray
+
+
+class KnownPair(NamedTuple):
+    """The input of every matcher, with its ground truth.
+
+    place: number of the scene, and number of the pair in it. truth: a homography, (3, 3) float64
+    from pixels of view 0 to view 1, or two cameras. images: both, (H, W) uint8 gray, to refine
+    matches; without them no match is refined.
+    """
+
+    name: str
+    scene: str
+    place: Tuple[int, int]
+    pair: Pair
+    truth: Union[np.ndarray, Pose]
+    images: Optional[Tuple[np.ndarray, np.ndarray]] = None
+
+
+# The images of a scene, (H, W) uint8 gray, and its pairs: name, indices of both images, truth
+Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, Pose]]]]
+Extract = Callable[[np.ndarray, int], np.ndarray]  # as `sift.extract`
+
+
+class Source:
+    """Scenes by name and number of pairs. unit: the word for them, in the plural."""
+
+    scenes: Sequence[Tuple[str, int]]
+    unit = "scenes"
+
+    def __len__(self) -> int:
+        return len(self.scenes)
+
+    def load(self, index: int) -> Scene:
+        """Read or render a scene. Raises BadImage for one to leave out."""
+        raise NotImplementedError
+
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        """Return image number `image` of a scene, which `load` gave as `gray`, as (H, W, 3) BGR."""
+        raise NotImplementedError
+
+
+def image_size(image: np.ndarray) -> Tuple[int, int]:
+    """(width, height) of an (H, W) image."""
+    return image.shape[1::-1]
+
+
+def extract_pairs(
+    source: Source, index: int, max_keypoints: int, extractor: Extract, only: Optional[int] = None
+) -> List[KnownPair]:
+    """Load a scene and run the extractor once on each image. Raises BadImage.
+
+    only: number of the one pair to return; if None, return all.
+    """
+    images, pairs = source.load(index)
+    keypoints: Dict[int, np.ndarray] = {}
+    found = []
+    for position, (name, first, second, truth) in enumerate(pairs):
+        if only not in (None, position):
+            continue
+        for image in {first, second} - set(keypoints):
+            keypoints[image] = extractor(images[image], max_keypoints)
+        both = images[first], images[second]
+        pair = Pair(keypoints[first], keypoints[second], *map(image_size, both))
+        place = (index, position)
+        scene = source.scenes[index][0]
+        found.append(KnownPair(name, scene, place, choose_pair(pair), truth, both))
+    return found
+
+
+class HeldOutPairs(Source):
+    """`params.pairs_per_image` pairs of each entry.
+
+    Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md).
+    disturb: applied to every second view.
+    """
+
+    unit = "photographs"
+
+    def __init__(
+        self,
+        images: ImageSet,
+        entries: Sequence[Entry],
+        params: EvaluateParams,
+        disturb: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    ):
+        self.images = images
+        self.entries = list(entries)
+        self.params = params
+        self.disturb = disturb
+        self.view_size = (params.width, params.height)
+        self.scenes = [(entry.name, params.pairs_per_image) for entry in self.entries]
+
+    def load(self, index: int) -> Scene:
+        """Render the pairs of one photograph. Raises BadImage for an unreadable or small one."""
+        name, count = self.scenes[index]
+        image = self.read(index)
+        images = []
+        pairs = []
+        for number in range(count):
+            first = 2 * number
+            view0, H_image_to_0 = self.render(image, name, first)
+            view1, H_image_to_1 = self.render(image, name, first + 1)
+            images += [view0, self.disturb(view1)]
+            H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
+            pairs.append((f"{name}#{number}", first, first + 1, H_0to1))
+        return images, pairs
+
+    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
+        """Give the colours of the photograph the brightness of the rendered view."""
+        entry = self.entries[index]
+        photograph = decode_color(self.images.read(entry), entry.name)
+        H, _ = self.sample(photograph, entry.name, image)
+        view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
+        view[..., 0] = gray
+        return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
+
+    def read(self, index: int) -> np.ndarray:
+        """Read photograph `index`, (H, W) uint8. Raises BadImage."""
+        entry = self.entries[index]
+        image = decode_gray(self.images.read(entry), entry.name)
+        require_size(entry.name, image_size(image), self.view_size)
+        return image
+
+    def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """Render view `number` of a photograph: (H, W) uint8, and H_image_to_view."""
+        H, rng = self.sample(image, name, number)
+        return self.render_view(image, H, rng), H
+
+    def sample(
+        self, image: np.ndarray, name: str, number: int
+    ) -> Tuple[np.ndarray, np.random.Generator]:
+        """Draw H_image_to_view of view `number`, mild for even numbers; also return the generator
+        for its distortion.
+        """
+        rng = views.generator(SEED, f"evaluate {name}", number)
+        sizes = image_size(image), self.view_size
+        if number % 2 == 0:
+            return views.mild_view(rng, *sizes), rng
+        return views.sample_view(rng, *sizes, self.params.views.homography), rng
+
+    def render_view(
+        self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Render a view with photometric distortion, (H, W) uint8."""
+        view = views.render(image, H_image_to_view, self.view_size)
+        return views.distort(view, rng, self.params.views.photometric)
+
+
+class NegativePairs(Source):
+    """Pairs of views of two different photographs of a source, at most MAX_NEGATIVE_PAIRS."""
+
+    def __init__(self, source: HeldOutPairs):
+        self.source = source
+        names = [name for name, _ in source.scenes]
+        count = len(names)
+        possible = count * (count - 1) * source.params.pairs_per_image
+        rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
+        # both photographs, and the number of their views
+        pairs = [
+            (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
+        ]
+        photographs = [entry.photograph for entry in source.entries]
+        self.pairs = [pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]]]
+        self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
+
+    def load(self, index: int) -> Scene:
+        """Render the two views. Raises BadImage as the source does."""
+        *photographs, number = self.pairs[index]
+        source = self.source
+        images = [
+            source.render(source.read(at), source.entries[at].name, 2 * number + view)[0]
+            for view, at in enumerate(photographs)
+        ]
+        no_truth = np.full((3, 3), np.nan)
+        return images, [(f"{self.scenes[index][0]}#{number}", 0, 1, no_truth)]
+
+
+class ZoomedPairs(HeldOutPairs):
+    """Each photograph matched with a part of it, magnified and rotated by fixed amounts, as when a
+    landmark is seen from afar and from near.
+
+    Photographs that would be scaled up more than `views.homography.max_upscale` times are left out,
+    so only large ones reach the last levels. zoom: 1 or more, view 1 over view 0. rotation_deg: of
+    view 1, clockwise.
+    """
+
+    def __init__(self, source: HeldOutPairs, count: int, zoom: float, rotation_deg: float = 0.0):
+        params = source.params.model_copy(update={"pairs_per_image": 1})
+        super().__init__(source.images, source.entries[:count], params)
+        self.zoom = zoom
+        self.rotation_deg = rotation_deg
+
+    def load(self, index: int) -> Scene:
+        """Render the pair of one photograph. Raises BadImage for an unreadable or small one."""
+        name = self.entries[index].name
+        image = self.read(index)
+        rng = views.generator(SEED, f"magnified {name}", 0)  # the same places at every level
+        H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
+        try:
+            H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
+        except ValueError as error:  # of wide views
+            raise BadImage(name, str(error)) from None
+        H_image_to_1 = compose(H_0to1, H_image_to_0)
+        upscale = views.magnification(H_image_to_1, self.view_size).max()
+        if upscale > self.params.views.homography.max_upscale:
+            raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
+        images = [self.render_view(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
+        return images, [(f"{name} x{self.zoom:g}", 0, 1, H_0to1)]
+
+
+def zoom_in(
+    rng: np.random.Generator, size: Tuple[int, int], zoom: float, rotation_deg: float
+) -> np.ndarray:
+    """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height).
+
+    Raises ValueError where the part is larger than the view.
+    """
+    middle = (np.array(size) - 1) / 2
+    turn = cv2.getRotationMatrix2D((0, 0), -rotation_deg, 1.0)[:, :2]
+    margin = middle - np.abs(turn.T) @ middle / zoom
+    if (margin < -1e-9).any():
+        raise ValueError(f"zoom {zoom}, rotated by {rotation_deg}: no part fills {size}")
+    centre = middle + rng.uniform(-1.0, 1.0, 2) * np.maximum(margin, 0.0)
+    H = np.eye(3)
+    H[:2, :2] = zoom * turn
+    H[:2, 2] = middle - H[:2, :2] @ centre
+    return H
+
+
+def brighten(image: np.ndarray, factor: float) -> np.ndarray:
+    """Multiply the brightness by `factor`, with saturation."""
+    return cv2.convertScaleAbs(image, alpha=factor)
+
+
+def blur(image: np.ndarray, deviation: float) -> np.ndarray:
+    """Blur by a Gaussian with a standard deviation in pixels. 0 leaves the image unchanged."""
+    return cv2.GaussianBlur(image, (0, 0), deviation) if deviation > 0 else image
+
+
+def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
+    """Add Gaussian noise with a standard deviation in gray levels, the same for all images of one
+    size.
+    """
+    drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
+    return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
+
+
+DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
+    "illumination (factor)": (brighten, (1.0, 0.5, 0.25, 0.12, 2.0)),
+    "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
+    "noise (gray levels)": (add_noise, (0.0, 5.0, 10.0, 20.0)),
+    "JPEG (quality)": (views.compress, (90, 40, 15, 5)),
+}
+
+
+def disturb(source: HeldOutPairs, count: int, function: Callable, level: float) -> HeldOutPairs:
+    """Take one pair of each of the first `count` photographs, disturbed in place of the
+    photometric distortion.
+    """
+    clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
+    calm = source.params.views.model_copy(update={"photometric": clear})
+    params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})
+    entries = source.entries[:count]
+    return HeldOutPairs(source.images, entries, params, lambda view: function(view, level))
+
+
+def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
+    """Yield condition, level and pairs of each line of robustness.csv."""
+    for name, (function, amounts) in DISTURBANCES.items():
+        for amount in amounts:
+            yield name, amount, disturb(source, count, function, amount)
+    for rotation in (0.0, *ROTATIONS_DEG):
+        name = f"zoom, rotated by {rotation:g} degrees" if rotation else "zoom"
+        for zoom in ROTATED if rotation else ZOOMS:
+            yield name, zoom, ZoomedPairs(source, count, zoom, rotation)

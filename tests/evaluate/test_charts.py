@@ -1,0 +1,95 @@
+"""The page: whole, self-contained, and what it says first."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import cv2
+import numpy as np
+import pandas as pd
+from made_evaluations import make_results
+
+from pipeline.evaluate import charts, report
+
+VOID = {"meta", "link", "br", "img", "input"}
+PICTURE = ("median-1", "A typical pair & <blur>.", np.zeros((100, 200, 3), np.uint8))
+HARD = np.linspace(0.5, 8, 12)
+
+
+class Balanced(HTMLParser):
+    """Fails on a tag that is closed wrongly; collects what the page would load."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open = []
+        self.loaded = []
+        self.feed(text)
+        assert not self.open, self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, tag
+
+
+def render(results, curves=None):
+    text = charts.render(results, curves)
+    assert all(address.startswith("data:") for address in Balanced(text).loaded)
+    assert "http" not in re.sub("&[a-z]+;", "", text) and "<script" not in text
+    return text
+
+
+def test_the_page_begins_with_the_verdict_three_numbers_and_a_pair(tmp_path):
+    (tmp_path / "curves.svg").write_text("<svg/>")
+    results = make_results(HARD, HARD + 1, pictures=[PICTURE] * 2)
+    page = render(results, tmp_path / "curves.svg")
+    first, rest = page.partition("<body>")[2].split("<h2>", 1)
+    assert f"<h1>{report.verdict(results)}</h1>" in first and first.count('class="card"') == 3
+    assert "made &lt;b&gt;" in first and "01234567" in first
+    assert first.count("data:image/jpeg") == 1 and "image/svg+xml" in first
+    assert "A typical pair &amp; &lt;blur&gt;." in first and "median-1" not in page
+    assert rest.count("data:image/jpeg") == 1  # the other picture, small
+    assert "AUC RANSAC, matches as detected" in rest and "Ours minus the best baseline" in rest
+    assert "The learning curve" not in render(results)
+    data = base64.b64decode(re.search('src="data:image/jpeg;base64,([^"]*)"', page).group(1))
+    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), 1), PICTURE[2])
+
+
+def test_a_few_photographs_get_no_intervals_and_no_differences():
+    page = render(make_results([1.0] * 3, [2.0] * 3))
+    assert "Too few photographs to judge" in page
+    assert "95 % interval" not in page and "too few" not in page
+
+
+def test_robustness_is_drawn_at_every_level():
+    results = make_results(HARD, HARD + 1)
+    rows = results.metrics[results.metrics["metric"].isin(["recall", "auc_5", "pairs"])]
+    frames = [rows.assign(condition="blur (px)", level=level) for level in ("10", "0", "2")]
+    found = charts.robustness_charts(
+        results._replace(robustness=pd.concat(frames)),
+        charts.colours_of(["superglue", "ratio_test"]),
+    )
+    assert [caption for _, caption in found] == [
+        "found matches; at least 12 pairs at each level",
+        "AUC@5 RANSAC; at least 12 pairs at each level",
+    ]
+    svg = base64.b64decode(re.search('base64,([^"]*)', str(found[0][0])).group(1)).decode()
+    assert svg.index(">2<") < svg.index(">10<")  # levels by value, not as words
+
+
+def test_each_matcher_has_one_colour_and_ours_is_drawn_last_and_thicker():
+    names = ["superglue", "ratio_test", "mine", "other"]
+    colours = charts.colours_of(names)
+    assert len(set(colours.values())) == 4
+    series = dict.fromkeys(names, ((0.0, 1.0), (0.0, 0.5)))
+    chart = str(charts.line_chart(series, colours, ("x", "y")))
+    svg = base64.b64decode(re.search('base64,([^"]*)', chart).group(1)).decode()
+    strokes = re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+)", svg)
+    drawn = [stroke for stroke in strokes if stroke[0] in colours.values()]
+    assert drawn[-1] == (colours["superglue"], "2.6") and len(drawn) == 4

@@ -1,0 +1,85 @@
+"""Held-out pairs against their homographies, negative pairs, and zoomed parts of photographs."""
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from made_scenes import write_image_set
+
+from pipeline.evaluate import pairs
+from pipeline.fetch import dataset
+from superglue_sift.geometry.two_view import corners, transform
+
+SIZE = (320, 240)
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def test_the_whole_view_has_only_one_part():
+    assert np.allclose(pairs.zoom_in(rng(), SIZE, 1.0, 0.0), np.eye(3))
+    assert np.allclose(
+        pairs.zoom_in(rng(), SIZE, 1.0, 180.0), [[-1, 0, 319], [0, -1, 239], [0, 0, 1]]
+    )
+
+
+def test_a_part_that_is_larger_than_the_view_is_none():
+    with pytest.raises(ValueError, match="rotated by 90"):
+        pairs.zoom_in(rng(), SIZE, 1.0, 90.0)
+
+
+@settings(max_examples=50)
+@given(
+    seed=st.integers(0, 99),
+    factor=st.floats(2.0, 8.0),
+    turn=st.sampled_from([0.0, 45.0, 90.0, 180.0]),
+)
+def test_a_part_lies_inside_is_magnified_and_turned_as_said(seed, factor, turn):
+    H = pairs.zoom_in(rng(seed), SIZE, factor, turn)
+    inside = transform(corners(SIZE), np.linalg.inv(H))
+    assert (inside >= -1e-6).all() and (inside <= np.array(SIZE) - 1 + 1e-6).all()
+    # clockwise on the screen: what points right in the whole view points down in a part turned by
+    # 90 degrees
+    right = transform(np.array([[0.0, 0.0], [1.0, 0.0]]), H)
+    angle = np.radians(turn)
+    assert np.allclose(
+        right[1] - right[0], factor * np.array([np.cos(angle), np.sin(angle)]), atol=1e-9
+    )
+
+
+def held_out(folder, section):
+    images = dataset.open_manifest(folder)
+    return pairs.HeldOutPairs(images, images.entries("test"), section)
+
+
+def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
+    tmp_path, make_params, color_photo
+):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    write_image_set(tmp_path / "images", {"cat.png": bgr}, "test")
+    quiet = dict.fromkeys(("brightness", "contrast", "gamma", "blur", "noise", "jpeg"), 0.0)
+    section = {"width": 160, "height": 120, "pairs_per_image": 2, "views": {"photometric": quiet}}
+    source = held_out(tmp_path / "images", make_params("evaluate", **section))
+    images, views = source.load(0)
+    for _, first, second, H in views:
+        image0 = images[first]
+        image1 = images[second]
+        warped = cv2.warpPerspective(image0, H, (160, 120))
+        shown = cv2.warpPerspective(np.full_like(image0, 255), H, (160, 120)) == 255
+        shown = cv2.erode(shown.astype(np.uint8), np.ones((9, 9))) > 0
+        difference = np.abs(warped.astype(float) - image1)[shown]
+        assert shown.mean() > 0.2 and np.median(difference) < 6
+    color = source.in_color(0, 1, images[1])
+    difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - images[1])
+    assert np.ptp(color.astype(int), axis=2).mean() > 20 and np.median(difference) <= 1
+
+
+def test_two_copies_of_a_photograph_have_something_in_common(tmp_path, make_params, photo):
+    files = {"a.png": photo, "copy.png": photo, "turned.png": np.ascontiguousarray(photo[::-1])}
+    write_image_set(tmp_path / "images", files, "test")
+    source = held_out(tmp_path / "images", make_params("evaluate"))
+    names = {name for name, _ in pairs.NegativePairs(source).scenes}
+    assert "a.png and turned.png" in names and "turned.png and copy.png" in names
+    assert not names & {"a.png and copy.png", "copy.png and a.png"}

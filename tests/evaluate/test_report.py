@@ -1,0 +1,139 @@
+"""The verdict, the printed tables, the numbers in files, and the command that prints them."""
+
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from made_evaluations import make_results
+from reading import read_json
+
+from pipeline import errors
+from pipeline import report as command
+from pipeline.evaluate import report
+
+HARD = np.linspace(0.5, 8, 12)
+BETTER = "Better than the ratio test in homographies; equal in correct matches and found matches."
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, said",
+    [
+        (HARD, HARD + 4, BETTER),
+        (HARD + 4, HARD, BETTER.replace("Better", "Worse")),
+        (HARD, HARD, "Equal to the ratio test in correct matches, found matches and homographies."),
+        ([1.0], [2.0], "Too few photographs to judge: 1, and at least 6 are needed."),
+    ],
+)
+def test_the_verdict_has_at_most_fifteen_words(ours, theirs, said):
+    found = report.verdict(make_results(ours, theirs))
+    assert found == said and len(found.split()) <= 15
+
+
+def test_text_shows_the_verdict_first_and_every_table_within_100_columns():
+    lines = report.text(make_results(HARD, HARD + 4)).splitlines()
+    assert lines[0] == BETTER
+    assert len(lines) <= 34 and all(len(line) <= 100 for line in lines)
+    ours = [line.split() for line in lines if line.startswith("SuperGlue (ours)")]
+    assert ours[0][2:6] == ["12", "10", "50.0", "50.0"]
+    at = next(number for number, line in enumerate(lines) if "AUC RANSAC" in line)
+    starts = [match.start() for match in re.finditer(r"@1\b", lines[at + 1])]
+    assert [lines[at].index("AUC RANSAC"), lines[at].index("AUC DLT")] == starts
+    few = report.text(make_results([1.0], [2.0]))
+    assert few.count("Too few") == 1 and "too few" not in few
+
+
+@pytest.mark.parametrize(
+    "value, written",
+    [
+        (0.55622749, 0.5562),
+        (0.00004999, 0.0),
+        (75.43592, 75.44),
+        (217.84, 217.8),
+        (60, 60),
+        (None, None),
+        (math.inf, math.inf),
+    ],
+)
+def test_files_hold_the_digits_that_mean_something(value, written):
+    assert report.shorten(value) == written
+
+
+def test_differences_have_no_negative_zero():
+    assert report.points(-0.0001) == "+0.0" and report.points(-0.001) == "-0.1"
+    assert str(report.in_percent("auc_5_gain", -0.00001)) == "0.0"
+    assert report.in_percent("negative_matches", 1.25) == 1.25
+
+
+@pytest.fixture
+def evaluated(tmp_path):
+    """The folder of an evaluation."""
+    report.write(tmp_path, make_results(HARD, HARD + 4), "<html></html>")
+    return tmp_path
+
+
+def test_the_command_prints_it_and_where_to_look(evaluated, capsys, monkeypatch):
+    monkeypatch.chdir(evaluated)
+    assert command.main(["--evaluation", str(evaluated)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == BETTER and len(lines) <= 40
+    assert any("pairs.csv" in line for line in lines) and "make ui" in lines[-1]
+    assert read_json(evaluated / "summary.json")["within_5"] == pytest.approx(58.33)
+
+
+def test_the_command_without_an_evaluation(tmp_path, capsys):
+    assert errors.run(command.main, ["--evaluation", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert "report.txt: no evaluation here yet" in message and message.count("\n") == 1
+
+
+LOCK = """
+stages:
+  evaluate:
+    cmd: python -m pipeline.evaluate
+    deps:
+    - {{path: data/images, md5: {images}.dir}}
+    params:
+      params.yaml:
+        evaluate: {{pairs_per_image: {pairs}}}
+        train.precision: {precision}
+"""
+
+
+def commit(folder, auc, images="aa", pairs=3, precision="float32"):
+    """Commit an evaluation in a repository of DVC."""
+    for name in ("reports/train", "reports/evaluate"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    (folder / "reports/train/metrics.json").write_text('{"f1": 60.0}')
+    (folder / "reports/evaluate/summary.json").write_text(f'{{"auc_5": {auc}}}')
+    lock = LOCK.format(images=images, pairs=pairs, precision=precision)
+    (folder / "dvc.lock").write_text(lock)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(folder)]
+    for words in (["add", "-A"], ["commit", "-qm", f"auc {auc}"]):
+        subprocess.run([*git, *words], check=True)
+
+
+def test_experiments_have_a_mean_and_a_range_and_say_what_cannot_be_compared(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    for words in (["git", "init", "-q"], [sys.executable, "-m", "dvc", "init", "-q"]):
+        subprocess.run(words, check=True)
+    commit(tmp_path, 50.0)
+    commit(tmp_path, 53.0, precision="portable")
+    assert command.main(["HEAD~1", "HEAD"]) == 0
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if "auc_5" in line)
+    assert row[-4:] == ["50.0", "53.0", "51.5", "3.0"] and "compared" not in printed
+    commit(tmp_path, 90.0, images="bb", pairs=4)
+    assert command.main(["HEAD~1", "HEAD"]) == 0
+    said = "HEAD~1 and HEAD have other photographs and another protocol: their metrics cannot be"
+    assert said in capsys.readouterr().out
+    (tmp_path / "dvc.lock").write_text(LOCK.format(images="cc", pairs=4, precision="float32"))
+    assert command.since_commit() == [
+        "the last commit and this folder have other photographs: their metrics cannot be compared"
+    ]
+    assert errors.run(command.main, ["nowhere"]) == 2
+    assert "nowhere: no experiment or commit with metrics" in capsys.readouterr().err
