@@ -29,13 +29,12 @@ from scipy.special import expit
 
 from benchmarks.dev.command import make_parser
 from pipeline import errors
+from pipeline.keypoints.views import distort, generator, render, sample_view
 from pipeline.params import Homography, Photometric
-from pipeline.views.homography import generator, sample_view
-from pipeline.views.render import distort, render
 from superglue_sift import Matcher
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
-from superglue_sift.geometry.local_maps import positions_of
+from superglue_sift.geometry.guided_matching import positions_of
 from superglue_sift.geometry.two_view import compose, inverse, normalize, transform
 from superglue_sift.progress import Progress
 
@@ -50,7 +49,9 @@ VIEW = (640, 480)  # px, width and height
 WIDE = Homography(scale_min=0.25, perspective=0.3, rotation_deg=60, tilt_deg=70, max_upscale=4)
 MILD = Homography(scale_min=0.7, perspective=0.15, rotation_deg=20, tilt_deg=30, max_upscale=4)
 LIGHT = Photometric(brightness=0.2, contrast=0.3, gamma=0.2, blur=1.5, noise=0.03, jpeg=0.5)
-WINDOW = 72  # px
+LARGE = (1024, 768)  # of a view of a court
+WALL = (960, 640)  # px, of a court
+WINDOW = 120  # px
 RIGHT_PX = 4.0  # error up to which a match is right
 PARTS = 8  # of the photographs, each judged by weights of the others
 PENALTY = 0.05  # of the squares of the weights, per deviation of the number that is weighed
@@ -98,34 +99,33 @@ def court(rng: Random, photo: Gray, other: Gray) -> Made:
     """Two views from within a court, whose four walls have the same windows.
 
     Each wall is a quarter of the other photograph, with the middle of the first one many times on
-    it.
+    it. The truth are the homographies of all walls.
     """
     quarters = [part for half in np.array_split(other, 2) for part in np.array_split(half, 2, 1)]
-    walls = [wall(rng, photo, np.ascontiguousarray(part)) for part in quarters]
-    width, height = VIEW
-    K = np.array([[0.8 * width, 0, width / 2], [0, 0.8 * width, height / 2], [0, 0, 1]])
-    images = [np.full((height, width), 190, np.uint8) for _ in range(2)]
-    to_images: List[List[np.ndarray]] = [[], []]  # homographies of the walls
-    y, x = np.indices((height, width))
-    turn = rng.uniform(-math.pi, math.pi, 2)
-    for image, maps, heading in zip(images, to_images, (turn[0], turn.sum())):
-        # a pixel of a wall is the unit of length; the third axis points down
+    walls = [hang_windows(rng, photo, np.ascontiguousarray(part)) for part in quarters]
+    side, height = WALL
+    x, y = np.meshgrid(*map(np.arange, LARGE))
+    K = np.array([[0.9 * LARGE[0], 0, LARGE[0] / 2], [0, 0.9 * LARGE[0], LARGE[1] / 2], [0, 0, 1]])
+    turns = rng.uniform(-math.pi, math.pi, 2)
+    images, maps = [], []
+    for heading in (turns[0], turns.sum()):
+        # a pixel of a wall is the unit of length, and the third axis points down
         ahead = np.array([math.cos(heading), math.sin(heading), 0])
         R = np.stack([[-ahead[1], ahead[0], 0], [0, 0, 1], ahead])
-        eye = rng.uniform(-0.1, 0.1, 3) * width - rng.uniform(0.1, 0.35) * width * ahead
-        for number, texture in enumerate(walls):
+        eye = rng.uniform(-0.08, 0.08, 3) * side - rng.uniform(0.16, 0.38) * side * ahead
+        image = np.full(LARGE[::-1], 190, np.uint8)
+        for number, wall in enumerate(walls):
             along = np.roll([1, 0], number) * (1 - number // 2 * 2)
-            corner = width / 2 * np.array([-along[0] + along[1], -along[1] - along[0]])
-            start = np.array([*corner, -height / 2])
-            M = K @ R @ np.column_stack([[*along, 0], [0, 0, 1], start - eye])
-            back = np.linalg.inv(M)
+            start = [along[1] - along[0], -along[1] - along[0], -height / side] * np.array(side / 2)
+            H = K @ R @ np.column_stack([[*along, 0], [0, 0, 1], start - eye])
+            back = np.linalg.inv(H)
             in_front = back[2, 0] * x + back[2, 1] * y + back[2, 2] > 0
-            shown = cv2.warpPerspective(np.full_like(texture, 255), M, VIEW) > 127
-            seen = cv2.warpPerspective(texture, M, VIEW)
-            image[shown & in_front] = seen[shown & in_front]
-            maps.append(M)
-    planes = [compose(map1, inverse(map0)) for map0, map1 in zip(*to_images)]
-    return distort(images[0], rng, LIGHT), distort(images[1], rng, LIGHT), planes
+            shown = in_front & (cv2.warpPerspective(np.full_like(wall, 255), H, LARGE) > 127)
+            image[shown] = cv2.warpPerspective(wall, H, LARGE)[shown]
+            maps.append(H)
+        images.append(distort(image, rng, LIGHT))
+    planes = [compose(map1, inverse(map0)) for map0, map1 in zip(maps[:4], maps[4:])]
+    return images[0], images[1], planes
 
 
 def mirrored(rng: Random, photo: Gray, _other: Gray) -> Made:
@@ -150,15 +150,14 @@ def mild_part(rng: Random, photo: Gray) -> Gray:
     return render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW)
 
 
-def wall(rng: Random, photo: Gray, back: Gray) -> Gray:
+def hang_windows(rng: Random, photo: Gray, back: Gray) -> Gray:
     """A wall of equal windows, in rows: the middle of one photograph, many times on another."""
-    out = cv2.resize(back, VIEW, interpolation=cv2.INTER_AREA)
+    out = cv2.resize(back, WALL, interpolation=cv2.INTER_AREA)
     y, x = (np.array(photo.shape) - WINDOW) // 2
     window = photo[y : y + WINDOW, x : x + WINDOW]
     right, down = (WINDOW * rng.uniform(1.15, 1.6, 2)).astype(int)
-    rows = range(rng.integers(0, down - WINDOW + 1), VIEW[1] - WINDOW, down)
-    for y in rows:
-        for x in range(rng.integers(0, right - WINDOW + 1), VIEW[0] - WINDOW, right):
+    for y in range(rng.integers(0, down - WINDOW + 1), WALL[1] - WINDOW, down):
+        for x in range(rng.integers(0, right - WINDOW + 1), WALL[0] - WINDOW, right):
             light = rng.normal(0, 4, window.shape) + rng.uniform(-12, 12)
             out[y : y + WINDOW, x : x + WINDOW] = (window + light).clip(0, 255)
     return out

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.dev import scenes, verification
 from benchmarks.photographs import photographs
-from pipeline.views.homography import generator
+from pipeline.keypoints.views import generator
 from superglue_sift import errors
 
 
