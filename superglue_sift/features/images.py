@@ -437,7 +437,8 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
     photometric = tags.get(262, 1)
     layout = (photometric, tags.get(277, 1))
     if bits <= {1, 2, 4, 8} and kinds == {1}:
-        return layout in {(0, 1), (1, 1), (1, 2), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
+        has_alpha = layout == (1, 2) and tags.get(338) == (2,)
+        return has_alpha or layout in {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
     if tags.get(284, 1) != 1:  # one plane for each band
         return False
     if bits == {16} and kinds == {1}:
@@ -485,9 +486,10 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
     if tags.get(262, 1) == 0:  # white is zero
         values = -values if values.dtype.kind == "f" else ~values
-    if values.ndim == 2 or bands == 2:
-        return values if values.ndim == 2 else values[..., 0]
-    return values[..., [0, 1, 2, bands - 1] if is_alpha and bands > 3 else [0, 1, 2]]
+    if values.ndim == 2:
+        return values
+    colours = [0, 1, 2] if bands > 2 else [0, 0, 0]
+    return values[..., [*colours, bands - 1] if is_alpha else colours]
 
 
 def _nodata(tags: Mapping[int, Any]) -> Optional[float]:

@@ -267,6 +267,14 @@ def test_values_that_gdal_notes_as_no_data_are_masked(photo):
 # --- transparency and masks
 
 
+def tiff_of(pixels):
+    tifffile = pytest.importorskip("tifffile")
+    stream = io.BytesIO()
+    options = {"planarconfig": "contig", "extrasamples": ["unassalpha"]}
+    tifffile.imwrite(stream, pixels, photometric="minisblack", **options)
+    return stream.getvalue()
+
+
 def test_transparent_pixels_are_masked_in_every_mode(photo):
     alpha = np.where(photo > 128, 255, 0).astype(np.uint8)
     rgba = np.dstack([photo] * 3 + [alpha])
@@ -278,6 +286,8 @@ def test_transparent_pixels_are_masked_in_every_mode(photo):
         (saved(picture.convert("LA"), "PNG"), alpha == 0),
         (saved(picture, "WEBP", lossless=True), alpha == 0),
         (saved(picture, "TIFF"), alpha == 0),
+        (saved(picture.convert("LA"), "TIFF"), alpha == 0),
+        (tiff_of(np.dstack([photo, alpha]).astype(np.int16)), alpha == 0),
         (saved(indexed, "PNG", transparency=100), photo == 100),
         (saved(indexed.convert("P"), "PNG", transparency=100), photo == 100),
         (deep, alpha == 0),
