@@ -185,11 +185,11 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     path = database(uri)
-    # MLflow's default is the current directory, which may be a temporary copy of DVC
-    place = (path.resolve().parent / ARTIFACTS / name).as_uri() if path else None
+    place = None
     if path:
         create_database(path)
-        bind_artifacts(path, name, str(place))
+        # MLflow's default is the current directory, which may be a temporary copy of DVC
+        place = bind_artifacts(path, name)
     client = MlflowClient(uri, uri)
     experiment = client.get_experiment_by_name(name)
     number = experiment.experiment_id if experiment else client.create_experiment(name, place)
@@ -245,23 +245,26 @@ def _revision(path: Path) -> str:
     return ""
 
 
-def bind_artifacts(path: Path, name: str, place: str) -> None:
-    """Let an experiment and its runs have their files in the folder `place` beside the store.
+def bind_artifacts(path: Path, name: str) -> str:
+    """Let an experiment and its runs have their files beside the local store `path`. Returns the
+    address of that folder.
 
     MLflow stores whole paths. In a clone that was copied or moved, or that a container sees at
     another path, they name the old folder.
     """
+    place = (path.resolve().parent / ARTIFACTS / name).as_uri()
     with contextlib.closing(sqlite3.connect(path, timeout=60)) as store, store:
         query = "SELECT artifact_location FROM experiments WHERE name = ?"
         (old,) = next(store.execute(query, (name,)), (place,))
         if old == place or not old.endswith(f"/{ARTIFACTS}/{place.rpartition('/')[2]}"):
-            return
+            return place
         for table, column in PATHS:
             store.execute(
                 f"UPDATE {table} SET {column} = ? || substr({column}, ?)"
                 f" WHERE {column} = ? OR substr({column}, 1, ?) = ?",
                 (place, len(old) + 1, old, len(old) + 1, f"{old}/"),
             )
+    return place
 
 
 class Store:
@@ -269,6 +272,7 @@ class Store:
 
     def __init__(self, uri: str, header: Event) -> None:
         self._client, self._experiment = open_experiment(uri, header["experiment"])
+        self._local = (database(uri), header["experiment"])
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
         runs = self._client.search_runs([self._experiment], query, max_results=1)
         self.is_new = not runs
@@ -319,6 +323,9 @@ class Store:
 
     def send_files(self, event: Event) -> None:
         """Send the files of an event, or compare its model."""
+        path, experiment = self._local
+        if path:  # another one may have opened it meanwhile, at another path: a container
+            bind_artifacts(path, experiment)
         before = os.environ[TIMEOUT]
         os.environ[TIMEOUT] = FILE_SECONDS
         try:
