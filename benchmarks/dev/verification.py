@@ -107,7 +107,8 @@ def court(rng: Random, photo: Gray, other: Gray) -> Made:
     x, y = np.meshgrid(*map(np.arange, LARGE))
     K = np.array([[0.9 * LARGE[0], 0, LARGE[0] / 2], [0, 0.9 * LARGE[0], LARGE[1] / 2], [0, 0, 1]])
     turns = rng.uniform(-math.pi, math.pi, 2)
-    images, maps = [], []
+    images: List[Gray] = []
+    maps: List[np.ndarray] = []
     for heading in (turns[0], turns.sum()):
         # a pixel of a wall is the unit of length, and the third axis points down
         ahead = np.array([math.cos(heading), math.sin(heading), 0])
