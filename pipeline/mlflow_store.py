@@ -24,8 +24,6 @@ EXPERIMENT = "superglue-sift"
 MODEL = "superglue-sift"  # in the model registry
 CHAMPION = "champion"  # its alias for the best version
 EVALUATION = "test"  # prefix of the metrics, and folder of the files, of the stage `evaluate`
-VALIDATION_F1 = "val/f1"
-AUC = f"{EVALUATION}/auc_5"
 LIMIT = 5  # px, of the AUC that decides
 SEPARATOR = " · "  # between a run's name and its result
 TAGS = "superglue."  # prefix of our tags
@@ -141,8 +139,8 @@ VIEW = {
     "selectedColumns": [
         "params.`train.lr`",
         "params.`train.steps`",
-        f"metrics.`{VALIDATION_F1}`",
-        f"metrics.`{AUC}`",
+        "metrics.`val/f1`",
+        f"metrics.`{EVALUATION}/auc_5`",
     ],
     "orderByKey": "attributes.start_time",
     "orderByAsc": False,
@@ -383,14 +381,9 @@ class Store:
         """Say on the page of a version what it is: its run, preset and AUC."""
         run = self._client.get_run(self.run_id)
         name, _, result = str(run.info.run_name).partition(SEPARATOR)
-        about = {"run": name, "preset": run.data.tags.get(f"{TAGS}preset", "")}
-        if AUC in run.data.metrics:
-            about["auc_5"] = result.rpartition(" ")[2]
-        text = ", ".join(f"{key} {value}" for key, value in about.items() if key != "auc_5")
-        text = f"{result or 'Not yet evaluated'}, {text}"
+        preset = run.data.tags.get(f"{TAGS}preset", "")
+        text = f"{result or 'Not yet evaluated'}, run {name}, preset {preset}"
         self._client.update_model_version(MODEL, version, text)
-        for key, value in about.items():
-            self._client.set_model_version_tag(MODEL, version, key, value)
 
     def _champion(self) -> Any:
         """The version with the alias; None if there is none."""
@@ -488,7 +481,6 @@ def save_model(
         code_paths=[str(Path(superglue_sift.__file__).parent)],
         artifacts=dict(zip((served_model.WEIGHTS, "description"), files)),
         signature=served_model.signature(threshold),
-        input_example=served_model.input_example(),
         pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
         mlflow_model=Model(run_id=run_id, model_id=model_id),
     )

@@ -16,7 +16,6 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional
 
-import cv2
 import numpy as np
 from mlflow.exceptions import MlflowException
 from mlflow.models import ModelSignature, set_model
@@ -45,15 +44,6 @@ def signature(threshold: float) -> ModelSignature:
         ParamSpec("refine", DataType.boolean, True),
     ]
     return ModelSignature(inputs=inputs, params=ParamSchema(params))
-
-
-def input_example() -> List[Dict[str, str]]:
-    """Two small synthetic photographs: the second is the first, rotated by 20 degrees."""
-    spots = np.random.default_rng(0).integers(0, 256, (30, 40)).astype(np.uint8)
-    image0 = cv2.resize(spots, (160, 120), interpolation=cv2.INTER_CUBIC)
-    image1 = cv2.warpAffine(image0, cv2.getRotationMatrix2D((80, 60), 20, 1), (160, 120))
-    files = [cv2.imencode(".jpg", image)[1].tobytes() for image in (image0, image1)]
-    return [{f"image{side}": base64.b64encode(file).decode() for side, file in enumerate(files)}]
 
 
 def pixels(image: Any, name: str) -> np.ndarray:
