@@ -14,7 +14,7 @@ import base64
 import binascii
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import numpy as np
 from mlflow.exceptions import MlflowException
