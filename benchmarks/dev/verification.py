@@ -2,7 +2,7 @@
 
     python -m benchmarks.dev.verification coco/val coco/train
 
-Pairs are made of the first 24 photographs of the first folder. The last 100 of the second folder
+Pairs are made of the first 16 photographs of the first folder. The last 100 of the second folder
 are other places. The kinds are views of one plane (`plane`), of several planes at different depths
 (`depth`), of a court whose four walls have equal windows (`court`), and of mirror images
 (`mirrored`). The two views of a court may show one wall or two. A pair is right if most matches
@@ -42,7 +42,7 @@ Random = np.random.Generator
 Gray = np.ndarray  # a photograph (H, W) uint8
 Made = Tuple[Gray, Gray, Sequence[np.ndarray]]  # two images, homographies of planes that both show
 
-PLACES = 24
+PLACES = 16
 OTHERS = 100
 VIEW = (640, 480)  # px, width and height
 # Wider than in training: little overlap, strong tilt and zoom
