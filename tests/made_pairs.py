@@ -13,6 +13,21 @@ SIZE = (320, 240)
 RAGGED = ((20, 33), (300, 9), (0, 5), (7, 207), (140, 150), (0, 0))  # numbers of keypoints
 
 
+def rounding(largest, roundings, dtype=torch.float32):
+    """A bound on the error of values up to `largest` after so many independent roundings.
+
+    Each is off by up to half a unit, of deviation u / sqrt(3); the bound is six deviations of their
+    sum.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    return 6 * unit * largest * math.sqrt(roundings / 3)
+
+
+def roundings_of(config):
+    """How many roundings a score of a network has: one for each term of four products a layer."""
+    return 2 * config.layers * 4 * config.dim
+
+
 def records(rng, count):
     """`count` synthetic keypoints inside a 320x240 view."""
     made = np.zeros(count, KEYPOINT)
@@ -63,3 +78,8 @@ def of_pair(log_P, m, n):
     """The (m + 1, n + 1) log assignment of a pair, without its padding."""
     rows = torch.cat([log_P[:m], log_P[-1:]])
     return torch.cat([rows[:, :n], rows[:, -1:]], 1)
+
+
+def masks(counts, width):
+    """(B, width) bool, True for the keypoints of images with these numbers of them."""
+    return torch.arange(width) < torch.tensor(counts)[:, None]

@@ -7,7 +7,9 @@ from PIL import Image
 
 from superglue_sift import Matcher
 from superglue_sift.errors import RequestError
+from superglue_sift.features import sift
 from superglue_sift.features.features import extract
+from superglue_sift.features.sift import positions
 from superglue_sift.features.store import FeatureStore, Item
 
 
@@ -74,3 +76,32 @@ def test_a_picture_without_keypoints_or_with_few_gray_levels_gives_a_line(photo,
     extract(photo // 64 * 64, 100, name="poster.png")
     assert caplog.messages[0] == "flat.png: 0 keypoints, 1 of 256 gray levels in use"
     assert caplog.messages[1] == "poster.png: 100 keypoints, 4 of 256 gray levels in use"
+
+
+@pytest.mark.parametrize(
+    "size, resize, seen",
+    [
+        ((640, 480), 1024, (768, 576)),
+        ((300, 200), 1024, (600, 400)),  # twice
+        ((640, 480), 700, (700, 525)),
+        ((640, 480), 600, (600, 450)),
+        ((640, 480), 0, (640, 480)),
+        ((800, 600), 1024, (800, 600)),
+    ],
+)
+def test_small_images_are_enlarged_for_sift_and_for_the_network(photo, size, resize, seen):
+    shapes = []
+
+    def detect(gray, max_keypoints):
+        shapes.append(gray.shape[::-1])
+        return sift.extract(gray, max_keypoints)
+
+    gray = cv2.resize(photo, size)
+    found = extract(gray, 256, resize, detect)
+    assert shapes == [seen] and found.as_found(resize).size == seen
+    assert found.size == size and found.gray is gray
+    np.testing.assert_allclose(  # in pixels of the file
+        positions(found.as_found(resize).records) + 0.5,
+        (found.keypoints + 0.5) * (np.array(seen) / size),
+        atol=1e-3,
+    )

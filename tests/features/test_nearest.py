@@ -1,11 +1,14 @@
-"""The ratio test: matches by the definition, second orientations, and one match a keypoint."""
+"""The ratio test: matches by the definition, second orientations, one match a keypoint; and which
+keypoints are selected for the network.
+"""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superglue_sift.features import nearest, sift
-from superglue_sift.features.sift import root_sift_of
+from superglue_sift.features.nearest import ratio_matches, select_keypoints
+from superglue_sift.features.sift import KEYPOINT, root_sift_of
 
 
 def records_of(descriptors, second=None):
@@ -69,3 +72,49 @@ def test_matches_that_share_an_end_are_dropped_in_either_order_of_the_images(mat
     for i in range(len(matches)):
         rivals = (matches == matches[i]).any(axis=1)
         assert (i in kept) == (scores[i] == scores[rivals].max())
+
+
+# Selection of keypoints
+
+
+def one_entry(entries, ranks):
+    """Keypoints whose descriptors have one entry each, so that others are at a right angle."""
+    records = np.zeros(len(entries), KEYPOINT)
+    records["x"] = np.arange(len(entries))
+    records["scale"] = 2.0
+    records["score"] = ranks
+    records["descriptor"][np.arange(len(entries)), entries] = 255
+    return records
+
+
+def select(sides, most):
+    return select_keypoints(*sides, most, ratio_matches(*sides, ratio=1.0))
+
+
+def test_matched_keypoints_come_first_and_others_by_rank():
+    one = one_entry([0, 1, 2, 3, 4, 5], [0.1, 0.9, 0.2, 0.8, 0.7, 0.3])
+    other = one_entry([5, 9, 10, 0], [0.1, 0.3, 0.2, 0.4])
+    selected0, selected1 = select((one, other), 3)
+    # 0 and 5 are also in the other image; 1 has the best rank
+    assert selected0.tolist() == [0, 1, 5]
+    assert selected1.tolist() == [0, 1, 3]
+    selected0, selected1 = select((one, other), 6)  # no choice
+    assert selected0.tolist() == list(range(6)) and selected1.tolist() == list(range(4))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 9))
+def test_any_numbers_of_keypoints(count0, count1, most, seed):
+    rng = np.random.default_rng(seed)
+    sides = []
+    for count in (count0, count1):
+        records = one_entry(np.zeros(count, int), rng.random(count))
+        records["descriptor"] = rng.integers(0, 256, (count, 128))
+        sides.append(records)
+    selected = select(sides, most)
+    for side, index in zip(sides, selected):
+        limit = most if max(count0, count1) > most else len(side)
+        assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
+        assert set(index) <= set(range(len(side)))
+    for index, swapped in zip(selected, select(sides[::-1], most)[::-1]):
+        assert index.tolist() == swapped.tolist()  # the order of the images does not matter

@@ -1,12 +1,20 @@
-"""Fits to matches that have no geometry: of a mirror image, and where OpenCV fails."""
+"""Homographies and fundamental matrices: exact points, wrong matches, mirror images, chance."""
+
+import math
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
-from made_scenes import MILD
+import pytest
+import torch
+from made_scenes import MILD, TURN
 
+from pipeline.evaluate.estimators import fit_dlt
 from superglue_sift.geometry import two_view
 
+VIEW = (320, 240)
 SIZE = (640, 480)
+H = np.array([[1.2, 0.1, 5.0], [-0.05, 0.9, -3.0], [1e-4, 2e-4, 1.0]])
 
 
 def points_in(left, top, right, bottom, count, seed=0):
@@ -43,3 +51,124 @@ def test_wrong_matches_at_which_opencv_fails_have_no_geometry():
     points1 += [129.2, 607.3, 128.9, 542.2, 319.8, 419.8]
     found = two_view.fit_fundamental(*(np.reshape(p, (9, 2)) for p in (points0, points1)), 1.5)
     assert found.model is None and found.inliers.shape == (9,) and not found.inliers.any()
+
+
+def error_of(found):
+    return two_view.corner_error(found, H, VIEW)
+
+
+def exact_matches(seed, count=200):
+    """Exact matches in 300 px, and a generator."""
+    rng = np.random.default_rng(seed)
+    p = rng.uniform(0, 300, (count, 2))
+    return p, two_view.transform(p, H), rng
+
+
+def test_numpy_and_torch_agree():
+    p, q, _ = exact_matches(0)
+    assert np.allclose(two_view.transform(torch.from_numpy(p), torch.from_numpy(H)).numpy(), q)
+    assert np.allclose(two_view.transform(q, two_view.inverse(H)), p)
+    stack = H[None]
+    assert np.allclose(two_view.compose(two_view.inverse(stack), stack)[0], np.eye(3))
+
+
+# OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that
+# at the corners
+@pytest.mark.parametrize("fit, limit", [(two_view.fit_ransac, 5e-3), (fit_dlt, 1e-4)])
+def test_fits_exact_points(fit, limit):
+    p, q, _ = exact_matches(0)
+    assert error_of(fit(p, q)) < limit
+    assert fit(p[:3], p[:3]) is None
+    assert fit(np.ones((9, 2)), np.ones((9, 2))) is None
+
+
+def test_ransac_leaves_wrong_matches_out_and_repeats_itself():
+    p, q, rng = exact_matches(0)
+    q = q + rng.normal(0, 0.5, p.shape)
+    q[:140] = rng.uniform(0, 300, (140, 2))
+    found = [two_view.fit_ransac(p, q, seed=seed) for seed in (0, 1, 2, 0)]
+    assert max(map(error_of, found)) < 3.0
+    assert error_of(fit_dlt(p, q)) > 20.0
+    assert np.array_equal(found[0], found[3])
+
+
+def test_ransac_ends_close_though_some_true_matches_lie_far_off(root):
+    """Also by the lines for OpenCV in the docs, whose RANSAC alone stops after a few samples
+    and keeps the inliers of the best.
+    """
+    section = (root / "docs/matching.md").read_text().split("### A homography by OpenCV")[1]
+    lines = section.split("```python\n")[1].split("```")[0]
+    errors = []
+    for seed in range(20):
+        p, q, rng = exact_matches(seed)
+        # A quarter of large keypoints
+        q = q + np.where(np.arange(200) < 150, 0.2, 2.0)[:, None] * rng.normal(size=p.shape)
+        q[::10] = rng.uniform(0, 300, (20, 2))
+        cv2.setRNGSeed(seed)
+        plain = cv2.findHomography(p, q, cv2.RANSAC, 3.0)[0]
+        found = SimpleNamespace(points0=p, points1=q, deviations=None)
+        names = {"cv2": cv2, "two_view": two_view, "found": found}
+        exec(lines, names)
+        errors.append([*map(error_of, (two_view.fit_ransac(p, q), names["H"], plain))])
+    ours, docs, alone = np.mean(errors, axis=0)
+    assert ours < 0.15 and docs < 0.15 and ours < 0.5 * alone
+
+
+@pytest.mark.parametrize(
+    "exact, rough, stated, limit",
+    [(0.1, 0.5, np.nan, 0.7), (0.02, 1.0, 1.0, 0.5), (0.02, 1.0, np.nan, 0.2)],
+)
+def test_exact_matches_decide_where_deviations_are_known(exact, rough, stated, limit):
+    """Two fifths are aligned; the others are not, or say how far they scatter."""
+    errors = []
+    for seed in range(10):
+        p, q, rng = exact_matches(seed, 120)
+        aligned = np.arange(120) < 50
+        q = q + np.where(aligned, exact, rough)[:, None] * rng.normal(size=p.shape)
+        deviations = np.where(aligned, exact, stated)
+        fits = two_view.fit_ransac(p, q, deviations=deviations), two_view.fit_ransac(p, q)
+        errors.append([*map(error_of, fits)])
+    weighed, alike = np.mean(errors, axis=0)
+    assert weighed < 0.1 and weighed < limit * alike
+
+
+def test_dlt_heeds_weights():
+    p, q, _ = exact_matches(0, 40)
+    q[:10] += 50
+    weights = np.where(np.arange(40) < 10, 0.0, 1.0)
+    assert error_of(fit_dlt(p, q, weights)) < 1e-4
+    assert error_of(fit_dlt(p, q)) > 5
+
+
+def test_corner_error_of_a_shift():
+    shift = np.array([[1, 0, 3.0], [0, 1, 4.0], [0, 0, 1]])
+    assert two_view.corner_error(shift, np.eye(3), (640, 480)) == pytest.approx(5.0)
+    assert two_view.corner_error(None, np.eye(3), (640, 480)) == math.inf
+
+
+def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
+    """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
+    rng = np.random.default_rng(0)
+    points0, points1 = rng.uniform(0, 300, (2, 180, 2))
+    points1[:60] = two_view.transform(points0[:60], TURN)
+    maps = two_view.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)
+
+
+def test_significance_is_the_bound_of_the_binomial_tail():
+    # 57 of 57: 50 beyond the sample, each by chance 0.01, among C(57, 7) = 264385836 choices
+    found = two_view.significance(57, 57, 0.01, 7)
+    assert found == pytest.approx(100 - math.log10(264385836))
+    assert two_view.significance(4, 4, 0.01, 4) == 0  # four matches always fit
+    assert two_view.significance(500, 12, 0.01, 7) == 0
+
+
+def test_a_model_of_wrong_matches_is_not_supported():
+    """A wallpaper cut in two: 9 of 497 matches agree by chance; 8 of 8 right ones do not."""
+    disk = math.pi * 3**2 / (1024 * 768)
+    for count, inliers, supported in ((497, 9, False), (8, 8, True), (497, 60, True)):
+        digits = two_view.significance(count, inliers, disk, 4)
+        fit = two_view.Fit(np.eye(3), np.arange(count) < inliers, digits)
+        assert fit.supported is supported
+    model, some = fit
+    assert model is fit.model and some is fit.inliers

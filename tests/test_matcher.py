@@ -1,27 +1,28 @@
-"""The library alone: what it needs of others, what its wheel holds, and how it matches two
-images.
-"""
+"""Two images in, matches out: what `Matcher` promises, whatever it is given."""
 
 import dataclasses
+import multiprocessing
+import os
+import pickle
 import shutil
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from made_scenes import TURN, write_model
+from made_pairs import rounding, roundings_of
+from made_scenes import TURN
 from PIL import Image
 
-from superglue_sift import Features, Matcher, RequestError, drawing
-from superglue_sift.features import sift
-from superglue_sift.features.features import extract
+from superglue_sift import Features, Matcher, RequestError, torch_compat
 from superglue_sift.features.images import read_gray, reduce
-from superglue_sift.features.sift import positions
-from superglue_sift.geometry.two_view import corner_error, epipolar_distances, transform
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.two_view import epipolar_distances, transform
 from superglue_sift.network import weights
 from superglue_sift.network.weights import save_model_file
 
@@ -93,29 +94,6 @@ def test_files_pixels_and_features_give_the_same_matches(
     np.testing.assert_array_equal(features[0].keypoints, expected.keypoints0)
 
 
-def test_a_result_shows_its_picture_in_colour(matcher, color_photo, tmp_path):
-    bgr = np.ascontiguousarray(color_photo[..., ::-1])
-    path = tmp_path / "a.png"
-    cv2.imwrite(str(path), bgr)
-    found = matcher.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1))
-    picture = found.only(np.arange(200)).show()
-    assert repr(picture).startswith(f"Picture({2 * 451 + drawing.GAP}x")
-    assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
-    above = len(drawing.text_bar(2 * 451 + drawing.GAP, " "))
-    own = picture.pixels[above : above + 300, :451]  # below the heading, between the lines
-    assert (own == bgr).all(axis=2).mean() > 0.3
-    picture.save(tmp_path / "new/m.png")
-    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
-
-
-def test_features_without_their_image_are_shown_with_one_that_is_named(matcher, photo):
-    own = matcher.extract(photo)._replace(image=None)
-    found = matcher.match(own, photo)
-    with pytest.raises(RequestError, match=r"pass them, show\(image0, image1\)"):
-        found.show()
-    assert found.show(photo).pixels.any()
-
-
 def assert_same(one, other):
     for name in {each.name for each in dataclasses.fields(one)} - {"images", "_fits", "found"}:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
@@ -166,35 +144,6 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     assert np.median(epipolar_distances(F, found.points0, there)) < 0.5
 
 
-@pytest.mark.parametrize(
-    "size, resize, seen",
-    [
-        ((640, 480), 1024, (768, 576)),
-        ((300, 200), 1024, (600, 400)),  # twice
-        ((640, 480), 700, (700, 525)),
-        ((640, 480), 600, (600, 450)),
-        ((640, 480), 0, (640, 480)),
-        ((800, 600), 1024, (800, 600)),
-    ],
-)
-def test_small_images_are_enlarged_for_sift_and_for_the_network(photo, size, resize, seen):
-    shapes = []
-
-    def detect(gray, max_keypoints):
-        shapes.append(gray.shape[::-1])
-        return sift.extract(gray, max_keypoints)
-
-    gray = cv2.resize(photo, size)
-    found = extract(gray, 256, resize, detect)
-    assert shapes == [seen] and found.as_found(resize).size == seen
-    assert found.size == size and found.gray is gray
-    np.testing.assert_allclose(  # in pixels of the file
-        positions(found.as_found(resize).records) + 0.5,
-        (found.keypoints + 0.5) * (np.array(seen) / size),
-        atol=1e-3,
-    )
-
-
 def test_one_image_against_many_computes_its_features_once(matcher, photo, turned, monkeypatch):
     others = [turned, photo[:, 50:], photo[100:]]
     expected = [matcher.match(photo, other) for other in others]
@@ -205,7 +154,9 @@ def test_one_image_against_many_computes_its_features_once(matcher, photo, turne
     assert len(seen) == 4 and sum(image is photo for image in seen) == 1
     for one, other in zip(expected, found):
         np.testing.assert_array_equal(one.matches, other.matches)
-        np.testing.assert_allclose(one.scores, other.scores, atol=1e-5)  # rounding of a batch
+        # a batch adds up in another order; scores of this network reach 40
+        limit = rounding(40, roundings_of(matcher.model.config))
+        np.testing.assert_allclose(one.scores, other.scores, rtol=0, atol=limit)
 
 
 def test_a_batch_answers_pair_by_pair_and_reads_no_further(matcher, photo, turned):
@@ -221,26 +172,6 @@ def test_a_batch_answers_pair_by_pair_and_reads_no_further(matcher, photo, turne
         next(answers)
     assert read == [0, 1]
     assert list(matcher.match_batch([])) == []
-
-
-def test_homography_and_fundamental_matrix_explain_the_matches(matcher, photo, turned):
-    found = matcher.match(photo, turned)
-    H, inliers = found.homography()
-    assert corner_error(H, TURN, (600, 400)) < 2 and inliers.shape == (len(found.matches),)
-    assert inliers.mean() > 0.7
-    F, inliers = found.fundamental(1.0)
-    distance = epipolar_distances(F, found.points0, found.points1)
-    assert (distance[inliers] < 2).all() and inliers.mean() > 0.7
-    assert_same(found.homography(), found.homography())
-    assert_same(found.fundamental(), found.fundamental())
-
-
-@pytest.mark.parametrize("count", [0, 3, 7])
-def test_too_few_matches_fit_nothing(matcher, photo, turned, count):
-    found = matcher.match(photo, turned)
-    few = found.only(np.arange(count))
-    assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
-    assert (few.homography().model is None) == (count < 4)
 
 
 @pytest.mark.gpu
@@ -298,6 +229,7 @@ def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
             "max_keypoints 2.5: must be a whole number",
         ),
         (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
+        (lambda matcher: Matcher.load(network_keypoints=0), "network_keypoints 0: must be a whole"),
         (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
         (
             lambda matcher: matcher.extract([[0, 1]]),
@@ -314,52 +246,79 @@ def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, messag
     assert "\n" not in str(error.value)
 
 
-def write_changed(path, **about):
-    """An untrained model whose description says something else."""
-    tensors, info = weights.load_model_file(write_model(path))
-    model = {**info["model"], **about.pop("model", {})}
-    save_model_file(path, tensors, {**info, "model": model, **about})
-    return path
+def test_threads_that_share_a_matcher_get_what_one_thread_gets(matcher, photo, turned):
+    pairs = [(photo, turned), (turned, photo), (photo[100:], turned), (photo, photo[:, 50:])]
+    expected = [matcher.match(*pair) for pair in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(2):
+            found = list(pool.map(lambda pair: matcher.match(*pair), pairs))
+            for one, other in zip(expected, found):
+                assert_same(one, other)
 
 
-@pytest.mark.parametrize(
-    "changed, message",
-    [
-        ({"layers": 10**7}, r"layers = 10000000: must be a whole number from 1 to 256"),
-        ({"layers": 200}, r"self_attention\.1\.query_key_value\.weight: has nothing"),
-        ({"heads": 3}, r"heads = 3: must divide dim \(128\)"),
-        ({"dim": 4096}, r"descriptor_projection\.weight: has \(128, 128\)"),
-        ({"dim": 1e9}, "dim = 1000000000.0"),
-        ({"norm": "none"}, "norm 'none'"),
-        ({"descriptor": {}}, r"descriptor \{\}"),
-        ({"hidden": 1}, "hidden"),
-    ],
-)
-def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
-    tmp_path, monkeypatch, changed, message
-):
-    path = write_changed(tmp_path / "m.safetensors", model=changed)
-    monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
-    with pytest.raises(RequestError, match=message) as error:
-        Matcher.load(path, "cpu")
-    assert "m.safetensors: not a SuperGlue model" in str(error.value) and "\n" not in str(
-        error.value
-    )
+def test_two_matchers_of_one_model_do_not_touch_each_other(model, photo, turned):
+    first = Matcher.load(model, "cpu")
+    expected = first.match(photo, turned)
+    second = Matcher.load(model, "cpu", threshold=0.9, max_keypoints=100, precision="bfloat16")
+    assert len(second.match(photo, turned).keypoints0) == 100
+    assert first.threshold == 0.2
+    assert_same(expected, first.match(photo, turned))
 
 
-@pytest.mark.parametrize("value", ["much", None, [], 2.0, float("nan"), True])
-def test_a_hostile_threshold_is_refused(tmp_path, value):
-    path = write_changed(tmp_path / "m.safetensors", match_threshold=value)
-    with pytest.raises(RequestError, match="match_threshold"):
-        Matcher.load(path, "cpu")
+@pytest.mark.slow
+def test_compiled_layers_give_the_matches_of_the_others(model, photo, turned):
+    missing = torch_compat.no_compiler("cpu")
+    if missing:
+        pytest.skip(missing)
+    expected = Matcher.load(model, "cpu").match(photo, turned)
+    compiled = Matcher.load(model, "cpu", compile=True)
+    for _ in range(2):  # the second time nothing is compiled
+        found = set(map(tuple, compiled.match(photo, turned).matches))
+        both = found & set(map(tuple, expected.matches))
+        assert len(both) >= 0.99 * max(len(found), len(expected.matches))
 
 
-def test_without_a_name_the_shipped_weights_are_taken(monkeypatch, tmp_path, photo):
-    package = tmp_path / "superglue_sift"
-    monkeypatch.setattr(weights, "__file__", str(package / "network" / "weights.py"))
-    with pytest.raises(RequestError, match="name a trained model file"):
-        Matcher.load()
-    for place in (tmp_path, package):  # a clone, a wheel
-        write_model(place / weights.SHIPPED)
-        assert len(Matcher.load(device="cpu").match(photo, photo).matches) > 30
-        shutil.rmtree(place / "pretrained")
+def copy_by_pickle(matcher):
+    return pickle.loads(pickle.dumps(matcher))  # noqa: S301  # our own
+
+
+def test_a_matcher_is_pickled_by_its_file_and_settings(model, photo, turned):
+    place = Matcher.load(model, "cpu", scene=True, accept=0.4, max_keypoints=300)
+    place.threshold = 0.5
+    again = copy_by_pickle(place)
+    assert repr(again) == repr(place) and again.rules.accept == 0.4
+    usual = Matcher.load(model, "cpu")
+    assert len(pickle.dumps(usual)) < 2000  # no weights
+    assert_same(usual.match(photo, turned), copy_by_pickle(usual).match(photo, turned))
+    with pytest.raises(TypeError, match=r"create it by Matcher\.load"):
+        pickle.dumps(Matcher(usual.model))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_a_forked_process_is_refused_in_one_line(matcher, photo):
+    context = multiprocessing.get_context("fork")
+    said = context.Queue()
+
+    def match():
+        try:
+            matcher.match(photo, photo)
+        except RequestError as error:
+            said.put(str(error))
+
+    child = context.Process(target=match)
+    child.start()
+    assert "use multiprocessing.get_context('spawn')" in said.get(timeout=60)
+    child.join()
+
+
+def test_of_a_magnified_part_more_right_matches_are_found(photo, untrained):
+    """Keypoints of highest rank are large: in the whole view and in its part not the same ones."""
+    H = np.array([[3.0, 0, -600], [0, 3, -400], [0, 0, 1]])
+    part = cv2.warpPerspective(photo, H, (600, 400), flags=cv2.INTER_CUBIC)
+    right = {}
+    for name, most in (("by rank", 200), ("selected", 4096)):
+        matcher = Matcher(untrained.model, max_keypoints=most, network_keypoints=200, refine=False)
+        found = matcher.match(photo, part)
+        away = np.linalg.norm(two_view.transform(found.points0, H) - found.points1, axis=1)
+        right[name] = int((away < 3).sum())
+    assert right["selected"] > 1.5 * right["by rank"]

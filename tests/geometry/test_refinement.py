@@ -8,7 +8,6 @@ from made_scenes import IDENTITY, MILD, places_shown
 
 from superglue_sift import Matcher
 from superglue_sift.features import sift
-from superglue_sift.features.features import Features
 from superglue_sift.geometry import refinement, two_view
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
@@ -83,7 +82,7 @@ def test_matches_are_right_to_a_tenth_of_a_pixel(H, change):
     assert np.nanmedian(found.correlations) > 0.9
 
 
-def test_matches_that_start_far_off_are_aligned_from_a_coarser_level():
+def test_matches_that_start_far_off_are_refined_from_a_coarser_level():
     found = refine(texture(IDENTITY), texture(TURN), *scatter(TURN, px=2.0))
     assert np.isfinite(found.deviations).mean() > 0.9  # 0.7 without
     assert errors_of(found, TURN).mean() < 0.1
@@ -147,7 +146,7 @@ def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
     assert (deviations > 0.2).all()  # along the edge nothing is known but SIFT's position
 
 
-def test_what_cannot_be_aligned_stays_where_sift_put_it():
+def test_what_cannot_be_refined_stays_where_sift_put_it():
     image = texture(IDENTITY)
     points = np.tile([[100.0, 100.0]], (9, 1))
     points[1, 0] = 3.0  # its patch leaves the image
@@ -170,21 +169,8 @@ def test_images_of_any_size_and_any_number_of_matches(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)
     found = refine(image, image, records_at(points), records_at(points))
-    np.testing.assert_array_equal(found.aligned1, points.astype(np.float32))
+    np.testing.assert_array_equal(found.refined1, points.astype(np.float32))
     assert np.isnan(found.deviations).all() and found.correlations.shape == (count,)
-
-
-def test_a_result_stays_consistent():
-    records = scatter(SHIFT, 50)
-    sides = [Features(r, SIZE, texture(H)) for r, H in zip(records, (IDENTITY, SHIFT))]
-    scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
-    indices = np.stack([np.arange(len(records[0]))] * 2, 1)
-    found = MatchResult.of(*sides, Matches(indices, scores))
-    assert found.aligned1 is None and found.refine(sides[0], sides[1]._replace(gray=None)) is found
-    aligned = found.refine(*sides)
-    few = aligned.above(0.5)
-    np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
-    assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
 
 def test_without_a_geometry_the_map_is_that_of_scales_and_angles():
@@ -193,12 +179,3 @@ def test_without_a_geometry_the_map_is_that_of_scales_and_angles():
     other["angle"] += 90
     other["scale"] *= 2
     np.testing.assert_allclose(refinement.similarities(one, other), [[[0, -2], [2, 0]]], atol=1e-6)
-
-
-def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
-    """Of raw nearest neighbours two thirds are wrong; those that agree still lie on one plane."""
-    rng = np.random.default_rng(0)
-    points0, points1 = rng.uniform(0, 300, (2, 180, 2))
-    points1[:60] = two_view.transform(points0[:60], TURN)
-    maps = two_view.local_maps(points0, points1, np.zeros((180, 2, 2)))
-    np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)

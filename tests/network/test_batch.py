@@ -1,4 +1,4 @@
-"""superglue_sift/network/batch.py: by which of its two orientations a keypoint is matched."""
+"""Batches of pairs: their sizes, and by which of its two orientations a keypoint is matched."""
 
 from unittest import mock
 
@@ -11,9 +11,33 @@ from pipeline.keypoints.store import View
 from pipeline.train.augmentation import Augmentation
 from superglue_sift.features.sift import KEYPOINT, ORIENTED
 from superglue_sift.network import batch as batches
-from superglue_sift.network.batch import Pair, choose_orientations, choose_pair, from_pairs
+from superglue_sift.network.batch import (
+    Pair,
+    choose_orientations,
+    choose_pair,
+    from_pairs,
+    similar_sizes,
+    size_class,
+)
 
 SIZE = (320, 240)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=20), st.floats(0, 1))
+def test_size_classes_hold_each_pair_once_with_little_padding(counts, padding):
+    classes = similar_sizes([m for m, _ in counts], [n for _, n in counts], padding)
+    assert sorted(i for pairs in classes for i in pairs) == list(range(len(counts)))
+    for pairs in classes:
+        widths = [max(counts[i][side] for i in pairs) for side in (0, 1)]
+        keypoints = sum(sum(counts[i]) for i in pairs)
+        assert len(pairs) * sum(widths) <= (1 + padding) * keypoints + 1e-6
+
+
+def test_sizes_are_two_in_an_octave():
+    assert [size_class(n) for n in (0, 128, 129, 193, 257, 400, 513, 1024)] == [
+        128, 128, 192, 256, 384, 512, 768, 1024
+    ]  # fmt: skip
 
 
 def one_hot(*places):

@@ -1,4 +1,4 @@
-"""The variables by which libraries choose their code are set before the libraries are loaded."""
+"""Variables by which libraries choose their code and their threads sleep are set in time."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from pipeline.errors import RequestError
 from pipeline.train.trainer import precision_of_ranks
 from superglue_sift import environment
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[1]
 # Runs a stage as `python -m` does; prints the variables at the moment of each library's import
 WATCH = """
 import json, os, runpy, sys
@@ -118,3 +118,51 @@ def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
     assert run_python(script).split() == ["False", "3"]
     known = run_python("import cv2; print(cv2.ipp.useIPP())").split()
     assert known == ["True"]  # so the line above means something
+
+
+# How idle threads wait
+
+ENTRY = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for an entry point
+
+
+def spins_of(words, **said):
+    """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
+    kept = {
+        name: value for name, value in os.environ.items() if name not in environment.WAIT_VARIABLES
+    }
+    values = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
+    done = subprocess.run([sys.executable, *words], env=values, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
+    if not found:
+        pytest.skip("this torch is not built with GNU's OpenMP")
+    return found.group(1)
+
+
+def entry_point(root):
+    """The script of `superglue-match`."""
+    words = re.search(
+        r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE
+    )
+    return ENTRY.format(*words.groups(), words.group(2))
+
+
+def test_threads_of_the_installed_command_sleep_and_what_the_user_says_wins(root):
+    words = ["-c", entry_point(root), "--version"]
+    assert spins_of(words) == "0"
+    assert int(spins_of(words, OMP_WAIT_POLICY="active")) > 1000
+
+
+@pytest.mark.slow
+def test_threads_of_a_training_sleep_while_they_wait():
+    assert spins_of(["-m", "pipeline.train", "--help"]) == "0"
+
+
+def test_a_started_process_waits_passively():
+    variables = {"OMP_NUM_THREADS": "4"}
+    environment.wait_passively(variables)
+    assert variables == {
+        "OMP_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "passive",
+        "OPENBLAS_NUM_THREADS": "1",
+    }

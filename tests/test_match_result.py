@@ -1,0 +1,132 @@
+"""What a result says of its matches: the geometry that they fit."""
+
+from dataclasses import replace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from made_pairs import records_at
+from made_scenes import MILD, TURN
+
+from superglue_sift import RequestError, drawing
+from superglue_sift.features.features import Features
+from superglue_sift.geometry import two_view
+from superglue_sift.geometry.two_view import corner_error, epipolar_distances
+from superglue_sift.match_result import MatchResult
+from superglue_sift.matches import Matches
+
+SIZE = (1024, 768)
+
+
+def made_result(enlarged, aligned=True):
+    """150 matches that scatter by 0.7 px in images of SIZE, and 50 wrong ones; then enlarged."""
+    rng = np.random.default_rng(0)
+    points0 = rng.uniform(0, SIZE, (200, 2))
+    points1 = two_view.transform(points0, MILD) + rng.normal(0, 0.7, (200, 2))
+    points1[150:] = rng.uniform(0, SIZE, (50, 2))
+    to_file = two_view.resizing((1, 1), (enlarged, enlarged))
+    sides = [two_view.transform(p, to_file).astype(np.float32) for p in (points0, points1)]
+    size = (int(enlarged * SIZE[0]), int(enlarged * SIZE[1]))
+    matches = np.stack([np.arange(200)] * 2, axis=1)
+    result = MatchResult(*sides, Matches(matches, np.ones(200, np.float32)), size, size)
+    deviations = np.full(200, 0.7 * enlarged, np.float32)
+    return replace(result, deviations=deviations) if aligned else result
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("enlarged", [2.5, 8.0])
+def test_geometry_does_not_depend_on_the_resolution_of_a_file(aligned, enlarged):
+    plain = made_result(1.0, aligned)
+    large = made_result(enlarged, aligned)
+    to_file = two_view.resizing((1, 1), (enlarged, enlarged))
+    for name in ("homography", "fundamental"):
+        expected = getattr(plain, name)()
+        found = getattr(large, name)()
+        np.testing.assert_array_equal(found.inliers, expected.inliers)
+        assert expected.inliers[:150].mean() > 0.95
+    H = two_view.compose(two_view.inverse(to_file), large.homography().model, to_file)
+    assert two_view.corner_error(H, plain.homography().model, SIZE) < 0.01
+    F = large.fundamental().model
+    apart = two_view.epipolar_distances(F, large.points0, large.points1)
+    assert np.median(apart[large.fundamental().inliers]) < 2.0 * enlarged
+    K = np.diag([900.0, 900.0, 1.0])
+    K[:2, 2] = (512, 384)
+    poses = plain.relative_pose(K, K), large.relative_pose(to_file @ K, to_file @ K)
+    np.testing.assert_array_equal(poses[0].inliers, poses[1].inliers)
+    np.testing.assert_allclose(poses[0].R, poses[1].R, atol=1e-4)
+
+
+def test_a_threshold_that_is_named_is_in_pixels_of_the_file():
+    large = made_result(8.0)
+    for threshold in (8.0, 24.0):
+        H, inliers = large.homography(threshold)
+        off = two_view.transform(large.points0.astype(float), H) - large.points1
+        np.testing.assert_array_equal(inliers, np.linalg.norm(off, axis=1) <= threshold)
+    np.testing.assert_array_equal(inliers, large.homography().inliers)
+
+
+def test_homography_and_fundamental_matrix_explain_the_matches(untrained, photo):
+    found = untrained.match(photo, cv2.warpPerspective(photo, TURN, (600, 400)))
+    H, inliers = found.homography()
+    assert corner_error(H, TURN, (600, 400)) < 2 and inliers.shape == (len(found.matches),)
+    assert inliers.mean() > 0.7
+    F, inliers = found.fundamental(1.0)
+    distance = epipolar_distances(F, found.points0, found.points1)
+    assert (distance[inliers] < 2).all() and inliers.mean() > 0.7
+    assert found.homography() is found.homography()  # computed once
+    assert found.homography().supported and found.fundamental().supported
+
+
+@pytest.mark.parametrize("count", [0, 3, 7])
+def test_too_few_matches_fit_nothing(count):
+    few = made_result(1.0).only(np.arange(count))
+    assert few.fundamental().model is None and few.fundamental().inliers.shape == (count,)
+    assert (few.homography().model is None) == (count < 4)
+    assert not few.fundamental().supported
+
+
+def test_matches_without_a_geometry_are_said_to_have_none():
+    points = np.random.default_rng(0).uniform(0, SIZE, (2, 300, 2)).astype(np.float32)
+    found = Matches(np.stack([np.arange(300)] * 2, axis=1), np.ones(300, np.float32))
+    result = MatchResult(*points, found, SIZE, SIZE)
+    assert "300 matches, which fit no model better than by chance" in result.summarize()
+    assert not result.homography().supported
+    assert "of 200 matches fit one camera motion" in made_result(1.0).summarize()
+
+
+def test_a_result_stays_consistent():
+    image = np.random.default_rng(0).integers(0, 256, (240, 320)).astype(np.uint8)
+    records = [records_at(np.random.default_rng(1).uniform(30, 200, (50, 2)))] * 2
+    sides = [Features(each, (320, 240), image) for each in records]
+    scores = np.linspace(0, 0.98, len(records[0])).astype(np.float32)
+    indices = np.stack([np.arange(len(records[0]))] * 2, 1)
+    found = MatchResult.of(*sides, Matches(indices, scores))
+    assert found.aligned1 is None and found.refine(sides[0], sides[1]._replace(gray=None)) is found
+    aligned = found.refine(*sides)
+    few = aligned.above(0.5)
+    np.testing.assert_array_equal(few.points1, aligned.aligned1[scores > 0.5])
+    assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
+
+
+def test_a_result_shows_its_picture_in_colour(untrained, color_photo, tmp_path):
+    bgr = np.ascontiguousarray(color_photo[..., ::-1])
+    path = tmp_path / "a.png"
+    cv2.imwrite(str(path), bgr)
+    found = untrained.match(path, torch.from_numpy(color_photo.copy()).permute(2, 0, 1))
+    picture = found.only(np.arange(200)).show()
+    assert repr(picture).startswith(f"Picture({2 * 451 + drawing.GAP}x")
+    assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
+    above = len(drawing.text_bar(2 * 451 + drawing.GAP, " "))
+    own = picture.pixels[above : above + 300, :451]  # below the heading, between the lines
+    assert (own == bgr).all(axis=2).mean() > 0.3
+    picture.save(tmp_path / "new/m.png")
+    np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
+
+
+def test_features_without_their_image_are_shown_with_one_that_is_named(untrained, photo):
+    own = untrained.extract(photo)._replace(image=None)
+    found = untrained.match(own, photo)
+    with pytest.raises(RequestError, match=r"pass them, show\(image0, image1\)"):
+        found.show()
+    assert found.show(photo).pixels.any()
