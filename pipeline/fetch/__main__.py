@@ -17,6 +17,7 @@ from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container, Entry, Splits
 from pipeline.files import write_json
 from pipeline.params import FetchParams
+from superglue_sift.files import check_writable
 
 SAMPLE = "sample"  # container and folder of the bundled photographs
 
@@ -61,7 +62,8 @@ def _fetch(
         copies = len(own[1]["train"].names) - len(own[0]["train"])
         if settings.val_path and copies and not settings.limit:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
-    dataset.writable(options.out, options.archives, options.reports)
+    for folder in (options.out, options.archives, options.reports):
+        check_writable(folder / "manifest.csv", folder)
     if settings.source == "sample":
         entries = dataset.copy_sample(options.out / SAMPLE)
         containers = {SAMPLE: {"kind": "folder", "path": SAMPLE}}

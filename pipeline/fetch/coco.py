@@ -132,7 +132,10 @@ class Holding:
 
     @property
     def names(self) -> List[str]:
-        return self._container.names if self._container else sorted(self._remote.members)
+        if self._container is not None:
+            return self._container.names
+        assert self._remote is not None
+        return sorted(self._remote.members)
 
     def ensure(self, names: Sequence[str]) -> Container:
         """A container with at least these images."""

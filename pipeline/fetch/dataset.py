@@ -46,9 +46,7 @@ MAX_IMAGE_BYTES = 512 * 1024 * 1024
 # COCO's file names of 2014, and of 2017
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 
-MAX_UPSCALE = (
-    2.0  # view pixels per image pixel, anywhere in a view; a larger view needs more pixels
-)
+MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in a view; limits how small images may be
 MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
 # The section of the parameters that says how large the views of a split are
 SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
@@ -105,7 +103,7 @@ def write_manifest(path: Path, entries: Iterable[Entry]) -> None:
     bytes.
     """
     rows = sorted(entries, key=lambda entry: (entry.split, entry.name))
-    write_csv(path, [[field.name for field in fields(Entry)], *map(astuple, rows)])
+    write_csv(path, [[field.name for field in fields(Entry)], *(astuple(row) for row in rows)])
 
 
 def read_manifest(path: Path) -> List[Entry]:
@@ -127,21 +125,6 @@ def read_manifest(path: Path) -> List[Entry]:
     if not entries:
         raise RequestError(f"{path}: lists no image; run `dvc repro -f fetch`")
     return entries
-
-
-def writable(*folders: Path) -> None:
-    """Create these folders. Raises RequestError for one that cannot be created or written to."""
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(
-                f"{folder}: cannot be created: {error.strerror}; name another folder"
-            ) from None
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise RequestError(
-                f"{folder}: cannot be written to; change its rights or name another folder"
-            )
 
 
 # --- reading images that are listed

@@ -20,10 +20,11 @@ import numpy as np
 from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import decoders
-from pipeline.fetch.dataset import ImageSet, open_manifest, writable
+from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.files import write_csv, write_json
 from pipeline.keypoints.shards import Folder, count_cores, extract_all, plan
 from pipeline.keypoints.store import Store
+from superglue_sift.files import check_writable
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
@@ -48,7 +49,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                 f"{options.images}/manifest.csv: no {split} images; give more images, "
                 "or change fetch.val_fraction and fetch.test_fraction"
             )
-    writable(options.out, options.reports)
+    for folder in (options.out, options.reports):
+        check_writable(folder / "metrics.json", folder)
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()

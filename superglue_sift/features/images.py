@@ -207,7 +207,29 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     if tags is not None and not _pillow_reads(tags):
         values = _read_by_tifffile(data, name, tags)
         pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
-        return _in_frame(pixels, mask, (tags[256], tags[257]), tags.get(ORIENTATION, 1), frame)
+        stored = (tags[256], tags[257])
+        turn = tags.get(ORIENTATION, 1)
+        is_upright = False
+    else:
+        pixels, mask, stored, turn, is_upright = _decode_by_pillow(data, name, gray)
+    if is_upright != (frame == UPRIGHT):
+        undone = inverse(turn) if is_upright else turn
+        pixels = turn_upright(pixels, undone)
+        mask = None if mask is None else turn_upright(mask, undone)
+    size = turn_size(stored, turn) if frame == UPRIGHT else stored
+    return Photo(pixels, np.eye(3), size, turn, mask)
+
+
+# --- Pillow
+
+
+def _decode_by_pillow(
+    data: bytes, name: str, gray: bool
+) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int, bool]:
+    """Pixels, mask, size as stored, EXIF orientation, and whether the pixels are upright already.
+
+    OpenCV reads colours of more than 8 bits, of which Pillow keeps 8.
+    """
     image = open_image(data, name)
     is_deep = _is_deep_colour(image)
     stored = _stored_size(image)
@@ -218,43 +240,22 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
         # the luma of a JPEG: faster than by way of RGB, and up to two gray levels closer
         factor = _shrink(image, "L" if gray else None, name)
         values = _read_by_opencv(data) if is_deep else None
-        if values is not None:
-            pixels, mask = _pixels_of_values(values, gray, None)
-        else:
+        if values is None:
             pixels, mask = pixels_of(image, gray)
-        if factor > 1:
-            # libjpeg rounds the size up, so its pixels lie at multiples of the factor
-            width, height = pixels.shape[1::-1]
-            exact = resizing((stored[0] / factor, stored[1] / factor), (width, height))
-            flags = cv2.INTER_LINEAR
-            border = cv2.BORDER_REPLICATE
-            pixels = cv2.warpPerspective(pixels, exact, (width, height), None, flags, border)
+        else:
+            pixels, mask = _pixels_of_values(values, gray, None)
     except BadImage:
         raise
     except Exception as error:  # any: decoders of damaged data raise what they like
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
-    is_upright = image.format == "TIFF" and values is None  # Pillow has rotated it
-    return _in_frame(pixels, mask, stored, turn, frame, is_upright)
-
-
-def _in_frame(
-    pixels: np.ndarray,
-    mask: Optional[np.ndarray],
-    stored: Size,
-    turn: int,
-    frame: str,
-    is_upright: bool = False,
-) -> Photo:
-    """The photo of these pixels, rotated to `frame`. stored: (width, height) as in the file."""
-    if is_upright != (frame == UPRIGHT):
-        undone = inverse(turn) if is_upright else turn
-        pixels = turn_upright(pixels, undone)
-        mask = None if mask is None else turn_upright(mask, undone)
-    size = turn_size(stored, turn) if frame == UPRIGHT else stored
-    return Photo(pixels, np.eye(3), size, turn, mask)
-
-
-# --- Pillow
+    if factor > 1:
+        # libjpeg rounds the size up, so its pixels lie at multiples of the factor
+        width, height = pixels.shape[1::-1]
+        exact = resizing((stored[0] / factor, stored[1] / factor), (width, height))
+        sampling = cv2.INTER_LINEAR
+        border = cv2.BORDER_REPLICATE
+        pixels = cv2.warpPerspective(pixels, exact, (width, height), None, sampling, border)
+    return pixels, mask, stored, turn, image.format == "TIFF" and values is None
 
 
 def open_image(data: bytes, name: str) -> Image.Image:
@@ -384,7 +385,8 @@ def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.n
         image = image.convert("L")
     elif image.mode not in ("L", "RGB", "RGBA"):
         image = image.convert("RGB")
-    return _gray_or_bgr(np.asarray(image), gray), None if mask is None or mask.all() else mask
+    mask = None if mask is None or mask.all() else mask
+    return _gray_or_bgr(np.asarray(image), gray), mask
 
 
 def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
