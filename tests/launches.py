@@ -94,15 +94,15 @@ def batch_of(counts):
     return PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
 
 
-def launches_of_a_step(counts):
-    """Network, truth, loss, gradient, clipping and Muon: D = 128, 9 + 9 layers,
+def launches_of_a_step(counts, make_optimizer=None, scaler=None):
+    """Network, truth, loss, gradient, clipping and optimizer (Muon): D = 128, 9 + 9 layers,
     neighbours, T = 30.
     """
     config = SuperGlueConfig(neighbours=True, sinkhorn_iterations=30)
     model = SuperGlue(config).to(META).train()
     objective = MatchingObjective(model)
-    optimizer = Muon(model, lr=0.1)
-    scaler = grad_scaler(False)
+    optimizer = make_optimizer(model) if make_optimizer else Muon(model, lr=0.1)
+    scaler = scaler or grad_scaler(False)
     batch = batch_of(counts)
     counting = Launches()
     stand_in = mock.patch.object(
@@ -118,4 +118,5 @@ def launches_of_a_step(counts):
                 _, values = trainer.backward(objective, scaler, [batch], 1.0, False)
                 trainer.clip_and_sum(values, optimizer, scaler)
                 optimizer.step()
+                scaler.update()
     return counting.counted
