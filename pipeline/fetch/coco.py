@@ -90,7 +90,7 @@ SOURCES: Dict[str, Sequence[Archive]] = {
 
 
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
-    """(bytes of the archives, photographs) of a source; 0 if unknown before it is fetched."""
+    """(bytes of the archives, photographs) of a source. 0 where it is unknown before the fetch."""
     archives = SOURCES.get(source, ())
     # only a small part of a remote archive is downloaded; one alone holds the training and the
     # held-out images
@@ -109,8 +109,8 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
 class Holding:
     """An archive that the user gave, that was downloaded before, or that is still remote.
 
-    given: a folder with the zips, a folder with them unpacked, or the zip itself; "" for none.
-    some: only a part of the images is needed, so read the remote directory before a download.
+    given: a folder of the zips or of what they unpack to, or the zip itself. "" if there is none.
+    some: only a part of the images is needed, so the remote directory is read before a download.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Holding:
         return zip_container(target, **self._remote.copy(members, target))
 
     def _zip(self, path: Path) -> Optional[Container]:
-        """The zip at `path`, checked against the published MD5; None if there is none."""
+        """The zip at `path`, checked against the published MD5. None if there is no file."""
         known = verify(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
@@ -306,7 +306,7 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> None:
     try:
         with part.open("ab") as file:
             if file.tell() > size:
-                file.seek(0)  # of another file
+                file.seek(0)  # it is a part of another file
                 file.truncate()
             _require_space(part, size - file.tell())
             _append(file, urls, size, target.name)
@@ -440,8 +440,8 @@ def _is_whole(answer: Any, start: int, size: int) -> bool:
 
 
 def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
-    """Size and MD5 of a local archive, from its note in the folder `notes` or by hashing it; None
-    without an archive.
+    """Size and MD5 of a local archive, from its note in the folder `notes` or by hashing it. None
+    if there is no archive.
 
     Raises RequestError if the MD5 is wrong.
     """

@@ -86,11 +86,12 @@ class Entry:
 
     @property
     def photograph(self) -> str:
-        """Identifier of the photograph, to recognize what a model was trained on; "": unknown.
+        """Identifier of the photograph, by which an overlap with the training is found. "" if it is
+        not known.
 
-        For COCO its number, which is unique over all years, and so the same for smaller or gray
-        copies. For others CRC-32 and size of the file, which do not depend on its name but change
-        when it is encoded again.
+        A photograph of COCO has its number, which is unique over all years, and so the same for
+        smaller or gray copies. Others have CRC-32 and size of the file, which do not depend on its
+        name but change when it is encoded again.
         """
         numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
         if numbered and int(numbered[1]) < 1_000_000:  # dates have twelve digits, too
@@ -185,8 +186,8 @@ def open_manifest(folder: Path) -> ImageSet:
 
 
 def unpack(data: bytes, entry: Entry) -> bytes:
-    """The bytes of an image from those it is packed in. Raises BadImage unless size and CRC-32 are
-    those of the entry.
+    """Unpack the bytes of an image. Raises BadImage unless its size and CRC-32 are as the entry
+    states.
     """
     if entry.method == DEFLATED:
         try:
@@ -249,7 +250,7 @@ class Container:
     names: List[str]  # of the images, sorted, relative to it
     # For source.json, such as the SHA-256 of an archive
     facts: Dict[str, Any] = field(default_factory=dict)
-    members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; None: a folder
+    members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; a folder has none
 
     _read: Dict[str, Entry] = field(default_factory=dict)  # entries so far, by name
 
@@ -282,8 +283,8 @@ class Container:
 def open_container(path: Union[str, Path], root: str = "") -> Container:
     """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
 
-    root: folder (or zip) to which the names in a list or annotation file are relative. If "", it is
-    the file's own folder.
+    root: folder (or zip) to which the names in a list or annotation file are relative. If "", the
+    file's own folder is used.
 
     Raises RequestError if there is nothing at `path`, no image in it, or a name that leads outside.
     """
@@ -529,7 +530,7 @@ def hold_out(
     together.
     """
     different = _different(names, contents)
-    # in a small set chance would hold out too few: the fraction itself, and enough to say anything
+    # in a small set chance could hold out too few: take the fraction itself, and enough to judge by
     at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
     parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
     return split_names(*parts, settings, contents)
@@ -547,7 +548,7 @@ def split_names(
     tested = round(settings.test_fraction * _different(held_out, contents))
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(_different(held_out, contents) - tested, 16))
-    # another seed than that of the hold-out: the same hash would put every small value into test
+    # with the seed of the hold-out, every held-out image would have a small hash and go to test
     val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
     return {"train": train, "val": val, "test": test}
 
@@ -564,8 +565,7 @@ def divide(
 
     With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
     if possible.
-    contents: what tells images apart. Copies go where the first of them goes, and count as one
-    image.
+    contents: what tells images apart. Copies go where their first one goes, and count as one image.
     """
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
@@ -618,8 +618,8 @@ def _is_usable(container: Container, name: str, size: Size) -> bool:
 
 
 def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
-    """Raises RequestError without train or val images; without test images the evaluation takes
-    those of val.
+    """Raise RequestError without train or val images. Without test images, the evaluation uses the
+    val images.
     """
     empty = [split for split in ("train", "val") if not splits[split]]
     if not empty:
@@ -634,8 +634,8 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
-    """At most `fetch.limit` names, by the smallest hashes: a larger limit keeps the choice of a
-    smaller one.
+    """At most `fetch.limit` names, those with the smallest hashes. A larger limit keeps the choice
+    of a smaller one.
     """
     ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
     return sorted(ranked[: settings.limit or None])

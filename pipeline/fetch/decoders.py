@@ -46,7 +46,7 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
 
 
 def read_jpeg(images: ImageSet, entry: Entry) -> Optional[bytes]:
-    """The checked bytes of an 8-bit JPEG of one or three components; None for all other files."""
+    """The bytes of an 8-bit JPEG of one or three components. None for all others."""
     with contextlib.suppress(BadImage):
         data = images.read(entry)
         if is_plain_jpeg(data, entry.name):

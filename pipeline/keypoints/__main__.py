@@ -28,7 +28,7 @@ from superglue_sift.files import check_writable
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")
-# Seconds without a new shard after which a rank counts as dead; a slow extractor takes minutes.
+# Seconds without a new shard after which a rank counts as dead. A slow extractor takes minutes.
 SILENCE = 3600.0
 # More bad images than this mean a wrong folder or a broken download, not a few broken files.
 MAX_BAD_FRACTION = 0.1
@@ -53,12 +53,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         check_writable(folder / "metrics.json", folder)
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    # the work: every rank makes its own shards, and rank 0 waits for all of them
     started = time.monotonic()
     count = _extract(folders, images, settings, options.workers or count_cores(), rank, ranks)
     if rank:
         return 0
     rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
     seconds = time.monotonic() - started
+    # the reports: images that could not be used, then the stores' index and metrics
     bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
     total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
@@ -91,7 +93,7 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     add("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     add("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
-    add("--workers", type=int, default=0, help="processes; 0: one per core")
+    add("--workers", type=int, default=0, help="processes; 0 means one per core")
     options = parser.parse_args(argv)
     if options.workers < 0:
         raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")

@@ -206,14 +206,14 @@ def extract_all(
 
     Raises WorkError if a worker process dies.
     """
-    # a worker does not get the list of images
+    # workers get the places of the files, not the list of images
     make = functools.partial(extract, ImageSet((), images.containers), settings)
     work = decoders.decode_all(settings.decoder, images, entries)
     if workers == 1:
         tune_process()
         yield from map(make, work)
         return
-    # Fork would copy locks of running threads
+    # a forked process would copy the locks of running threads
     executor = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),

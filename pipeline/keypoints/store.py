@@ -39,8 +39,7 @@ SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
-# The cell of a view that shows nothing but its image: every pixel is in the middle of the unit
-# square.
+# The cell of a view that shows its image alone puts every pixel in the middle of the unit square.
 EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
 
 

@@ -70,6 +70,7 @@ def gray_views(
     records = []
     view_sizes = []
     for index in range(settings.views_per_image):
+        # the size and the geometry of the view, then its light, then its keypoints
         rng = generator(SEED, name, index)
         factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
         view_size = (round(settings.width * factor), round(settings.height * factor))
@@ -131,7 +132,7 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0: an upright crop of 90 to 100 % of the largest that fits. Arguments:
+    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits. The arguments are as in
     `sample_view`.
     """
     largest = largest_crop(image_size, view_size)
@@ -152,6 +153,7 @@ def _outline(view_size: Size) -> np.ndarray:
 def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
+    # the corners of the view: moved, rotated, and tilted
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])

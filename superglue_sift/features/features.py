@@ -51,10 +51,10 @@ class Features(NamedTuple):
 
     records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels
     of the image.
-    gray: (H, W) uint8, the pixels for alignment, which may be reduced; None if not available.
-    image: the image, for pictures; None if not known.
+    gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
+    image: the image, to draw matches on it. None if it is not known.
     frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`images`).
-    found_at: (width, height) of the resized image in which they were found; None if not known.
+    found_at: (width, height) of the resized image in which they were found. None if not known.
     """
 
     records: np.ndarray
@@ -77,7 +77,7 @@ class Features(NamedTuple):
         """The keypoints in pixels of the image in which they were found, which is what the network
         gets.
 
-        resize: for keypoints of your own, longer side to which images are reduced; 0: they are not.
+        resize: for keypoints of your own, the longer side to which images are reduced, or 0.
         SIFT finds no keypoint below `sift.MIN_SCALE`: where this would make one smaller, your own
         SIFT saw a larger image.
         """
@@ -161,11 +161,11 @@ class Features(NamedTuple):
     def of_colmap(
         cls, keypoints: np.ndarray, descriptors: np.ndarray, size: Tuple[int, int]
     ) -> Features:
-        """Create features from those of a COLMAP database, in the same order, in stored pixels.
+        """Create features from a COLMAP database's, in the same order, in stored pixels.
 
-        COLMAP's SIFT is the same as OpenCV's but for rounding, and stores no response: all get the
-        typical one. Two orientations of a point are two keypoints. Raises RequestError for a wrong
-        shape or range.
+        COLMAP's SIFT is the same as OpenCV's but for rounding. It stores no response, so all
+        keypoints get the typical one. Two orientations of a point are two keypoints. Raises
+        RequestError for a wrong shape or range.
 
         Args:
             keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
@@ -210,11 +210,12 @@ def extract(
     """Extract keypoints of (H, W) uint8, in its pixels.
 
     resize: longer side to which a larger image is reduced for the extractor. An image below
-    ENLARGED_TO is enlarged for it, but not above `resize`. 0: as it is.
+    ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it is.
     masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
     name: of the image, in the warning for a picture without keypoints or with few gray levels.
     """
     size = (gray.shape[1], gray.shape[0])
+    # the extractor sees a smaller or a larger image, and so do the masks
     seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
     found_at = (seen.shape[1], seen.shape[0])
     mask = None

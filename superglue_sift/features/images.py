@@ -1,8 +1,8 @@
 """From the files of photographs to pixels of 8 bits.
 
 Pillow reads a file by its content, whatever its extension; OpenCV reads colours of 16 bits, and
-tifffile the TIFF layouts that Pillow reads wrong or not at all. Of an animation, the first picture
-is read. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
+tifffile the TIFF layouts that Pillow reads wrong or not at all. An animation gives its first
+picture. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
 
 Pixels of more than 8 bits are scaled by the range that is in use (`range_in_use`). Transparent
 pixels and pixels without data are masked: an extractor finds no keypoint there.

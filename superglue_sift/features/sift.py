@@ -10,8 +10,8 @@ Choices and the measurements behind them:
   distinct points. With one orientation per point, the two views choose different ones in 15 % of
   the true matches of COCO views (22 % in oxford_affine), and their descriptors have nothing in
   common; with the choice of `orientation` it is 5 % (13 %).
-- The keypoints of highest `rank` are kept, not those of highest response: of the right matches of
-  COCO views, 52 % have both keypoints among the 512 kept, in place of 47 %.
+- The keypoints of highest `rank` are kept, not those of highest response: 52 % of the right matches
+  of COCO views then have both keypoints among the 512 that are kept, in place of 47 %.
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 
@@ -28,8 +28,8 @@ import numpy as np
 # extremum (OpenCV's `response`).
 GEOMETRY = ("x", "y", "scale", "angle", "score")
 KEYPOINT = np.dtype([*((name, "<f4") for name in GEOMETRY), ("descriptor", "u1", (128,))])
-# Returned by `extract`: with the second orientation of the point. Its descriptor is zero if there
-# is none.
+# What `extract` returns also has the second orientation of a point, whose descriptor is zero if the
+# point has one orientation.
 ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descriptor", "u1", (128,))])
 
 # Minimum `scale` in px: sigma 1.6 of the doubled image, the first of three layers, half a layer
@@ -37,7 +37,8 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
 CONTRAST = 0.0133  # minimum contrast of a keypoint, a third of OpenCV's default
-# Raise it when equal images give other keypoints: results and stores with others are made again.
+# Increase this number when the same image gives other keypoints. Features and stores made with
+# another number are then made again.
 VERSION = "2"
 
 
@@ -52,12 +53,13 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
     """
     points = detector().detect(gray, mask)
     values = values_of(points)
+    # one keypoint for each position: OpenCV's orientations of a point follow each other
     order, first = _by_position(values)
-    # orientations of one point follow each other
     second = order[np.minimum(first + 1, max(len(order) - 1, 0))]
     first = order[first]
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
     shared = np.logical_and.reduce([*same, first != second])
+    # the best keypoints, described in both orientations at once
     kept = _highest(_rank_of_sift(values[first]), values[first], max_keypoints)
     first = first[kept]
     shared = shared[kept]
@@ -74,10 +76,10 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
 
 
 def rank(records: np.ndarray) -> np.ndarray:
-    """(n,) float32: those of (n,) records with the highest values are kept, and come first.
+    """(n,) float32. The keypoints with the highest values are kept, and come first.
 
-    Of SIFT: response times scale, since large keypoints are found again more often. Of other
-    extractors: the score.
+    For SIFT it is response times scale, since large keypoints are found again more often. For other
+    extractors it is the score.
     """
     is_sift = records.dtype in (KEYPOINT, ORIENTED)
     return _rank_of_sift(records) if is_sift else records["score"]
@@ -89,8 +91,8 @@ def _rank_of_sift(records: np.ndarray) -> np.ndarray:
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
-    """The `max_keypoints` of highest `rank` of (n,) records, in this order; at each position only
-    the one of highest score.
+    """The `max_keypoints` of (n,) keypoints with the highest `rank`, in this order. Of keypoints at
+    one position, only the one of highest score counts.
     """
     order, first = _by_position(records)
     distinct = records[order[first]]

@@ -33,7 +33,7 @@ class Item(NamedTuple):
 
 
 class FeatureStore:
-    """Features of images: all on disk, the recently used ones in memory."""
+    """The features of images. All are kept on disk, and those used last in memory."""
 
     def __init__(
         self, matcher: Matcher, folder: Path, masks: Optional[Path] = None, root: Path = Path()
@@ -41,7 +41,7 @@ class FeatureStore:
         """folder: for the files, created with the first one.
 
         masks: folder of masks, named after the photographs below the folder `root`
-        (`images.find_mask`); a photograph without one is used whole. None: no masks.
+        (`images.find_mask`); a photograph without one is used whole. If None, there are no masks.
         """
         self.matcher = matcher
         self.folder = folder
