@@ -132,8 +132,8 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits. The arguments are as in
-    `sample_view`.
+    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits. Its arguments are as
+    in `sample_view`.
     """
     largest = largest_crop(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
