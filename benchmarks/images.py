@@ -53,7 +53,7 @@ def keypoints(setting: Setting) -> Iterator[Row]:
     """The keypoints stage's work on a photograph, per view, compared with OpenCV's SIFT alone on as
     many views.
     """
-    settings = params.load("keypoints", SAMPLE)
+    settings = params.load(SAMPLE).keypoints
     photograph = photographs(1)[0]
     view = cv2.resize(photograph, (settings.width, settings.height))
     detector = sift.detector()

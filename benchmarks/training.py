@@ -62,7 +62,7 @@ class Trainer:
         own.update(max_keypoints=KEYPOINTS, keypoint_drop=0.0)
         run = {name: changes.pop(name) for name in set(changes) & set(RunParams.model_fields)}
         several = changes.pop("parallel", "") == "dp"
-        train = params.load("train", SAMPLE).model_copy(update={**own, **changes})
+        train = params.load(SAMPLE).train.model_copy(update={**own, **changes})
         context = context or distributed.Context(0, 1, setting.device)
         precision, _ = trainer.precision_of_ranks(train, context)
         objective, self.ddp_model, self.state, _, _ = trainer.build(

@@ -149,12 +149,12 @@ def disk() -> Findings:
     from pipeline.fetch import coco
 
     try:
-        sections = params.load_all(Path("params.yaml"))
+        sections = params.load(Path("params.yaml"))
     except errors.RequestError:  # the stages report it
         return
-    fetch = sections["fetch"]
-    views = sections["keypoints"].views_per_image
-    limit = sections["keypoints"].max_keypoints
+    fetch = sections.fetch
+    views = sections.keypoints.views_per_image
+    limit = sections.keypoints.max_keypoints
     archives = 0 if fetch.path else coco.expect(fetch.source, fetch.limit)[0]
     present = sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     needed = disk_needed(archives, photographs(fetch), views, limit) - present

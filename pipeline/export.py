@@ -95,7 +95,7 @@ def _without_places(values: dict, prefix: str = "") -> dict:
 
 def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
-    sections = params.load_all(args.params)
+    sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}

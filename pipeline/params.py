@@ -11,7 +11,7 @@ import argparse
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence, Type
+from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -99,6 +99,7 @@ class KeypointsParams(Section):
     smallest: Annotated[float, Field(ge=0.25, le=1.0)]
     max_keypoints: KeypointCount
     difficulty_first: Fraction
+    seed: Seed
     views: Views
 
 
@@ -170,14 +171,36 @@ class EvaluateParams(Section):
     views: Views
 
 
-SECTIONS: Dict[str, Type[Section]] = {
-    "fetch": FetchParams,
-    "views": Views,
-    "keypoints": KeypointsParams,
-    "train": TrainParams,
-    "run": RunParams,
-    "evaluate": EvaluateParams,
-}
+class Params(Section):
+    """A whole params.yaml."""
+
+    fetch: FetchParams
+    views: Views
+    keypoints: KeypointsParams
+    train: TrainParams
+    run: RunParams = RunParams()
+    evaluate: EvaluateParams
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> Params:
+        used = self.train.max_keypoints
+        stored = self.keypoints.max_keypoints
+        if used > stored:
+            limit = f"keypoints.max_keypoints ({stored})"
+            raise ValueError(
+                f"train.max_keypoints = {used}: must be at most {limit}, what a view stores"
+            )
+        if self.run.checkpoint_layers and self.train.norm == "batch":
+            raise ValueError(
+                "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"
+                " move twice)"
+            )
+        if self.run.compile and self.train.precision == "portable":
+            raise ValueError(
+                "run.compile = true: compiles for this processor, unlike train.precision:"
+                " portable; set false, or float32"
+            )
+        return self
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
@@ -195,16 +218,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
     return flat
 
 
-def load(section: str, path: Path) -> Any:
-    """One section of the file at `path`; all are checked. Raises RequestError."""
-    sections = load_all(path)
-    if section not in sections:
-        raise RequestError(f"{path}: the section '{section}' is missing")
-    return sections[section]
-
-
-def load_all(path: Path) -> Dict[str, Any]:
-    """Every section in the file at `path`, by name."""
+def load(path: Path) -> Params:
+    """Read and check the file at `path`. Raises RequestError."""
     return parse(_read(path), str(path))
 
 
@@ -227,50 +242,16 @@ def asks_for_portable(words: Sequence[str]) -> bool:
         return False
 
 
-def parse(tree: Any, origin: str) -> Dict[str, Any]:
-    """Check a tree of plain dicts, some or all of the sections of a file. origin: file name for
-    messages.
-    """
+def parse(tree: Any, origin: str) -> Params:
+    """Check the plain dicts of a file. origin: name of the file, for messages."""
     if not isinstance(tree, dict):
-        raise RequestError(f"{origin}: must have the sections {', '.join(SECTIONS)}")
-    sections: Dict[str, Section] = {}
-    for name, values in _complete(tree).items():
-        if name not in SECTIONS:
-            raise RequestError(
-                f"{origin}: {_word(name)}: unknown section{_near(str(name), list(SECTIONS))}"
-            )
-        try:
-            sections[name] = SECTIONS[name].model_validate(values)
-        except ValidationError as error:
-            # a misspelt key first: it explains why the right one is missing
-            first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
-            raise RequestError(f"{origin}: {_problem(name, SECTIONS[name], first)}") from None
-    used, stored = (
-        getattr(sections.get(name), "max_keypoints", 0) for name in ("train", "keypoints")
-    )
-    if used > stored > 0:
-        limit = f"keypoints.max_keypoints ({stored})"
-        raise RequestError(
-            f"{origin}: train.max_keypoints = {used}: must be at most {limit}, what a view stores"
-        )
-    _check_run(origin, sections.get("train"), sections.get("run"))
-    return sections
-
-
-def _check_run(origin: str, train: Any, run: Any) -> None:
-    """Raises RequestError if this training cannot be computed in this way."""
-    if train is None or run is None:
-        return
-    if run.checkpoint_layers and train.norm == "batch":
-        raise RequestError(
-            f"{origin}: run.checkpoint_layers = true: needs train.norm: layer (running statistics"
-            " would move twice)"
-        )
-    if run.compile and train.precision == "portable":
-        raise RequestError(
-            f"{origin}: run.compile = true: compiles for this processor, unlike train.precision:"
-            " portable; set false, or float32"
-        )
+        raise RequestError(f"{origin}: must have the sections {', '.join(Params.model_fields)}")
+    try:
+        return Params.model_validate(_complete(tree))
+    except ValidationError as error:
+        # a misspelt key first: it explains why the right one is missing
+        first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        raise RequestError(f"{origin}: {_problem(first)}") from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -281,13 +262,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
-    """The tree with the views of `keypoints` and `evaluate`, and with a section `run`."""
+    """The tree with the views of `keypoints` and `evaluate`."""
     views = tree.get("views")
     full = dict(tree)
     if isinstance(tree.get("keypoints"), dict) and "views" in tree:
         full["keypoints"] = {"views": views, **tree["keypoints"]}
-    if "train" in tree:
-        full.setdefault("run", {})
     if isinstance(tree.get("evaluate"), dict):
         full["evaluate"] = {
             **tree["evaluate"],
@@ -308,11 +287,8 @@ def preset(path: Path) -> str:
     return match[1] if match else ""
 
 
-def data_name(sections: Dict[str, Section]) -> str:
-    """Name of the training images: their source or folder; "" without a section fetch."""
-    fetch = sections.get("fetch")
-    if not isinstance(fetch, FetchParams):
-        return ""
+def data_name(fetch: FetchParams) -> str:
+    """Name of the training images: their source or folder."""
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
@@ -336,22 +312,23 @@ def _read(path: Path) -> Any:
         ) from None
 
 
-def _problem(section: str, model: Type[Section], error: Any) -> str:
+def _problem(error: Any) -> str:
     """`train.lr = -1: must be greater than 0`, from one pydantic error."""
-    *path, last = [section, *(_word(part) for part in error["loc"])]
-    key = ".".join([*path, last])
+    path = [_word(part) for part in error["loc"]]
+    key = ".".join(path)
     kind = error["type"]
-    if kind == "value_error":
-        return f"{key}.{error['ctx']['error']}"
+    if kind == "value_error":  # of several keys: its text begins with one of them
+        return ".".join([*path, str(error["ctx"]["error"])])
     if kind == "missing":
-        return f"{key} is missing; copy its line from presets/sample.yaml"
+        return f"{key} is missing; copy it from presets/sample.yaml"
     if kind == "extra_forbidden":
-        owner: Any = model
-        for name in path[1:]:
+        owner: Any = Params
+        for name in path[:-1]:
             owner = owner.model_fields[name].annotation
-        if section == "train" and last in RunParams.model_fields:
-            return f"{key}: not a key of train; set run.{last}"
-        return f"{key}: unknown key{_near(last, list(owner.model_fields))}"
+        if path[0] == "train" and path[-1] in RunParams.model_fields:
+            return f"{key}: not a key of train; set run.{path[-1]}"
+        near = _near(path[-1], list(owner.model_fields))
+        return f"{key}: unknown {'key' if path[:-1] else 'section'}{near}"
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if kind == "model_type":
         rule = "must hold keys with values"

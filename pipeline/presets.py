@@ -68,7 +68,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
     tree["fetch"].update(path=paths[0], val_path=paths[1])
     sections = params.parse(tree, origin)
-    names, held = dataset.own_splits(sections["fetch"])
+    names, held = dataset.own_splits(sections.fetch)
     dataset.require_usable(names, held, dataset.smallest_images(sections))
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
     stream = io.StringIO()
@@ -78,7 +78,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
 
 def refresh(path: Path) -> bool:
     """Update `fetch.content` in the file at `path`. Returns whether it changed."""
-    fetch = params.load("fetch", path)
+    fetch = params.load(path).fetch
     if fetch.source != "folder":
         return False
     text = path.read_text(encoding="utf-8")
@@ -90,10 +90,10 @@ def require_unseen(path: Path) -> None:
     from pipeline import trained_on
     from pipeline.fetch import dataset
 
-    sections = params.load_all(path)
-    fetch = sections["fetch"]
-    model = sections["train"].init_from
-    allowed = sections["run"].allow_training_images
+    sections = params.load(path)
+    fetch = sections.fetch
+    model = sections.train.init_from
+    allowed = sections.run.allow_training_images
     if fetch.source != "folder" or not model or allowed:
         return
     names, held = dataset.own_splits(fetch)
@@ -151,7 +151,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         name = args.name or ("folder" if args.images else DEFAULT)
         keeps = args.params.exists() and params.preset(args.params) == name
         if keeps:
-            params.load_all(args.params)  # its errors are of the user's edits
+            params.load(args.params)  # its errors are of the user's edits
         text = args.params.read_text(encoding="utf-8") if keeps else ""
         if not write(args.params, render(name, args.images, args.val_images, text)):
             print(f"{args.params} already holds preset {name}")

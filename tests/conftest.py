@@ -91,9 +91,9 @@ def make_params():
     A training starts from no weights, and is in float32 on every machine. A nested section is
     changed key by key: `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
-    from pipeline import params
+    from made_params import file_of
 
-    sections = params.load_all(ROOT / "presets/sample.yaml")
+    from pipeline import params
 
     def changed(tree, changes):
         merged = dict(tree)
@@ -103,9 +103,14 @@ def make_params():
         return merged
 
     def make(section, **changes):
-        base = {"init_from": "", "precision": "float32"} if section == "train" else {}
-        tree = changed({**sections[section].model_dump(), **base}, changes)
-        return params.parse({section: tree}, "params")[section]
+        sample = file_of({})
+        tree = file_of({section: sample[section]})
+        if section == "train":
+            changes = {"init_from": "", "precision": "float32", **changes}
+        if section != "views" and "views" in changes:
+            tree["views"] = changed(tree["views"], changes.pop("views"))
+        tree[section] = changed(tree[section], changes)
+        return getattr(params.parse(tree, "params"), section)
 
     return make
 

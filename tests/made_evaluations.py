@@ -5,6 +5,7 @@ import csv
 from unittest import mock
 
 import numpy as np
+from made_params import text_of
 from made_scenes import write_image_set, write_model
 from reading import read_json
 
@@ -13,17 +14,14 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import charts, metrics, report
 from pipeline.evaluate.matchers import MATCHERS, OURS
 
-PARAMS = """
-views:
-  homography:
-    {scale_min: 0.6, perspective: 0.2, rotation_deg: 30.0, tilt_deg: 0.0, max_upscale: 2.0}
-  photometric: {brightness: 0.1, contrast: 0.1, gamma: 0.1, blur: 0.3, noise: 0.01, jpeg: 0.2}
-evaluate:
-  width: 160
-  height: 120
-  pairs_per_image: 3
-  max_keypoints: 100
-"""
+HOMOGRAPHY = {"scale_min": 0.6, "perspective": 0.2, "rotation_deg": 30.0, "tilt_deg": 0.0}
+PHOTOMETRIC = {"brightness": 0.1, "contrast": 0.1, "gamma": 0.1, "blur": 0.3, "noise": 0.01}
+VIEWS = {
+    "homography": {**HOMOGRAPHY, "max_upscale": 2.0},
+    "photometric": {**PHOTOMETRIC, "jpeg": 0.2},
+}
+SECTION = {"width": 160, "height": 120, "pairs_per_image": 3, "max_keypoints": 100}
+PARAMS = text_of({"views": VIEWS, "evaluate": SECTION})
 
 
 def make_workspace(folder, photo):

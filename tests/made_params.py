@@ -1,13 +1,21 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
+import io
+from pathlib import Path
+
+from reading import read_yaml
+from ruamel.yaml import YAML
+
 from pipeline.params import RunParams
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def keys_of(section, name):
     """Each key of a section that a file may hold: {"views.homography.tilt_deg": its field, ...}."""
     keys = {}
     for key, field in section.model_fields.items():
-        full = f"{name}.{key}"
+        full = f"{name}.{key}".lstrip(".")
         if full == "keypoints.views":
             continue
         keys[full] = field
@@ -17,15 +25,25 @@ def keys_of(section, name):
 
 
 def file_of(sections):
-    """The tree of a file with these sections: views in one place. Keys of `run` may stand in
-    `train`.
+    """The tree of a whole file: the sample preset with these sections in place of its own.
+
+    The views stand in one place. Keys of `run` may stand in `train`.
     """
-    tree = {name: dict(values) for name, values in sections.items()}
-    train = tree.get("train", {})
-    for name in set(train) & set(RunParams.model_fields):
-        tree.setdefault("run", {})[name] = train.pop(name)
-    for name in ("keypoints", "evaluate"):
-        if name in tree:
-            tree.setdefault("views", tree[name]["views"])
-    tree.get("keypoints", {}).pop("views", None)
+    tree = read_yaml(ROOT / "presets/sample.yaml")
+    tree.update({name: dict(values) for name, values in sections.items()})
+    for name in set(tree["train"]) & set(RunParams.model_fields):
+        tree["run"][name] = tree["train"].pop(name)
+    if "train" not in sections and "keypoints" in sections:
+        tree["train"]["max_keypoints"] = 1  # at most what a view stores
+    if "train" in sections and "keypoints" not in sections:
+        tree["keypoints"]["max_keypoints"] = 16384
+    for name in ("evaluate", "keypoints"):
+        tree["views"] = tree[name].pop("views", tree["views"])
     return tree
+
+
+def text_of(sections):
+    """`file_of` as the text of a file."""
+    stream = io.StringIO()
+    YAML(typ="safe", pure=True).dump(file_of(sections), stream)
+    return stream.getvalue()

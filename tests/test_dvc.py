@@ -8,7 +8,7 @@ from pathlib import Path
 import import_closure
 from reading import read_yaml
 
-from pipeline.params import SECTIONS
+from pipeline.params import Params
 
 ROOT = Path(__file__).resolve().parents[1]
 TREE = read_yaml(ROOT / "dvc.yaml")
@@ -71,5 +71,5 @@ def test_git_keeps_what_the_cache_of_dvc_does_not():
 def test_dvc_reads_the_file_whose_stages_are_the_sections_of_params_in_order():
     command = [sys.executable, "-m", "dvc", "stage", "list", "--names-only"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    sections = [name for name in SECTIONS if name not in ("views", "run")]
+    sections = [name for name in Params.model_fields if name not in ("views", "run")]
     assert done.stdout.decode().split() == [*TREE["stages"]] == [*sections, "export"]

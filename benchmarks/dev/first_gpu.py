@@ -95,7 +95,7 @@ def write_params(out: Path, small: bool) -> None:
     )
     path = out / "curve.yaml"
     write_atomic(path, json.dumps(base, indent=1))
-    params.load_all(path)
+    params.load(path)
 
 
 def list_parts(out: Path, device: str) -> List[Part]:

@@ -229,7 +229,7 @@ def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
     name.
     """
     name = network.model.config.extractor
-    if name != extractors.DEFAULT.name and params.load("keypoints", args.params).extractor != name:
+    if name != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != name:
         raise RequestError(
             f"{network.file}: matches keypoints of {name}, code that is run only when asked for:"
             f" set keypoints.extractor: {name} in {args.params}"
@@ -429,7 +429,7 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
 def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     """Evaluate, and return the results and the description of the model. Raises WorkError."""
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
-    section = params.load("evaluate", args.params).model_copy(update=asked)
+    section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
     networks, skipped = load_networks(args, device)
     entries: List[Entry] = []

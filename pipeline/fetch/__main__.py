@@ -16,7 +16,7 @@ from pipeline import errors, params
 from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container, Entry, Splits
 from pipeline.files import write_json
-from pipeline.params import FetchParams
+from pipeline.params import FetchParams, Params
 from superglue_sift.files import check_writable
 
 SAMPLE = "sample"  # container and folder of the bundled photographs
@@ -32,7 +32,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     options = parser.parse_args(argv)
-    entries, containers = _fetch(options, params.load("fetch", options.params))
+    entries, containers = _fetch(options, params.load(options.params))
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", containers)
     counts = {
@@ -49,16 +49,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _fetch(
-    options: argparse.Namespace, settings: FetchParams
-) -> Tuple[List[Entry], Dict[str, Any]]:
+def _fetch(options: argparse.Namespace, sections: Params) -> Tuple[List[Entry], Dict[str, Any]]:
     """Find or download the images: their entries, and the content of source.json. The user's own
     images are checked before anything is written.
     """
     own = None
+    settings = sections.fetch
     if settings.source == "folder":
         own = dataset.own_splits(settings)
-        dataset.require_usable(*own, dataset.smallest_images(params.load_all(options.params)))
+        dataset.require_usable(*own, dataset.smallest_images(sections))
         copies = len(own[1]["train"].names) - len(own[0]["train"])
         if settings.val_path and copies and not settings.limit:
             print(f"fetch: {copies} training images left out: copies of held-out ones")

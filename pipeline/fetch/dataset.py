@@ -29,7 +29,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.files import write_csv
-from pipeline.params import FetchParams
+from pipeline.params import FetchParams, Params
 from superglue_sift.features.images import EXTENSIONS, BadImage, decode_gray, is_photo, list_photos
 from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import Size
@@ -469,13 +469,10 @@ def smallest_image(view_size: Size) -> Size:
     return width, height
 
 
-def smallest_images(sections: Mapping[str, Any]) -> Dict[str, Size]:
-    """The smallest image of each split for the views of these sections of the parameters."""
-    return {
-        split: smallest_image((sections[section].width, sections[section].height))
-        for split, section in SECTION_OF.items()
-        if section in sections
-    }
+def smallest_images(sections: Params) -> Dict[str, Size]:
+    """The smallest image of each split for the views of these parameters."""
+    owners = {split: getattr(sections, name) for split, name in SECTION_OF.items()}
+    return {split: smallest_image((owner.width, owner.height)) for split, owner in owners.items()}
 
 
 def require_size(name: str, image_size: Size, view_size: Size) -> None:

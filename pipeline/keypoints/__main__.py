@@ -36,7 +36,7 @@ MAX_BAD_FRACTION = 0.1
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
-    settings = params.load("keypoints", options.params)
+    settings = params.load(options.params).keypoints
     decoders.require(settings.decoder)
     images = open_manifest(options.images)
     folders = {
@@ -88,8 +88,7 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
         prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
     )
     add = parser.add_argument
-    sections = "file with the sections `views` and `keypoints`"
-    add("--params", type=Path, default=Path("params.yaml"), help=sections)
+    add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     add("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")
     add("--out", type=Path, default=Path("data/keypoints"), help="folder of the stores")
     add("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")

@@ -26,7 +26,7 @@ if __name__ == "__main__":  # before torch is loaded
 
 import argparse
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from pipeline import distributed, errors, signals
 from pipeline.keypoints.store import Store
@@ -34,8 +34,8 @@ from pipeline.train import checkpoint, trainer
 from pipeline.train.loss import choose_pairs
 
 
-def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, Dict[str, Any]]:
-    """The command line, and the sections of params.yaml."""
+def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
+    """The command line, and params.yaml."""
     parser = params.Parser(
         prog="python -m pipeline.train",
         description=f"{str(__doc__).splitlines()[0]} How it is computed: section `run` of the"
@@ -55,10 +55,11 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, Dict[str, 
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
-    sections = params.load_all(args.params)
-    if args.validate_only and not sections["train"].init_from:
+    sections = params.load(args.params)
+    if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
-        sections["train"] = sections["train"].model_copy(update={"init_from": best})
+        train = sections.train.model_copy(update={"init_from": best})
+        sections = sections.model_copy(update={"train": train})
     return args, sections
 
 
@@ -70,10 +71,10 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> Tuple[Store, Store]
 
 
 def _open_stores(
-    args: argparse.Namespace, sections: Dict[str, Any], world_size: int
+    args: argparse.Namespace, sections: params.Params, world_size: int
 ) -> Tuple[Store, Store]:
-    train = sections["train"]
-    run = sections["run"]
+    train = sections.train
+    run = sections.run
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
     trainer.check(train, run, stores[0])

@@ -160,7 +160,7 @@ class TrainingLogger:
     def __init__(
         self,
         args: argparse.Namespace,
-        sections: Dict[str, Any],
+        sections: params.Params,
         context: distributed.Context,
         writes: bool,
         identity: str,
@@ -176,11 +176,11 @@ class TrainingLogger:
         self.sums = _own_share(info.get("log_window", []), context)
         self._restart_clock()
         self.status = "FAILED"
-        self.data = params.data_name(sections)
+        self.data = params.data_name(sections.fetch)
         names = (params.preset(args.params), self.data)
         self.run = tracking.open_run(
             args.reports,
-            {**sections, "world_size": context.world_size},
+            {**dict(sections), "world_size": context.world_size},
             tags={"device": context.device.type, "training": identity, "preset": names[0], **tags},
             resume=tracking.known_run(args.reports, identity) if info.get("step") else None,
             enabled=context.is_main,

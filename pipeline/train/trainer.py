@@ -22,7 +22,7 @@ from pipeline import compat, distributed, signals, tracking, trained_on
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.files import json_digest, write_atomic
 from pipeline.keypoints.store import Store
-from pipeline.params import RunParams, TrainParams
+from pipeline.params import Params, RunParams, TrainParams
 from pipeline.train import checkpoint, log
 from pipeline.train.augmentation import Augmentation
 from pipeline.train.checkpoint import BEST, TrainState
@@ -297,7 +297,7 @@ class Training:
     def __init__(
         self,
         args: argparse.Namespace,
-        sections: Dict[str, Any],
+        sections: Params,
         context: distributed.Context,
         stop: signals.Stop,
         store: Store,
@@ -309,8 +309,8 @@ class Training:
         self.context = context
         self.stop = stop
         self.store = store
-        train = self.train = sections["train"]
-        run = self.run_params = sections["run"]
+        train = self.train = sections.train
+        run = self.run_params = sections.run
         self.pairs = global_batch(train, run, context.world_size)
         initial = Path(train.init_from) if train.init_from else None
         samples, self.messages = choose_pairs(train, held_out, run.allow_training_images, initial)

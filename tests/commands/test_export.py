@@ -81,7 +81,7 @@ def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypat
 
 def test_the_file_names_no_place_of_the_machine_that_trained(work):
     places = {"path": "/home/me/photos", "val_path": "/home/me/held-out", "root": "/home/me"}
-    loaded = params.load_all(work / "params.yaml")
+    loaded = dict(params.load(work / "params.yaml"))
     sections = {name: section.model_dump() for name, section in loaded.items()}
     sections["fetch"].update(source="folder", content="0123", **places)
     sections["train"]["init_from"] = "/home/me/model.safetensors"

@@ -39,7 +39,7 @@ class Workbench:
 
     def arguments(self, keys=()):
         """Command line of pipeline.train, without --out and --reports."""
-        section = params.load_all(ROOT / "presets/sample.yaml")["train"].model_dump()
+        section = params.load(ROOT / "presets/sample.yaml").train.model_dump()
         section.update(TRAIN)
         section.update(dict(keys))
         file = self.folder / f"params-{abs(hash(repr(keys)))}.yaml"

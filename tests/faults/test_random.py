@@ -117,7 +117,7 @@ class Base:
         for name in names.split():
             image = cv2.resize(getattr(data, name)(), (320, 240))
             cv2.imwrite(str(base / "photos" / f"{name}.jpg"), image)
-        read = params.load_all(ROOT / "presets/sample.yaml")
+        read = dict(params.load(ROOT / "presets/sample.yaml"))
         sections = {name: {**read[name].model_dump(), **SMALL.get(name, {})} for name in read}
         (base / "params.json").write_text(json.dumps(file_of(sections)))  # JSON is YAML
         for number, stage in enumerate(STAGES):

@@ -12,6 +12,7 @@ from pathlib import Path
 import cv2
 import pytest
 from faulty_server import FaultyServer
+from made_params import file_of
 from reading import read_json
 
 from pipeline.errors import RequestError, WorkError
@@ -24,13 +25,17 @@ SPLITS = ("train", "val", "test")
 
 
 @pytest.fixture
-def run(tmp_path, make_params, monkeypatch):
+def run(tmp_path, monkeypatch):
     """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
 
     def run_stage(out="out", mirror="", **changes):
         monkeypatch.setenv(coco.MIRROR, mirror)
-        monkeypatch.setattr(fetch.params, "load", lambda *_: make_params("fetch", **changes))
-        monkeypatch.setattr(fetch.params, "load_all", lambda *_: {})
+        tree = file_of({})
+        tree["fetch"].update(changes)
+        for section in ("keypoints", "evaluate"):  # the smallest photographs that are allowed
+            tree[section].update(width=64, height=64)
+        sections = fetch.params.parse(tree, "params")
+        monkeypatch.setattr(fetch.params, "load", lambda *_: sections)
         arguments = ["--out", str(tmp_path / out), "--archives", str(tmp_path / "archives")]
         assert fetch.main([*arguments, "--reports", str(tmp_path / "reports")]) == 0
         return tmp_path / out

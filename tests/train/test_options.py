@@ -107,7 +107,7 @@ def test_float16_scales_the_loss(bench):
 def build(bench, **keys):
     """What `trainer.build` returns for the training with these keys."""
     _, sections = train.parse(bench.arguments(tuple(keys.items())))
-    return trainer.build(sections["train"], sections["run"], distributed.start(), "float32")
+    return trainer.build(sections.train, sections.run, distributed.start(), "float32")
 
 
 def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
