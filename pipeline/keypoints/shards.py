@@ -57,8 +57,11 @@ class Shard:
 
 def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
     """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
+    values = settings.model_dump()
+    if not values["seed"]:
+        del values["seed"]  # shards from before this key was added are those of seed 0
     common = {
-        "settings": settings.model_dump(),
+        "settings": values,
         "version": views.VERSION,
         "opencv": cv2.__version__,
         "extractor": extractors.load(settings.extractor).code,

@@ -57,8 +57,8 @@ def gray_views(
     `keypoints`. No keypoint lies where `mask` (H, W) uint8 is 0.
 
     View 0 is a mild crop without photometric distortion; the others are random homographies with
-    it. Views with few or no keypoints are kept, for training. `name` and the parameters determine
-    every draw.
+    it. Views with few or no keypoints are kept, for training. The seed, `name` and the index of the
+    view determine every draw.
 
     Raises BadImage with the reason if the image cannot be used.
     """

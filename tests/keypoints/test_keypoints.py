@@ -128,6 +128,13 @@ def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, photo
     assert "no keypoint" not in capsys.readouterr().out
 
 
+def test_another_seed_gives_other_views(make_params, photo):
+    one, other = (
+        gray_views(photo, "a.png", make_params("keypoints", **SMALL, seed=seed)) for seed in (0, 1)
+    )
+    assert not np.isclose(one.homographies, other.homographies).all(axis=(1, 2)).any()
+
+
 def test_bytes_do_not_depend_on_workers_or_the_order_of_files(stage, pictures, tmp_path):
     one = read_files(stage(pictures, "one", workers=1))
     assert read_files(stage(pictures, "two", workers=2)) == one
