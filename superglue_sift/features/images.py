@@ -445,7 +445,8 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
         return False
     if bits == {16} and kinds == {1}:
         return layout in {(1, 1), (2, 3), (2, 4), (5, 4)}
-    return bits == {32} and kinds == {3} and layout == (1, 1) and tags.prefix == b"II"
+    is_other = (bits == {12} and kinds == {1}) or (bits == {32} and kinds == {3})
+    return is_other and layout == (1, 1) and tags.prefix == b"II"
 
 
 def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:

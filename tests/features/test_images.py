@@ -239,6 +239,17 @@ def test_every_tiff_layout_gives_its_known_pixels(
     assert np.corrcoef(pixels.ravel(), expected.ravel())[0, 1] > 0.999
 
 
+def test_twelve_bits_that_share_bytes():
+    values = np.arange(60 * 80) % 4096
+    packed = int("".join(f"{value:012b}" for value in values), 2).to_bytes(60 * 80 * 3 // 2, "big")
+    tags = [(256, 80), (257, 60), (258, 12), (259, 1), (262, 1), (273, 8), (278, 60),
+            (279, len(packed))]  # fmt: skip
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    directory = struct.pack("<H", len(tags)) + entries + bytes(4)
+    data = b"II*\0" + struct.pack("<I", 8 + len(packed)) + packed + directory
+    np.testing.assert_array_equal(decode_gray(data).ravel(), values // 16)
+
+
 def test_a_layout_that_cannot_be_read_is_named_with_its_conversion(photo, monkeypatch):
     tifffile = pytest.importorskip("tifffile")
     stream = io.BytesIO()

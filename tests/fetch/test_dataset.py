@@ -38,6 +38,9 @@ def test_a_damaged_manifest_names_its_line(tmp_path):
     )
     with pytest.raises(RequestError, match="line 2"):
         dataset.read_manifest(path)
+    path.write_text(path.read_text().splitlines()[0])
+    with pytest.raises(RequestError, match="lists no image"):
+        dataset.read_manifest(path)
 
 
 def test_images_read_back_and_a_changed_one_is_bad(image_folder):

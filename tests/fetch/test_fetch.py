@@ -171,16 +171,10 @@ def test_a_smaller_limit_takes_a_part_of_a_larger_one(run_on, tmp_path, photo):
     assert len(small) == 2 and small < large
 
 
-def test_an_incomplete_output_is_named(tmp_path, run):
-    with pytest.raises(RequestError, match="run `dvc repro fetch`"):
-        open_manifest(tmp_path)
+def test_an_incomplete_output_is_named(run):
     folder = run()
     (folder / "source.json").write_text("[]")
     with pytest.raises(RequestError, match=r"source\.json"):
-        open_manifest(folder)
-    lines = (folder / "manifest.csv").read_text().splitlines()
-    (folder / "manifest.csv").write_text(lines[0] + "\n")
-    with pytest.raises(RequestError, match=r"manifest\.csv: lists no image"):
         open_manifest(folder)
 
 
