@@ -107,6 +107,7 @@ def start() -> Context:
 
     Raises:
         RequestError: an environment variable is not a number, or the port is in use.
+        WorkError: the other ranks do not come.
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
@@ -132,7 +133,14 @@ def start() -> Context:
                 ("SG_TIMEOUT", TIMEOUT_SECONDS),
             )
         )
-        store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
+        try:
+            store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise WorkError(
+                f"rank {rank} of {world_size}: the others did not come within"
+                f" {meeting.seconds} s (SG_START_TIMEOUT): {reason}"
+            ) from error
         dist.init_process_group(
             compat.backend(device.type),
             store=store,

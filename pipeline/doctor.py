@@ -9,6 +9,7 @@ long a training takes, its progress says.
 from __future__ import annotations
 
 import argparse
+import configparser
 import contextlib
 import math
 import os
@@ -26,6 +27,7 @@ from pipeline.params import FetchParams
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
 MANIFEST = Path("data/images/manifest.csv")
+BEFORE_OUTPUTS = ("data", "checkpoints", "reports")  # folders in which stages have outputs
 OK = "ok"
 NOTE = "note"
 WARN = "warn"
@@ -54,7 +56,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     options = parser.parse_args(argv)
-    checks = (gpus, shared_memory, disk)
+    checks = (workspace, gpus, shared_memory, disk)
     if not options.quick:
         checks = (software, memory, *checks)
     found = [finding for check in checks for finding in run_check(check)]
@@ -142,6 +144,25 @@ def shared_memory() -> Findings:
         # A batch of a few hundred pairs, for each of a few processes of a rank
         free = shutil.disk_usage("/dev/shm").free
         yield check_shared_memory(free, needed, ranks * GIB)
+
+
+def workspace() -> Findings:
+    """Whether DVC can work in this folder: its outputs lie behind no link, and git is there."""
+    for name in BEFORE_OUTPUTS:
+        if Path(name).is_symlink():
+            fix = (
+                f"{name} is a link, and DVC refuses outputs behind one: make {name} a folder, and"
+                " keep the large files on the other disk by `dvc config --local cache.dir"
+                " /disk/cache` and `dvc config --local cache.type symlink`"
+            )
+            archives = "; data/archives may be a link" if name == "data" else ""
+            yield Finding(FAIL, "workspace", fix + archives)
+    config = configparser.ConfigParser(interpolation=None)
+    config.read([".dvc/config", ".dvc/config.local"])
+    has_git = any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents))
+    if not has_git and not config.getboolean("core", "no_scm", fallback=False):
+        fix = "type `git init`, or `dvc config --local core.no_scm true`"
+        yield Finding(FAIL, "workspace", f"no git repository, which DVC looks for: {fix}")
 
 
 def disk() -> Findings:

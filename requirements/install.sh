@@ -37,6 +37,9 @@ install() {
     pip install --quiet --require-hashes --no-deps -r requirements/modern.lock
     echo "== torchvision $TORCHVISION"
     pip install --quiet --no-deps "torchvision==$TORCHVISION" ${index[@]+"${index[@]}"}
+    # Programs of this environment find its `python` first, also where it is not activated: `.venv/bin/dvc` runs stages
+    # by that name.
+    cp requirements/stages.pth "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
     # Other builds of torch bring their own pins: worth knowing, not worth stopping for.
     pip check || echo "note: pip names the conflicts above; the locks were tested with the CPU build of torch $TORCH"
 }

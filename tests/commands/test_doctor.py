@@ -78,9 +78,25 @@ def test_disk_against_a_preset():
 
 def test_quick_prints_one_line_and_exits_2(root, tmp_path, monkeypatch, capsys):
     (tmp_path / "params.yaml").write_text((root / "params.yaml").read_text())
+    (tmp_path / ".git").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=MIB))
     assert doctor.main(["--quick"]) == 2
     done = capsys.readouterr()
     (line,) = done.err.splitlines()
     assert "disk: 1 MiB free" in line and "fetch.limit" in line and done.out == ""
+
+
+@pytest.mark.parametrize("fix", ["git", "no_scm"])
+def test_what_dvc_refuses_is_said_before_with_what_works(tmp_path, monkeypatch, fix):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "data").symlink_to("disk")
+    linked, without_git = (finding.text for finding in doctor.run_check(doctor.workspace))
+    assert linked.startswith("data is a link") and "cache.dir" in linked
+    assert "git init" in without_git and "core.no_scm true" in without_git
+    (tmp_path / "data").unlink()
+    (tmp_path / (".git" if fix == "git" else ".dvc")).mkdir()
+    if fix == "no_scm":
+        (tmp_path / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
+    assert doctor.run_check(doctor.workspace) == []

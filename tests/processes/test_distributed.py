@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import time
 
 import numpy as np
@@ -12,7 +13,7 @@ from waiting import ended, wait_until
 
 from pipeline import distributed
 from pipeline.distributed import free_port
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, WorkError
 from superglue_sift.network.superglue import TokenBatchNorm, synchronize
 
 SHARES = {1: [7], 2: [5, 2], 3: [4, 0, 3]}  # tokens of each rank; a rank may have none
@@ -157,3 +158,34 @@ def test_an_environment_that_is_no_number(monkeypatch):
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(RequestError, match="RANK='first'"):
         distributed.start()
+
+
+SESSION = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4", "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost",
+}  # fmt: skip
+
+
+def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
+    """SLURM_NTASKS is the job's, and an interactive shell is a step of one task."""
+    for name, value in {**SESSION, "SLURM_STEP_NUM_TASKS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.start().world_size == 1
+
+
+def test_what_a_start_needs_is_checked_before(monkeypatch):
+    with socket.create_server(("", 0)) as other:
+        port = str(other.getsockname()[1])
+        for name, value in {**SESSION, "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(RequestError, match=f"MASTER_PORT={port} is in use"):
+            distributed.start()
+
+
+def test_ranks_that_nobody_starts_are_one_line(monkeypatch):
+    values = {**SESSION, "SG_START_TIMEOUT": "1", "MASTER_PORT": str(free_port())}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    said = pytest.raises(WorkError, match="rank 0 of 4: the others did not come within 1 s")
+    with said, distributed.process_group():
+        pass

@@ -2,6 +2,9 @@
 must be.
 """
 
+import shutil
+import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,16 @@ def test_the_stacks_agree_where_a_difference_would_show():
     modern, cu111 = (read_pins(REQUIREMENTS / f"{stack}.lock") for stack in ("modern", "cu111"))
     for name in ("opencv-python", "dvc", "poselib", "ruamel-yaml", "psutil"):
         assert modern[name] == cu111[name], name
+
+
+def test_programs_of_an_environment_find_its_python_without_activation(tmp_path):
+    """`.venv/bin/dvc exp run` starts stages by the name `python`."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    (site,) = (tmp_path / "venv").glob("lib/python3*/site-packages")
+    shutil.copy(REQUIREMENTS / "stages.pth", site)
+    stage = "python -c 'import sys; print(sys.prefix)'"
+    program = f"import subprocess; subprocess.run({stage!r}, shell=True, check=True)"
+    python = tmp_path / "venv/bin/python"
+    bare = {"PATH": "/usr/bin:/bin"}
+    done = subprocess.run([python, "-c", program], env=bare, stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().strip() == str(tmp_path / "venv")
