@@ -154,8 +154,9 @@ def mild_part(rng: Random, photo: Gray) -> Gray:
 def hang_windows(rng: Random, photo: Gray, back: Gray) -> Gray:
     """A wall of equal windows, in rows: the middle of one photograph, many times on another."""
     out = cv2.resize(back, WALL, interpolation=cv2.INTER_AREA)
-    y, x = (np.array(photo.shape) - WINDOW) // 2
-    window = photo[y : y + WINDOW, x : x + WINDOW]
+    y, x = np.array(photo.shape) // 2 - WINDOW
+    middle = photo[y : y + 2 * WINDOW, x : x + 2 * WINDOW]
+    window = cv2.resize(middle, (WINDOW, WINDOW), interpolation=cv2.INTER_AREA)
     right, down = (WINDOW * rng.uniform(1.15, 1.6, 2)).astype(int)
     for y in range(rng.integers(0, down - WINDOW + 1), WALL[1] - WINDOW, down):
         for x in range(rng.integers(0, right - WINDOW + 1), WALL[0] - WINDOW, right):
@@ -247,7 +248,7 @@ def learn(evidence: np.ndarray, right: np.ndarray) -> np.ndarray:
 def report(pairs: pd.DataFrame) -> List[str]:
     """The lines to print. pairs: of `examine_all`."""
     evidence = pairs.drop(columns=["photo", "kind", "right"]).to_numpy(float)
-    pairs = pairs[evidence.any(1)]  # the others are always refused
+    pairs = pairs[evidence.any(1)].reset_index(drop=True)  # the others are always refused
     evidence = evidence[evidence.any(1)]
     right = pairs.right.to_numpy(bool)
     weights = learn(evidence, right)
