@@ -43,8 +43,7 @@ trained() {
 
 rm -rf "$place/checkpoints" "$place/reports/train"
 # Enough steps that the stop falls into the middle, and no checkpoint by itself before it.
-[ -z "$STEPS" ] || sed -i -E "/^train:/,/^[a-z]+:$/ { s/^( +steps:) [0-9]+/\1 $STEPS/; s/^( +(save|val)_every:) [0-9]+/\1 100000/ }" \
-    "$place/params.yaml"
+[ -z "$STEPS" ] || sed -i -E "s/^(  steps:) [0-9]+/\1 $STEPS/; s/^(  (save|val)_every:) [0-9]+/\1 100000/" "$place/params.yaml"
 start
 until_true trained || fail "training did not begin"
 before=$SECONDS
@@ -66,6 +65,6 @@ if [ -n "$STEPS" ]; then
     wait "$runner" || true
 else # the workspace's own training, which is short enough to wait for its end
     wait "$runner" || fail "the second run failed"
-    grep -E "^(train: .*took|models/)|^SuperGlue \(ours\)" "$log"
+    grep -E "^(best validation|models/)" "$log"
 fi
 rm -f "$log"

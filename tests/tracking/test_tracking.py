@@ -109,28 +109,28 @@ def log_steps(run, start, stop):
 
 
 def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monkeypatch):
-    picture = tmp_path / "matches.png"
-    picture.write_bytes(b"png")
-    model = write_weights(tmp_path / "best.safetensors")
+    (tmp_path / "matches.png").write_bytes(b"png")
     monkeypatch.setenv(SAMPLING, "0.2")
-    options = {"tags": {"world_size": "2"}, "name": "sample"}
-    with open_run(tmp_path / "reports", **options) as run:
+    views, own = {"tilt_deg": 0.0}, {"tilt_deg": 9.0}
+    sections = {"views": views, "keypoints": {"views": views}, "evaluate": {"views": own}}
+    with tracking.open_run(tmp_path / "reports", sections, name="sample") as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
-        run.artifact(picture, "pictures")
+        run.artifact(tmp_path / "matches.png", "pictures")
         run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
-        run.model(model, step=50)
+        run.model(write_weights(tmp_path / "best.safetensors"), step=50)
         wait_until(lambda: samples(tmp_path / "reports") >= 2)
     client = client_of(store)
     stored = stored_run(store)
     assert stored.info.status == "FINISHED" and stored.info.run_name == "sample"
-    assert {"train.lr", "train.layers", "version.torch", "host", "platform", "processor"} <= set(
-        stored.data.params
-    )
-    assert stored.data.params["train.lr"] == "0.0001"
+    params = stored.data.params
+    assert {"version.torch", "host", "platform", "processor"} <= set(params)
+    tilts = {name: value for name, value in params.items() if "tilt" in name}
+    assert tilts == {"views.tilt_deg": "0.0", "evaluate.views.tilt_deg": "9.0"}  # each once
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
-    assert {"superglue.git.dirty", "mlflow.source.git.commit"} < set(stored.data.tags)
+    tags = stored.data.tags
+    assert tags["superglue.data"] == "sha256:" + "ab" * 32 and len(tags["superglue.params"]) == 16
     assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
     (file,) = client.list_artifacts(stored.info.run_id, "pictures")
     assert file.path == "pictures/matches.png"
@@ -201,15 +201,11 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     old = stored_run(store, runs["old"])
     assert old.data.metrics == {"test/old": 1.0} and old.info.status == "KILLED"
     assert stored_run(store, runs["new"]).data.metrics == {}
-    with tracking.attach(tmp_path / "log.jsonl", "old") as run:  # evaluated once more
-        run.log({"test/old": 2.0}, 0)
-    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 2.0}
-    assert tracking.known_run(tmp_path, "old") == runs["old"].key
     assert tracking.known_run(tmp_path, "unknown") is None
     # the old one is resumed: its log is log.jsonl again, and the other's stays
-    with open_run(tmp_path, training="old", resume=runs["old"].key) as run:
+    with open_run(tmp_path, training="old", resume=tracking.known_run(tmp_path, "old")) as run:
         run.log({"train/loss": 1.0}, 1)
-    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 2.0, "train/loss": 1.0}
+    assert stored_run(store, runs["old"]).data.metrics == {"test/old": 1.0, "train/loss": 1.0}
     assert EventLog(tmp_path / "log.jsonl").header()["run"] == runs["old"].key
     assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
 
@@ -294,59 +290,40 @@ def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_p
     assert run.close(wait=1) is False and time.monotonic() - began < PATIENCE / 2
 
 
-def test_the_weights_are_the_same_without_mlflow_with_it_and_while_it_hangs(
+def test_the_weights_are_the_same_without_mlflow_and_while_it_hangs(
     gate, store, tmp_path, monkeypatch
 ):
     bench = Workbench(tmp_path)
-    reports = tmp_path / "hanging-r"
 
     def trained(name):
         # MLflow's handlers, which run in this process, put their own store into the environment
         monkeypatch.setenv("MLFLOW_TRACKING_URI", gate.uri)
-        folders = [
-            "--out",
-            str(tmp_path / name),
-            "--reports",
-            str(tmp_path / f"{name}-r" / "train"),
-        ]
-        assert train.main([*bench.arguments(), *folders]) == 0
+        folders = ["--out", tmp_path / name, "--reports", tmp_path / f"{name}-r"]
+        assert train.main([*bench.arguments(), *map(str, folders)]) == 0
         return digest(tmp_path / name)
 
     with monkeypatch.context() as patch:
         leave_mlflow_out(patch)
         without = trained("without")
-    gate.start()
-    assert trained("with") == without
-    gate.stop()
     silent = Silent(gate.port)
     assert trained("hanging") == without and silent.taken
     silent.close()
     gate.start()
     assert trained("hanging") == without  # it is done: only what waits is sent
-    for folder in ("with-r", "hanging-r"):
-        key = EventLog(tmp_path / folder / "train/log.jsonl").header()["run"]
-        run = type("Known", (), {"key": key})
-        assert steps(store, "train/loss", run) == [2, 4, 6, 8]
-        assert steps(store, "val/f1", run) == [0, 2, 4, 6, 8]  # the initial weights first
-    assert EventLog(reports / "train/log.jsonl").sent()[gate.uri]
+    assert steps(store, "train/loss") == [2, 4, 6, 8]
+    assert steps(store, "val/f1") == [0, 2, 4, 6, 8]  # the initial weights first
+    assert EventLog(tmp_path / "hanging-r/log.jsonl").sent()[gate.uri]
 
 
-def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(
-    store, tmp_path, monkeypatch
-):
-    monkeypatch.setenv(SAMPLING, "0.2")
+def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint(store, tmp_path):
     run = open_run(tmp_path)
     log_steps(run, 0, 57)
-    wait_until(lambda: samples(tmp_path) >= 1)
     run.close("KILLED")
     again = open_run(tmp_path, resume=run.key)
     log_steps(again, 50, 80)
-    wait_until(lambda: samples(tmp_path) >= 2)
     again.close()
     assert steps(store, "train/loss") == list(range(80))
     assert stored_run(store).info.status == "FINISHED"
-    taken = steps(store, "system/cpu_utilization_percentage")
-    assert len(set(taken)) == len(taken) >= 2
 
 
 SCRIPT = """
@@ -586,21 +563,6 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
         version.name, version.version
     )
     assert read_files(tmp_path / "moved") == before and not first.exists()
-
-
-def test_a_run_has_each_view_once_and_the_digests_of_its_data_and_parameters(store, tmp_path):
-    views = {"homography": {"tilt_deg": 0.0}}
-    own = {"homography": {"tilt_deg": 9.0}}
-    sections = {"views": views, "keypoints": {"views": views}, "evaluate": {"views": own}}
-    with tracking.open_run(tmp_path, sections) as run:
-        run.dataset("views", "sha256:12", "data/keypoints")
-    data = stored_run(store).data
-    shown = {name: value for name, value in data.params.items() if "tilt" in name}
-    assert shown == {
-        "views.homography.tilt_deg": "0.0",
-        "evaluate.views.homography.tilt_deg": "9.0",
-    }
-    assert data.tags["superglue.data"] == "sha256:12" and len(data.tags["superglue.params"]) == 16
 
 
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
