@@ -13,6 +13,7 @@ import sqlite3
 import sys
 import tempfile
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
 from urllib.parse import unquote, urlsplit
@@ -175,8 +176,8 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
     import mlflow
     from mlflow.tracking import MlflowClient
 
-    for logger in ("mlflow", "alembic"):
-        logging.getLogger(logger).setLevel(logging.ERROR)
+    logging.getLogger("mlflow").setLevel(logging.ERROR)
+    logging.disable(logging.INFO)  # alembic, which changes tables, sets its own level and handler
     if "://" not in uri and not uri.startswith("databricks"):
         raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
     # MLflow finds artifacts and the source of a model with the global address, not the client's
@@ -218,7 +219,6 @@ def create_database(path: Path) -> None:
         # what a killed process left
         beside.with_name(f"{beside.name}-journal").unlink(missing_ok=True)
         shutil.copyfile(path if path.is_file() else os.devnull, beside)
-        logging.disable(logging.INFO)  # one line for each change of a table
         try:
             engine = utils.create_sqlalchemy_engine(f"sqlite:///{beside}")
             utils._initialize_tables(engine)
@@ -230,7 +230,6 @@ def create_database(path: Path) -> None:
                 f" one; {reason_of(error)}"
             ) from None
         finally:
-            logging.disable(logging.NOTSET)
             beside.unlink(missing_ok=True)
 
 
@@ -475,15 +474,17 @@ def save_model(
     from pipeline import served_model
 
     pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
-    pyfunc.save_model(
-        folder,
-        python_model=str(served_model.__file__),
-        code_paths=[str(Path(superglue_sift.__file__).parent)],
-        artifacts=dict(zip((served_model.WEIGHTS, "description"), files)),
-        signature=served_model.signature(threshold),
-        pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
-        mlflow_model=Model(run_id=run_id, model_id=model_id),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # MLflow would like an example of an input
+        pyfunc.save_model(
+            folder,
+            python_model=str(served_model.__file__),
+            code_paths=[str(Path(superglue_sift.__file__).parent)],
+            artifacts=dict(zip((served_model.WEIGHTS, "description"), files)),
+            signature=served_model.signature(threshold),
+            pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
+            mlflow_model=Model(run_id=run_id, model_id=model_id),
+        )
 
 
 def show_pages(uri: str, host: str, port: int) -> int:

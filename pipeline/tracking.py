@@ -19,6 +19,7 @@ import itertools
 import json
 import math
 import os
+import textwrap
 import threading
 import time
 import uuid
@@ -441,11 +442,11 @@ class Sender(threading.Thread):
                 break
             self.join(0.1)
         self._given_up.set()
-        missing = self._name_unsent()
+        missing = textwrap.shorten(", ".join(self._name_unsent()), 600, placeholder=" ...")
         if missing:
             why = f" ({self.error})" if self.error else ""
             say(
-                f"{self.place} does not have {', '.join(missing)}{why}; {self._log.path} does. To"
+                f"{self.place} does not have {missing}{why}; {self._log.path} does. To"
                 " send it later: python -m pipeline.tracking resend (--to URI: to another address)"
             )
         return not missing
