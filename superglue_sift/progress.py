@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Iterator, Optional
 
 from tqdm import tqdm
 
@@ -36,6 +36,15 @@ class Progress(tqdm):
         every = EVERY_SECONDS[self.terminal]
         pace = {"mininterval": every, "miniters": 1, "smoothing": 0}
         super().__init__(iterable, file=_Stderr(), **pace, **width, **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The items. Each counts when it is handed over, because a consumer may stop at the last
+        one, as `zip` does, and tqdm would end at 92 % of 12.
+        """
+        with self:
+            for item in self.iterable:
+                self.update(1)
+                yield item
 
     def show(self, text: str) -> None:
         """Show text, such as metrics, behind the pace from the next update on."""

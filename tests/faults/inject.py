@@ -4,9 +4,9 @@ SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults of a tr
 and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault
 leaves a mark, so that it does not strike again after a restart.
 
-Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, torchrun
-(SIGKILL the parent), oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a
-number). Phases, in the order of a step: `PHASES`.
+Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, oom (CUDA's
+out-of-memory error), full (disk full), nan (a loss that is not a number). Phases, in the order of a
+step: `PHASES`.
 """
 
 import errno
@@ -20,7 +20,7 @@ SIGNALS = {
     name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")
 }
 GROUP = "group-"
-KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "torchrun", "oom", "full", "nan")
+KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "oom", "full", "nan")
 COMPUTING = ("load_batch", "forward", "backward", "opt_step", "eval")
 PHASES = (*COMPUTING, "ckpt_fsync", "ckpt_replace", "ckpt_prune")
 
@@ -63,8 +63,6 @@ def _strike(kind):
         os.kill(os.getpid(), SIGNALS[kind])
     elif kind.startswith(GROUP):
         os.killpg(0, SIGNALS[kind[len(GROUP) :]])
-    elif kind == "torchrun":
-        os.kill(os.getppid(), signal.SIGKILL)
     elif kind == "oom":
         raise RuntimeError("CUDA out of memory (a fault on purpose)")
     elif kind == "full":

@@ -42,10 +42,9 @@ def text(folder):
     return (folder / "log").read_text()
 
 
-@pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes, lost):
+def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes):
     kill(nodes, bench.arguments(), 5)
-    shutil.rmtree(nodes[lost])
+    shutil.rmtree(nodes[1])
     assert run(nodes, bench.arguments()) == [0, 0]
     assert "resuming at step 4 of 8" in text(nodes[0])
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
