@@ -59,11 +59,12 @@ NO_CONTENTS: Mapping[str, str] = {}
 # screenshots. The two motorcycle frames show one scene and so share a split.
 SAMPLE: Dict[str, Tuple[str, ...]] = {
     "train": (
-        "astronaut.png", "coins.png", "gravel.png", "hubble_deep_field.jpg", "ihc.png", "moon.png",
-        "motorcycle_left.png", "motorcycle_right.png", "page.png", "retina.jpg", "rocket.jpg",
+        "astronaut.png", "hubble_deep_field.jpg", "ihc.png", "moon.png", "motorcycle_left.png",
+        "motorcycle_right.png", "page.png", "retina.jpg",
     ),
     "val": ("brick.png", "chelsea.png"),
-    "test": ("camera.png", "coffee.png", "grass.png"),
+    # six at least: intervals of fewer photographs decide nothing
+    "test": ("camera.png", "coffee.png", "coins.png", "grass.png", "gravel.png", "rocket.jpg"),
 }  # fmt: skip
 
 

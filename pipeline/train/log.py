@@ -33,6 +33,9 @@ CURVES = {"train": "train.csv", "val": "validation.csv"}
 PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
+OURS = "#10a070"
+RATIO_TEST = "#e0524a"
+GRAY = "#888888"
 
 
 class Curve:
@@ -93,22 +96,27 @@ def draw_curves(path: Path, texts: Mapping[str, str], best_step: int) -> None:
         np.genfromtxt(io.StringIO(texts.get(kind, nothing)), delimiter=",", names=True, ndmin=1)
         for kind in ("train", "val")
     )
-    # text as text, and no random names in the file
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9}):
+    # Text as text, and no random names in the file. The colours are those of the report, readable
+    # on a light and on a dark page.
+    ink = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GRAY)
+    ink.update(dict.fromkeys(("axes.labelcolor", "text.color"), GRAY))
+    style = {"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}
+    with rc_context(style):
         figure = Figure(figsize=(7, 4.5), layout=None)
         losses, scores = figure.subplots(2, 1, sharex=True)
-        losses.plot(train["step"], train["loss"], color="tab:gray", label="training")
-        losses.plot(val["step"], val["loss"], "o-", color="tab:red", ms=3, label="validation")
+        losses.plot(train["step"], train["loss"], color=GRAY, label="training")
+        losses.plot(val["step"], val["loss"], "o-", color=OURS, ms=3, label="validation")
         losses.set(ylabel="loss", ylim=(0, None))
-        scores.plot(val["step"], val["f1"], "o-", color="tab:red", ms=3, label="SuperGlue")
-        scores.plot(val["step"], val["f1_ratio_test"], "--", color="tab:blue", label="ratio test")
+        scores.plot(val["step"], val["f1"], "o-", color=OURS, ms=3, label="SuperGlue")
+        scores.plot(val["step"], val["f1_ratio_test"], "--", color=RATIO_TEST, label="ratio test")
         scores.set(xlabel="step", ylabel="F1 on validation pairs, %")
         for axes in (losses, scores):
-            axes.axvline(best_step, color="black", lw=0.8, ls=":", label=f"kept: step {best_step}")
+            axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
             axes.grid(alpha=0.3)
             axes.legend(loc="best", frameon=False)
         stream = io.BytesIO()
-        figure.savefig(stream, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        options = {"metadata": {"Date": None}, "bbox_inches": "tight", "transparent": True}
+        figure.savefig(stream, format="svg", **options)
     write_atomic(path, stream.getvalue())
 
 

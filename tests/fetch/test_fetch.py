@@ -73,7 +73,7 @@ def test_the_sample_is_in_the_wheel_and_its_splits_are_fixed(run, tmp_path):
         assert names(folder, split) == sorted(expected)
     images = open_manifest(folder)
     assert all(images.read(entry) for split in dataset.SAMPLE for entry in images.entries(split))
-    assert read_json(tmp_path / "reports/metrics.json")["train_images"] == 11
+    assert read_json(tmp_path / "reports/metrics.json")["train_images"] == 8
 
 
 def test_the_same_request_writes_the_same_bytes_and_drops_what_is_stale(run):
