@@ -209,6 +209,7 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
         pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
         stored = (tags[256], tags[257])
         turn = tags.get(ORIENTATION, 1)
+        turn = turn if turn in AXES else 1
         is_upright = False
     else:
         pixels, mask, stored, turn, is_upright = _decode_by_pillow(data, name, gray)
@@ -414,6 +415,11 @@ def _read_by_opencv(data: bytes) -> Optional[np.ndarray]:
     return values[..., [2, 1, 0, 3][: values.shape[2]]]
 
 
+# Tags of TIFF 6.0: 256 and 257 are width and height, 258 the bits of a band, 262 the meaning of the
+# bands, 277 their number, 284 their order in the file, 338 the meaning of further bands, 339 the
+# type of numbers. 42113 is GDAL's value for no data.
+
+
 def _tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
     """The tags of the first picture of a TIFF. None for other files and damaged ones."""
     if data[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
@@ -538,6 +544,9 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
         values: (H, W) or (H, W, 3), all bands of which share one range.
         known: of the same shape, False where a value has no meaning.
     """
+    if values.dtype == np.uint8:
+        return 0.0, 256.0
+    # medians of 3x3 values at some 262,144 places of the image
     step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
     rows, columns = (min(3, side) for side in values.shape[:2])
     last = values.shape[0] - rows + 1, values.shape[1] - columns + 1
@@ -551,6 +560,7 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
     kept = np.sort(medians[np.isfinite(medians)])
     if not kept.size:
         return 0.0, 0.0
+    # leave out an end value that is further from the rest than the rest is wide
     for end in (0, -1, 0, -1):  # -32768 and -9999 may both stand for no data
         rest = kept[kept != kept[end]]
         if len(np.unique(rest)) < FEW_LEVELS:
@@ -559,6 +569,7 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
         if max(low - kept[end], kept[end] - high) > high - low:
             kept = rest
     low, high = (float(value) for value in np.percentile(kept, INNER))
+    # a photograph that fills its bits keeps its gray levels
     if low >= 0 and high > 0:
         top = 2.0 ** math.ceil(math.log2(high))
         top = top if values.dtype.kind == "f" else max(top, 256.0)

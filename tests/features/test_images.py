@@ -250,6 +250,15 @@ def test_twelve_bits_that_share_bytes():
     np.testing.assert_array_equal(decode_gray(data).ravel(), values // 16)
 
 
+def test_eight_bits_of_any_layout_keep_their_gray_levels(photo):
+    tifffile = pytest.importorskip("tifffile")
+    dark = photo // 4
+    stream = io.BytesIO()
+    bands = np.dstack([dark, dark, dark, photo])
+    tifffile.imwrite(stream, bands, photometric="minisblack", planarconfig="contig")
+    np.testing.assert_array_equal(decode_gray(stream.getvalue()), dark)
+
+
 def test_a_layout_that_cannot_be_read_is_named_with_its_conversion(photo, monkeypatch):
     tifffile = pytest.importorskip("tifffile")
     stream = io.BytesIO()
