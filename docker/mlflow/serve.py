@@ -2,8 +2,8 @@
 (`--health`).
 
 MLFLOW_ALLOWED_HOSTS  names under which the server may be called; others get 403
-POSTGRES_HOST         a PostgreSQL server that replaces the SQLite file in /data. Its password is read
-                      from the secret file, without which the server does not start
+POSTGRES_HOST         a PostgreSQL server that replaces the SQLite file in /data. Its password
+                      comes from the secret file, without which the server does not start
 MLFLOW_ARTIFACTS      the place of the artifacts, /data/artifacts or s3://bucket/folder. Clients
                       reach them through the server
 """
