@@ -67,13 +67,13 @@ class MatchResult:
     _fits: Dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
-        sides = ", ".join(
+        images = ", ".join(
             f"{size[0]}x{size[1]} px with {len(keypoints)} keypoints"
             for size, keypoints in ((self.size0, self.keypoints0), (self.size1, self.keypoints1))
         )
         above = "" if self.threshold is None else f" above {self.threshold:.2f}"
         scene = "" if self.pair_score is None else f", pair score {self.pair_score:.2f}"
-        return f"MatchResult({len(self.matches)} matches{above}{scene}; {sides})"
+        return f"MatchResult({len(self.matches)} matches{above}{scene}; {images})"
 
     @property
     def matches(self) -> np.ndarray:
@@ -82,16 +82,16 @@ class MatchResult:
 
     @property
     def scores(self) -> np.ndarray:
-        """(K,) float32: the probability of each match. A match that the network did not see has the
-        mean of those around it, or with `scene` one minus the ratio of distances.
+        """(K,) float32: the probability of each match.
+
+        A guided match has the mean of the matches around it, or with `scene` one minus the ratio of
+        distances.
         """
         return self.found.scores
 
     @property
     def points0(self) -> np.ndarray:
-        """(K, 2) float32: positions of the matches in image 0, aligned if available, else the
-        keypoints.
-        """
+        """(K, 2) float32: positions of the matches in image 0, which are refined if they can be."""
         return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
 
     @property
@@ -113,11 +113,11 @@ class MatchResult:
             images=(features0.image, features1.image),
         )
 
-    def dense(self, side: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """Return the match of each keypoint of image `side` in the other image, or -1, int64; and
+    def dense(self, image: int = 0) -> Tuple[np.ndarray, np.ndarray]:
+        """Return the match of each keypoint of `image` (0 or 1) in the other one, or -1, int64; and
         its score, or 0, float32.
         """
-        if side == 0:
+        if image == 0:
             return self.found.to_dense(len(self.keypoints0))
         return Matches(self.matches[:, ::-1], self.scores).to_dense(len(self.keypoints1))
 

@@ -1,5 +1,6 @@
-"""Differences between versions of torch and between processors, one function each. The rest of the
-library does not depend on them.
+"""Differences between versions of torch and between processors: each is one function.
+
+The rest of the library does not depend on the version.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-MAX_WEIGHTS = 1 << 26  # of attention at a time, in torch 1.10: 256 MiB in float32
+MAX_WEIGHTS = 1 << 26  # weights of attention at a time in torch 1.10: 256 MiB in float32
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
@@ -57,8 +58,9 @@ LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
 def no_compiler(device_type: str) -> str:
-    """Why `torch.compile` cannot run here; "" if it can. torch 2 needs a C++ compiler, on a GPU a C
-    compiler.
+    """Say why `torch.compile` cannot run here, or "" if it can.
+
+    torch 2 needs a C++ compiler, and on a GPU a C compiler.
     """
     if not can_compile():
         return "this torch has no compiler"
@@ -128,7 +130,8 @@ def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Te
     def unpack(place: int) -> Tensor:
         if not again:
             keep = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: again.append(tensor.detach()), lambda _: None
+                lambda tensor: again.append(tensor.detach()),
+                lambda _: torch.empty(0),  # nothing reads it
             )
             with torch.enable_grad(), keep:
                 function(*arguments)

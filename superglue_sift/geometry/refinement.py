@@ -1,4 +1,4 @@
-"""Refine matches to a fraction of a pixel: align the patch around each match in image 0 to image 1.
+"""Refine matches to a fraction of a pixel by the pixels around them.
 
 SIFT's positions scatter by some tenths of a pixel, those of large keypoints by several pixels.
 After matching, a patch of 21x21 samples of image 0, warped by the local affine map between the
@@ -6,14 +6,14 @@ images, is shifted until it fits image 1 best.
 
 - Residual: both patches are normalized to weighted mean 0 and deviation 1, which removes gain and
   offset.
-- Steps: Gauss-Newton on the two numbers of the shift, its Hessian computed once on the patch of
-  image 0 (inverse compositional alignment; Baker and Matthews 2004). All matches are aligned
+- Steps: Gauss-Newton on the two numbers of the shift. Its Hessian is computed once on the patch of
+  image 0 (inverse compositional alignment; Baker and Matthews 2004). All matches are refined
   together, on any torch device.
-- Scale: samples are one pixel of the coarser image apart; the finer image is sampled from the
-  pyramid level of that resolution. Large keypoints, and matches that start far off, are aligned on
+- Scale: samples are one pixel of the coarser image apart. The finer image is sampled from the
+  pyramid level of that resolution. Large keypoints, and matches that start far off, are refined on
   coarser levels first.
-- Blur: if one image is blurred more (focus, motion), the other is blurred as much, and aligned
-  again. Patches of unequal sharpness have no common minimum: at 2 px of blur, this reduces errors
+- Blur: if one image is blurred more (focus, motion), the other is blurred as much, and refined
+  again. Patches of unequal sharpness have no common minimum. At 2 px of blur, this reduces errors
   to a fifth.
 - Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a direction
   without structure, as along a straight edge, the match does not move. Added blur makes residuals
@@ -38,9 +38,9 @@ from superglue_sift.torch_compat import sqrt
 Device = Union[str, torch.device]
 
 # Patches
-RADIUS = 10  # of a patch of SIDE^2 samples,
+RADIUS = 10  # a patch has SIDE^2 samples
 SIDE = 2 * RADIUS + 1
-WIDTH = 5.0  # weighted by a Gaussian of this deviation
+WIDTH = 5.0  # deviation of the Gaussian that weighs them
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
 CORRELATED = 6.0  # samples of a smoothed image per independent one
 FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
@@ -50,12 +50,13 @@ MAX_ZOOM = 8.0  # maximum magnification between the images
 COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
 COARSER = 3  # maximum number of coarser levels
 ITERATIONS = 8  # of Gauss-Newton
-# Samples of a patch, which are a pixel apart without magnification
-LONGEST = 1.0  # step
+# Lengths in samples of a patch, which are a pixel apart without magnification
+LONGEST = 1.0  # longest step
 SETTLED = 0.003  # a match with a shorter step has converged
-FARTHEST = 3.0  # a match that moves farther on one level is rejected,
-MAX_DEVIATION = 0.5  # and one with a larger deviation,
-MIN_CORRELATION = 0.6  # or a smaller correlation
+# A match is rejected if it moves farther on one level, has a larger deviation, or correlates less
+FARTHEST = 3.0
+MAX_DEVIATION = 0.5
+MIN_CORRELATION = 0.6
 MAX_BLUR = 8.0  # maximum deviation of the added blur
 BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
 # Ratio of deviations, with and without equal sharpness, below which the former is kept
@@ -124,7 +125,7 @@ def refine_points(
 
 
 def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) maps 0 -> 1 by the keypoints' scales and angles, the identity without these."""
+    """Maps (K, 2, 2) 0 -> 1 by the keypoints' scales and angles, or the identity without these."""
     scales = np.stack([records0["scale"], records1["scale"]])
     scales[:, (scales <= 0).any(0)] = 1.0
     ratio = (scales[1] / scales[0]).astype(np.float64)
@@ -137,9 +138,10 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
 def _equally_sharp(
     gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begin: Callable[..., _Work]
 ) -> Tuple[List[np.ndarray], float]:
-    """Blur the sharper image, 0 if `first`, until patches of both have the same gradient energy.
+    """Blur the sharper image until patches of both have the same gradient energy.
 
-    Returns both images, and the deviation of the added blur in samples.
+    first: whether image 0 is the sharper one. Returns both images, and the deviation of the added
+    blur in samples.
     """
     pixel = float((work.step0 if first else work.step1).median())  # of the image to be blurred
     sharp = (gray0 if first else gray1).astype(np.float32)
@@ -163,7 +165,7 @@ def _equally_sharp(
 class _Work:
     """State of K matches: shift (K, 2) in px of image 1; deviation, plain and correlation (K,).
 
-    These are NaN where unknown. plain: the deviation without regard to added blur.
+    The last three are NaN where unknown. plain is the deviation without regard to added blur.
     """
 
     def __init__(
@@ -195,8 +197,8 @@ class _Work:
         self.step0 = to_tensor(step0, device)
         self.step1 = to_tensor(step0 * scale, device)
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
-        self.sides = [
-            _Side(
+        self.views = [
+            _View(
                 to_tensor(points, device),
                 to_tensor(frame, device),
                 to_tensor(octave, device),
@@ -207,57 +209,57 @@ class _Work:
             )
         ]
         self.offsets, self.inner, self.weight = sample_patch(device)
-        self.shift = torch.zeros_like(self.sides[1].points)
+        self.shift = torch.zeros_like(self.views[1].points)
         self.deviation, self.plain, self.correlation = (
             torch.full_like(self.step1, float("nan")) for _ in range(3)
         )
         self.blur = 0.0
 
     def run(self, coarsest: Tensor, blur: float = 0.0) -> None:
-        """Align each match from its coarsest level (K,) to the finest.
+        """Refine each match from its coarsest level (K,) to the finest.
 
-        Failures are aligned again from one level up. blur: deviation of the blur that was added to
+        Failures are refined again from one level up. blur: deviation of the blur that was added to
         one image, in samples of the finest level.
         """
         self.blur = blur
         for level in range(COARSER, -1, -1):
-            self._align(level, coarsest >= level)
+            self._refine(level, coarsest >= level)
         again = torch.isnan(self.deviation) & (coarsest == 0)
-        self._align(1, again)
-        self._align(0, again & ~torch.isnan(self.deviation))
+        self._refine(1, again)
+        self._refine(0, again & ~torch.isnan(self.deviation))
 
     def sharpness(self) -> float:
         """Median log ratio of the gradient energies of both patches, per variance.
 
-        Above 0, image 0 is sharper; 0 without patches inside both images. SIFT's positions are
-        accurate enough for it.
+        Above 0, image 0 is sharper. It is 0 without patches inside both images. SIFT's positions
+        are accurate enough for it.
         """
         usable = self.usable
         energies = []
-        for side in self.sides:
-            at, level = side.places(self.offsets)
-            energies.append(energy(side.pyramid.read(side.pyramid.grid(at, level)), self.weight))
-            usable = usable & side.pyramid.holds(at, level) & (energies[-1] > 0)
+        for view in self.views:
+            at, level = view.places(self.offsets)
+            energies.append(energy(view.pyramid.read(view.pyramid.grid(at, level)), self.weight))
+            usable = usable & view.pyramid.holds(at, level) & (energies[-1] > 0)
         ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
 
-    def _align(self, level: int, chosen: Tensor) -> None:
-        """Align the chosen matches (K,) on one level; keep the state of those that fail."""
+    def _refine(self, level: int, chosen: Tensor) -> None:
+        """Refine the chosen matches (K,) on one level; keep the state of those that fail."""
         rows = torch.nonzero(chosen & self.usable).flatten()
         if not len(rows):
             return
-        side0, side1 = self.sides
-        pyramid = side1.pyramid
-        at0, level0 = side0.places(self.offsets, rows, level)
-        template = Template(side0.pyramid.read(side0.pyramid.grid(at0, level0)), self.weight)
-        at1, level1 = side1.places(self.inner, rows, level, self.shift[rows])
-        frame = side1.frame[rows] * 2.0**level
+        view0, view1 = self.views
+        pyramid = view1.pyramid
+        at0, level0 = view0.places(self.offsets, rows, level)
+        template = Template(view0.pyramid.read(view0.pyramid.grid(at0, level0)), self.weight)
+        at1, level1 = view1.places(self.inner, rows, level, self.shift[rows])
+        frame = view1.frame[rows] * 2.0**level
         grid = pyramid.grid(at1, level1)
         unit = pyramid.unit[level1]
         moved = _descend(template, pyramid, frame, grid, unit)
         shift = (frame @ moved[..., None])[..., 0]
         _, correlation = template.step(pyramid.read(grid + (shift * unit)[:, None]))
-        inside = side0.pyramid.holds(at0, level0) & pyramid.holds(at1 + shift[:, None], level1)
+        inside = view0.pyramid.holds(at0, level0) & pyramid.holds(at1 + shift[:, None], level1)
         correlation = correlation.masked_fill(~inside, float("nan"))
         plain = template.deviation(correlation)
         deviation = template.deviation(correlation, self.blur / 2.0**level)
@@ -300,7 +302,7 @@ def _descend(
     return moved
 
 
-class _Side(NamedTuple):
+class _View(NamedTuple):
     """An image and K points in it.
 
     points: (K, 2) px. frame: (K, 2, 2), a sample in px. octave: (K,), log of a sample in px.
@@ -339,8 +341,8 @@ class Pyramid:
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
         self.picture = to_tensor(whole, device)[None, None]
-        # Of each level: its last sample in px of the image; a px of the image, and its first
-        # sample, in the units of grid_sample, from -1 to 1 over the picture
+        # For each level: its last sample in px of the image; then, in the units of grid_sample from
+        # -1 to 1 over the picture, a px of the image and the first sample of the level
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
         self.last = to_tensor((sizes - 1) / scale[:, None], device)
@@ -360,8 +362,8 @@ class Pyramid:
 
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
         """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
-        side = round(points.shape[1] ** 0.5)
-        points = points[:, [0, side - 1, side * (side - 1), side * side - 1]]  # the corners
+        width = round(points.shape[1] ** 0.5)
+        points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # the corners
         return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
 
 

@@ -26,9 +26,9 @@ MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
 CONFIDENCE = 0.995  # at which RANSAC stops early; default of findHomography
 # Scatter of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
 SCATTER_PX = 0.5
-# Added to the deviation of aligned matches: error of the model, as real planes and lenses are not
-# ideal. Homographies then measure it: MODEL_SCATTER times the scatter of the distances, within
-# MODEL_LIMITS_PX.
+# The error of the model is added to the deviation of refined matches, since real planes and lenses
+# are not ideal. Homographies then measure it: it is MODEL_SCATTER times the scatter of the
+# distances, within MODEL_LIMITS_PX.
 MIN_DEVIATION_PX = 0.25
 MODEL_SCATTER = 1.5
 MODEL_LIMITS_PX = (0.05, 0.5)
@@ -48,7 +48,7 @@ MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
 # Relative poses
 MIN_ESSENTIAL = 5  # matches for an essential matrix
 # Distance of an inlier, in pixels of images of about 1,000 px. From 0.3 to 0.8 poses are equally
-# exact, aligned or not; from 1 px on they are less exact.
+# exact, refined or not; from 1 px on they are less exact.
 POSE_PX = 0.6
 
 
@@ -135,7 +135,7 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`.
 
-    side: 0: not reduced.
+    If `side` is 0, the image is not reduced.
     """
     return max(1.0, max(size) / side) if side else 1.0
 
@@ -212,8 +212,8 @@ def fit_homography(
 ) -> Fit:
     """`fit_ransac` with the inliers: matches (K, 2) mapped to within `threshold_px` in image 1.
 
-    None for a mirror image, of which OpenCV finds a few matches that fit by chance: more fit if
-    image 1 is mirrored.
+    The model is None if image 1 is a mirror image. OpenCV then finds a few matches that fit by
+    chance, but more fit when image 1 is mirrored.
     """
     none = Fit(None, np.zeros(len(points0), bool))
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
@@ -242,10 +242,13 @@ def fit_ransac(
     squared error (MSAC; Torr and Zisserman 2000) instead of inlier counts, and bad ones are dropped
     early (SPRT; Matas and Chum 2005). docs/evaluation.md compares it with others.
 
-    points0, points1: (N, 2) matched pixels, float32 to OpenCV. threshold_px: inlier distance in
-    image 1. iterations: maximum number of samples. deviations: (N,) px of aligned matches, see
-    `refine_homography`. Returns (3, 3) float64, or None for fewer than four matches, if OpenCV
-    finds no model, or if it is one of a mirror image.
+    points0, points1: (N, 2) matched pixels, which OpenCV reads as float32.
+    threshold_px: inlier distance in image 1.
+    iterations: maximum number of samples.
+    deviations: (N,) px of refined matches, see `refine_homography`.
+
+    Returns (3, 3) float64. It is None for fewer than four matches, if OpenCV finds no model, and
+    for a mirror image.
     """
     if len(points0) < MIN_POINTS:
         return None
@@ -278,10 +281,11 @@ def refine_homography(
     The loss is robust, since true matches scatter by a few tenths of a pixel, and large keypoints
     by several pixels.
 
-    points0, points1: (N, 2); those within `threshold_px` of H count. deviations: (N,) px along each
-    axis from `refine.align`, which divide the distances; NaN or None: SCATTER_PX. The scene's
-    deviation from a plane is added to them in quadrature: a first fit measures it, by the median
-    distance of aligned matches.
+    points0, points1: (N, 2); those within `threshold_px` of H count.
+    deviations: (N,) px along each axis from `refinement.refine`, which divide the distances. Where
+        they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation from a
+        plane is added to them in quadrature. A first fit measures it by the median distance of
+        refined matches.
     """
     inliers = _within(H, points0, points1, threshold_px)
     if inliers.sum() < MIN_POINTS:
@@ -291,16 +295,16 @@ def refine_homography(
         return _minimize(H, p0, p1, np.ones(len(p0)))
     deviations = np.asarray(deviations, np.float64)[inliers]
     H = _minimize(H, p0, p1, weights_of(deviations))
-    aligned = np.isfinite(deviations)
-    if aligned.sum() < MIN_POINTS:
+    refined = np.isfinite(deviations)
+    if refined.sum() < MIN_POINTS:
         return H
-    scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[aligned]))
+    scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[refined]))
     model_px = float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))
     return _minimize(H, p0, p1, weights_of(deviations, model_px))
 
 
 def weights_of(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
-    """(N,) weights of distances, by deviations (N,) px and `added_px` in quadrature; 1 for NaN."""
+    """Weights (N,) of distances by deviations (N,) px and `added_px` in quadrature; NaN gives 1."""
     return np.nan_to_num(SCATTER_PX / np.hypot(deviations, added_px), nan=1.0)
 
 
@@ -353,7 +357,8 @@ def _within(
 def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
     """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++.
 
-    Deterministic. None for fewer than eight matches, and where OpenCV fails on degenerate ones.
+    Equal matches give equal bytes. The model is None for fewer than eight matches, and where OpenCV
+    fails on degenerate ones.
     """
     none = Fit(None, np.zeros(len(points0), bool))
     if len(points0) < MIN_FUNDAMENTAL:
@@ -403,9 +408,10 @@ def relative_pose(
     """Relative pose of two cameras with known intrinsics K0, K1 (3, 3), from matched pixels (K, 2).
 
     PoseLib's LO-RANSAC (Larsson, 2020), deterministic, which ends with a fit to all inliers.
-    threshold_px: inlier distance, in pixels of the mean focal length. None for fewer than five
-    matches or inliers. Raises ValueError for intrinsics that are not (3, 3), RequestError without
-    PoseLib.
+    R and t are None for fewer than five matches or inliers. Raises ValueError for intrinsics that
+    are not (3, 3), and RequestError without PoseLib.
+
+    threshold_px: inlier distance, in pixels of the mean focal length.
     """
     poselib = import_extra("poselib", "pose")
     K0, K1 = (np.asarray(K, np.float64) for K in (K0, K1))
@@ -417,12 +423,12 @@ def relative_pose(
     # Both cameras as one of the mean focal length and square pixels, which is what PoseLib models
     focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     camera = {"model": "SIMPLE_PINHOLE", "width": 1, "height": 1, "params": [focal, 0, 0]}
-    seen = (
+    pixels = (
         transform(np.asarray(points, np.float64), inverse(K)) * focal
         for points, K in ((points0, K0), (points1, K1))
     )
     options = {"max_epipolar_error": threshold_px}
-    found, about = poselib.estimate_relative_pose(*seen, camera, camera, options)
+    found, about = poselib.estimate_relative_pose(*pixels, camera, camera, options)
     if about["num_inliers"] < MIN_ESSENTIAL:
         return none
     t = found.t / np.linalg.norm(found.t)
@@ -430,11 +436,11 @@ def relative_pose(
 
 
 def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) local affine maps 0 -> 1 at K matches.
+    """Local affine maps 0 -> 1 at K matches, (K, 2, 2).
 
-    For inliers of a homography that fits most matches, its derivative. For others, the
-    least-squares affine map of the nearest inliers of one homography or epipolar geometry; without
-    these, `fallback` (K, 2, 2).
+    Inliers of a homography that fits most matches get its derivative. Others get the least-squares
+    affine map of the nearest inliers of one homography or epipolar geometry. Without a geometry all
+    get `fallback` (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
     H, planar = fit_homography(*given, GEOMETRY_PX)
@@ -450,7 +456,7 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """(K, 2, 2) affine maps of the nearest matches among `agreeing` (K,) bool, two or more.
+    """Affine maps (K, 2, 2) of the nearest matches among `agreeing` (K,) bool, two or more.
 
     Each is regularized by the map of all of these.
     """

@@ -31,17 +31,17 @@ from superglue_sift.features.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.torch_compat import floats_of_bytes, sqrt
 
-DESCRIPTOR_AT = 4 * len(GEOMETRY)  # byte offset inside a record
+DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
 ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
-MAX_PADDING = 1 / 32  # of a size class on a CPU, compared with its keypoints
-MAX_BYTES = 256 << 20  # of the cosines of descriptors that are held at a time
+MAX_PADDING = 1 / 32  # padding of a size class on a CPU, compared with its keypoints
+MAX_BYTES = 256 << 20  # cosines of descriptors that are held at a time
 _ONE = KEYPOINT.itemsize
-_ANGLE = slice(12, 16)  # bytes of a record, behind x, y and scale
+_ANGLE = slice(12, 16)  # bytes of a keypoint, behind x, y and scale
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
 
 
 class Pair(NamedTuple):
-    """Two views. records0, records1: (n,) keypoint records; size0, size1: (width, height) px."""
+    """Two views. records0, records1: (n,) keypoints; size0, size1: (width, height) in px."""
 
     records0: np.ndarray
     records1: np.ndarray
@@ -60,7 +60,8 @@ class PairBatch:
         image_size0, image_size1: (B, 2) float32, width and height in px.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
         cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the
-            photograph that both show; other photographs may lie outside it. None: there are none.
+            photograph that both show. Other photographs may lie outside it. If None, there are no
+            others.
     """
 
     records0: Tensor
@@ -109,10 +110,11 @@ class PairBatch:
         )
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
-        """Split into batches of pairs of similar size; and the indices of their pairs, in this
-        order.
+        """Split into batches of pairs of similar size.
 
         On a GPU there is one class: the launches of another class take longer than its padding.
+
+        Returns the indices of the pairs in the order of the batches, and the batches.
         """
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
@@ -140,23 +142,23 @@ class PairBatch:
                 changes[name] = pad(value, (*last, 0, more), value=1.0 if name in sizes else 0.0)
         return dataclasses.replace(self, **changes)
 
-    def mask(self, side: int) -> Tensor:
+    def mask(self, view: int) -> Tensor:
         """(B, M) or (B, N) bool, True for keypoints, on the device."""
-        counts = (self.counts0, self.counts1)[side]
-        width = self.records(side).shape[1]
+        counts = (self.counts0, self.counts1)[view]
+        width = self.records(view).shape[1]
         return to_device_async(torch.arange(width) < counts[:, None], self.device)
 
-    def records(self, side: int) -> Tensor:
+    def records(self, view: int) -> Tensor:
         """`records0` or `records1`."""
-        return self.records1 if side else self.records0
+        return self.records1 if view else self.records0
 
-    def keypoints(self, side: int) -> Tensor:
-        """(B, M, 2) or (B, N, 2) float32, px."""
-        return floats_of_bytes(self.records(side)[..., :DESCRIPTOR_AT])[..., :2]
+    def keypoints(self, view: int) -> Tensor:
+        """Positions (B, M, 2) or (B, N, 2) float32, px."""
+        return floats_of_bytes(self.records(view)[..., :DESCRIPTOR_AT])[..., :2]
 
-    def descriptors(self, side: int) -> Tensor:
-        """(B, M, R - 20) or (B, N, R - 20) uint8."""
-        return self.records(side)[..., DESCRIPTOR_AT:]
+    def descriptors(self, view: int) -> Tensor:
+        """Bytes of the descriptors, (B, M, R - 20) or (B, N, R - 20) uint8."""
+        return self.records(view)[..., DESCRIPTOR_AT:]
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors but the counts."""
@@ -184,7 +186,7 @@ def similar_sizes(
 ) -> List[List[int]]:
     """Indices of the pairs of each size class, from the largest pair to the smallest.
 
-    padding: of a class, at most, compared with its keypoints. A class has at least one pair.
+    padding: maximum padding of a class, compared with its keypoints. A class has at least one pair.
     """
     classes: List[List[int]] = []
     width0 = width1 = keypoints = 0
@@ -208,9 +210,11 @@ class Images:
     Order: images 0 of the first batch, its images 1, images 0 of the second batch, ... so that the
     partners of images i are images `i ^ 1`.
 
-    masks: (B, N) bool each, True for keypoints. visible: (B, 1, 1, N) bool each, the keypoints to
-    which others attend; None: all. occupied: (B, 1, 1, 1) bool each, whether there is any keypoint;
-    None: always. valid: (T,) bool, True for keypoints; None: there is no padding.
+    masks: for each, (B, N) bool, True for keypoints.
+    visible: for each, (B, 1, 1, N) bool, the keypoints to which others attend, or None if all are.
+    occupied: for each, (B, 1, 1, 1) bool, whether there is any keypoint, or None if there always
+        is.
+    valid: (T,) bool, True for keypoints, or None if there is no padding.
     """
 
     def __init__(
@@ -231,27 +235,27 @@ class Images:
     @classmethod
     def of(cls, batches: Sequence[PairBatch]) -> Images:
         """The images of these batches."""
-        masks = [batch.mask(side) for batch in batches for side in (0, 1)]
-        counts = [side for batch in batches for side in (batch.counts0, batch.counts1)]
+        masks = [batch.mask(view) for batch in batches for view in (0, 1)]
+        counts = [count for batch in batches for count in (batch.counts0, batch.counts1)]
         padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
         return cls(masks, padded, [bool((count == 0).any()) for count in counts])
 
     def split(self, tokens: Tensor) -> List[Tensor]:
-        """(T, ...) -> (B, N, ...) for the images of each side of each batch."""
+        """(T, ...) -> (B, N, ...) for the images 0 and for the images 1 of each batch."""
         parts = tokens.split([mask.shape[0] * mask.shape[1] for mask in self.masks])
         return [part.view(*mask.shape, *part.shape[1:]) for part, mask in zip(parts, self.masks)]
 
-    def join(self, sides: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Inverse of `split`."""
-        return torch.cat([side.flatten(0, 1) for side in sides])
+        return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 class Keypoints(NamedTuple):
     """All keypoints of some images, with their padding.
 
     positions (T, 2) float32, px; scores (T,); scales (T,), diameter in px; angles (T,), degrees;
-    descriptors (T, C) uint8, the bytes of records from the descriptor on; image_size (T, 2), width
-    and height in px.
+    descriptors (T, C) uint8, the bytes of keypoints from the descriptor on; image_size (T, 2),
+    width and height in px.
     """
 
     positions: Tensor
@@ -266,7 +270,9 @@ class Keypoints(NamedTuple):
     def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
         """The keypoints of these batches."""
         images = Images.of(batches)
-        records = images.join([batch.records(side) for batch in batches for side in (0, 1)])
+        records = images.join(
+            [batch.records(view) for batch in batches for view in (0, 1)]
+        )  # (T, R)
         sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
         size = images.join(
             [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
@@ -298,11 +304,12 @@ def from_pairs(
     dtype: Optional[np.dtype] = None,
     cells: Optional[np.ndarray] = None,
 ) -> PairBatch:
-    """Batch pairs of views. H_0to1: (B, 3, 3) float64, true homographies, if known; cells: see
-    `PairBatch`.
+    """Batch pairs of views. Raises TypeError for keypoints of another dtype.
 
-    dtype: of the records; None: ORIENTED if any record is ORIENTED or there are no pairs, else that
-    of the first pair. Raises TypeError for records of another dtype.
+    H_0to1: (B, 3, 3) float64, true homographies, if known.
+    dtype: dtype of the keypoints. If None, it is ORIENTED if any are or there are no pairs, and
+        otherwise that of the first pair.
+    cells: see `PairBatch`.
     """
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]
@@ -318,7 +325,7 @@ def from_pairs(
 
 @torch.no_grad()
 def choose_orientations(batch: PairBatch) -> PairBatch:
-    """Replace ORIENTED records by KEYPOINT records; other batches are returned unchanged."""
+    """Replace ORIENTED keypoints by KEYPOINTs. Other batches are returned unchanged."""
     if batch.records0.shape[-1] != ORIENTED.itemsize:
         return batch
     best0, best1 = _largest_cosines(_both_units(batch.records0), _both_units(batch.records1))
@@ -333,16 +340,16 @@ def choose_pair(pair: Pair) -> Pair:
         return pair
     chosen = choose_orientations(from_pairs([pair]))
     records0, records1 = (
-        chosen.records(side)[0, : len(pair[side])].numpy().reshape(-1).view(KEYPOINT)
-        for side in (0, 1)
+        chosen.records(view)[0, : len(pair[view])].numpy().reshape(-1).view(KEYPOINT)
+        for view in (0, 1)
     )
     return Pair(records0, records1, pair.size0, pair.size1)
 
 
 def _both_units(records: Tensor) -> Tensor:
-    """RootSIFT of both orientations of each keypoint, which are adjacent, (B, 2 N, 128).
+    """RootSIFT of both orientations of each keypoint, one after the other, (B, 2 N, 128).
 
-    Padding and missing second descriptors are zero, so their cosine is the minimum, 0.
+    Padding and missing second descriptors are zero, so that their cosine is the minimum, 0.
     """
     first = records[..., DESCRIPTOR_AT:_ONE]
     second = records[..., _SECOND_ANGLE.stop :]
@@ -367,7 +374,7 @@ def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 def _choose(records: Tensor, best: Tensor) -> Tensor:
-    """Records (B, N, 280) to (B, N, 148), with angle and descriptor of the better one."""
+    """Keypoints (B, N, 280) -> (B, N, 148), with angle and descriptor of the better orientation."""
     first, second = best.unbind(2)
     parts = (
         records[..., : _ANGLE.start],
@@ -379,8 +386,9 @@ def _choose(records: Tensor, best: Tensor) -> Tensor:
 
 
 def root_sift(descriptors: Tensor) -> Tensor:
-    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128): float32, unit length; zeros stay
-    zeros.
+    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128), float32 of unit length.
+
+    Zeros stay zeros.
     """
     values = descriptors.float()
     return sqrt(values / values.sum(-1, keepdim=True).clamp(min=1.0))

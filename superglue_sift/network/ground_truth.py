@@ -16,15 +16,17 @@ from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.torch_compat import sqrt
 
-UNMATCHED = -1  # no counterpart: belongs in the dustbin
+UNMATCHED = -1  # without counterpart: it belongs in the dustbin
 IGNORED = -2  # not counted: too near to be unmatched, not near enough to be a match
-MAX_BYTES = 256 << 20  # of errors that are held at a time
+MAX_BYTES = 256 << 20  # errors that are held at a time
 FAR = 1e38  # px; its square is infinite
 
 
 class Truth(NamedTuple):
-    """matches0 (..., M) int64: index in image 1, UNMATCHED or IGNORED (also padding); matches1
-    (..., N): in image 0.
+    """True matches of keypoints.
+
+    matches0 (..., M) int64: the index in image 1, UNMATCHED or IGNORED, which padding is, too.
+    matches1 (..., N): the index in image 0.
     """
 
     matches0: Tensor
@@ -32,11 +34,10 @@ class Truth(NamedTuple):
 
 
 def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
-    """Squared symmetric error of all pairs of keypoints, (..., M, N): the larger of the two
-    directions.
+    """Squared error of all pairs of keypoints, (..., M, N), the larger one of both directions.
 
-    points0 (..., M, 2), points1 (..., N, 2); mapped0, mapped1: the same in the other view, without
-    nan.
+    points0 (..., M, 2), points1 (..., N, 2): positions. mapped0, mapped1: the same points in the
+    other view, without nan.
     """
     forward = _squared_distance(mapped0, points1)
     back = _squared_distance(points0, mapped1)
@@ -44,8 +45,9 @@ def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: 
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
-    """(..., M, N) of points a (..., M, 2) and b (..., N, 2); at most one of two points is
-    infinite.
+    """Squared distances (..., M, N) of points a (..., M, 2) and b (..., N, 2).
+
+    At most one of two points may be infinite.
     """
     # Direct differences: the matrix-product form is wrong in the third digit at 640 px, and
     # `torch.cdist` without it takes twice as long for 2D points.
@@ -117,7 +119,7 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     return Truth(matches[0, :, :M], matches[1, :, :N])
 
 
-def _stack(side0: Tensor, side1: Tensor) -> Tensor:
+def _stack(view0: Tensor, view1: Tensor) -> Tensor:
     """(B, M, C) and (B, N, C) -> (2, B, W, C), W the larger of M and N, zeros where padded."""
-    width = max(side0.shape[1], side1.shape[1])
-    return torch.stack([pad(side, (0, 0, 0, width - side.shape[1])) for side in (side0, side1)])
+    width = max(view0.shape[1], view1.shape[1])
+    return torch.stack([pad(view, (0, 0, 0, width - view.shape[1])) for view in (view0, view1)])

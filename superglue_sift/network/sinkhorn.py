@@ -57,18 +57,20 @@ def log_optimal_transport(
     """Log of the partial assignment of each pair (SuperGlue, equations 8 and 9), dustbins last.
 
     Args:
-        scores: (B, M, N) similarities, float32 or float64; of padding anything finite.
-        mask0: (B, M) bool, True for keypoints. mask1: (B, N).
+        scores: (B, M, N) similarities, float32 or float64. Padding may have any finite score.
+        mask0, mask1: (B, M) and (B, N) bool, True for keypoints.
         dustbin: scalar, the score of leaving a keypoint unmatched.
         iterations: T, 1 or more.
-        wait: compute pairs that overflow in the log domain, for which the host waits for the GPU.
+        wait: whether to compute pairs that overflow in the log domain, for which the host waits for
+            the GPU.
 
     Returns:
         log P (B, M + 1, N + 1), -inf for padding. P has mass m + n; its rows and columns but the
         last sum to 1 at convergence, so P is the probability of a match. If an image has no
-        keypoints, those of the other are unmatched with log P = 0. And (B,) bool, whether the pair,
-        and in training its gradient, are finite. For others log P is wrong and has no gradient,
-        unless `wait`.
+        keypoints, those of the other are unmatched with log P = 0.
+
+        Also (B,) bool, whether the pair, and in training its gradient, are finite. Without `wait`,
+        log P of the other pairs is wrong and has no gradient.
     """
     problem = _problem(scores, mask0, mask1, dustbin)
     if torch.is_grad_enabled() and problem.Z.requires_grad:

@@ -1,5 +1,6 @@
 """SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv
-1911.11763). Written from the paper; `SuperGlue` has its equations in order:
+1911.11763). It is written from the paper. `SuperGlue.assign` has the paper's equations in order,
+and the parts below it follow the same order:
 
     (2)       states        x = projection(descriptor) + encoder(position, score, scale, angle)
     (3 - 5)   L times       x <- x + MLP([x, attention of x within its image])
@@ -67,13 +68,13 @@ SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
 ENCODER_WIDTHS = (32, 64, 128, 256)
 
-# Initial score: SHARPNESS * cosine of RootSIFT, and the dustbin at the cosine of a doubtful match.
-# These minimize the loss of the untrained network on COCO views (1.51, precision 0.91, recall
-# 0.70).
+# The initial score is SHARPNESS * cosine of RootSIFT, and the dustbin is the score of a doubtful
+# cosine. These minimize the loss of the untrained network on COCO views (1.51, precision 0.91,
+# recall 0.70).
 SHARPNESS = 40.0
 DOUBTFUL_COSINE = 0.78
 
-# Typical SIFT values at 512x384: what the network sees of keypoints is of order one
+# Typical SIFT values at 512x384. Divided by them, what the network gets is of order one.
 TYPICAL_SCORE = 0.03
 TYPICAL_SCALE = 4.0
 NEIGHBOUR_FEATURES = 8  # per keypoint, see `neighbour_features`
@@ -106,8 +107,8 @@ class SuperGlueConfig:
     neighbours: bool = False  # also encode each one's nearest neighbour in the other image
     rotary: bool = False  # relative positions in self-attention
     sinkhorn_iterations: int = 100  # T, in training; inference may use another
-    extractor: str = "sift"  # of the keypoints (extractors.py)
-    descriptor: str = "sift"  # kind of descriptor: sift | float (extractors.py)
+    extractor: str = "sift"  # what finds the keypoints (extractors.py)
+    descriptor: str = "sift"  # sift | float (extractors.py)
     descriptor_dim: int = 128  # entries of a descriptor
 
     def __post_init__(self) -> None:
@@ -131,7 +132,7 @@ class SuperGlueConfig:
 
 
 class SuperGlue(nn.Module):
-    """The network."""
+    """The network, from the keypoints of pairs to the probability of each match."""
 
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class SuperGlue(nn.Module):
     def forward(self, batch: PairBatch) -> Tensor:
         """Log assignment of each pair, (B, M + 1, N + 1) float32, dustbins last.
 
-        exp() of an entry is the probability of that match; of padding it is 0.
+        exp() of an entry is the probability of that match. It is 0 for padding.
         """
         log_P, _ = self.assign([batch])
         return log_P[0]
@@ -160,19 +161,22 @@ class SuperGlue(nn.Module):
     def assign(
         self, batches: Sequence[PairBatch], wait: bool = True, precision: str = "float32"
     ) -> Tuple[List[Tensor], Tensor]:
-        """Log assignments of batches of different sizes (`PairBatch.size_classes`), together.
+        """Compute the log assignments of batches of different sizes (`PairBatch.size_classes`).
 
-        precision: of the layers while training, by autocast: float32, bfloat16 or float16. For
-        inference `weights.fuse_for_inference` casts their weights once.
+        Args:
+            wait: see `sinkhorn.log_optimal_transport`.
+            precision: precision of the layers while training, by autocast: float32, bfloat16 or
+                float16. For inference `weights.fuse_for_inference` casts their weights once.
 
         Returns:
-            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite,
-            see `sinkhorn.log_optimal_transport`, also for `wait`.
+            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite.
         """
+        # a keypoint of two orientations keeps one of them
         keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
         descriptors = self.describe(keypoints, precision)
         iterations = self.config.sinkhorn_iterations
-        solved = [  # equations 8 and 9
+        # the transport of each batch alone (equations 8 and 9)
+        solved = [
             log_optimal_transport(*problem, self.dustbin, iterations, wait)
             for problem in self.scores(descriptors, keypoints.images)
         ]
@@ -185,15 +189,15 @@ class SuperGlue(nn.Module):
         dtype = self.dustbin.dtype
         geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
         descriptors = unit_vectors(keypoints.descriptors, config.descriptor)
-        seen = [geometry]
+        inputs = [geometry]
         if config.neighbours:
-            seen.append(neighbour_features(descriptors, geometry, keypoints.images))
-        encoded = self.keypoint_encoder([torch.cat(seen, -1).to(dtype)], keypoints.images.valid)
+            inputs.append(neighbour_features(descriptors, geometry, keypoints.images))  # (T, 8)
+        encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], keypoints.images.valid)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
         return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
 
     def describe(self, keypoints: Keypoints, precision: str = "float32") -> Tensor:
-        """Matching descriptors of all keypoints (equations 2 to 6), (T, D)."""
+        """Matching descriptors (T, D) of all keypoints (equations 2 to 6)."""
         images = keypoints.images
         x, rotation = self.encode(keypoints)
         dtype = None if precision == "float32" else getattr(torch, precision)
@@ -204,13 +208,13 @@ class SuperGlue(nn.Module):
         return self.final_projection(x)
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Of each batch the scores (B, M, N) (equation 7), and the masks (B, M) and (B, N)."""
-        sides = images.split(descriptors / self.config.dim**0.25)  # (B, M, D), (B, N, D), ...
+        """Scores (B, M, N) of each batch (equation 7), and its masks (B, M) and (B, N)."""
+        # (T, D) -> (B, M, D), (B, N, D), ...; a root of sqrt(D) for each factor
+        views = images.split(descriptors / self.config.dim**0.25)
+        masks = images.masks
         return [
             (torch.bmm(f0, f1.transpose(1, 2)), mask0, mask1)
-            for f0, f1, mask0, mask1 in zip(
-                sides[::2], sides[1::2], images.masks[::2], images.masks[1::2]
-            )
+            for f0, f1, mask0, mask1 in zip(views[::2], views[1::2], masks[::2], masks[1::2])
         ]
 
     def compile_layers(self) -> None:
@@ -220,12 +224,12 @@ class SuperGlue(nn.Module):
 
     @property
     def layers(self) -> List[nn.Module]:
-        """Layers in order of use: self, cross, self, ..."""
+        """All layers in the order of their use: self, cross, self, ..."""
         return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
 
     @property
     def in_order(self) -> List[nn.Module]:
-        """All modules with weights, in order of use."""
+        """All modules with weights, in the order of their use."""
         encoders = [self.descriptor_projection, self.keypoint_encoder]
         rotary = [self.rotary] if self.rotary else []
         return [*encoders, *rotary, *self.layers, self.final_projection]
@@ -241,8 +245,8 @@ class SuperGlue(nn.Module):
             else:  # keeps inner products when dim is the larger, nearly so below
                 nn.init.orthogonal_(self.descriptor_projection.weight)
             nn.init.eye_(self.final_projection.weight)
-            # unit descriptors scaled to entries of order one, then <f0, f1> / sqrt(D) = SHARPNESS *
-            # cosine
+            # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
+            # SHARPNESS * cosine.
             self.descriptor_projection.weight.mul_(math.sqrt(dim))
             self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
 
@@ -323,8 +327,8 @@ def _features_of(
 ) -> Tensor:
     """`neighbour_features` (B, M, 8) of images with M keypoints, `ours` (B, M, 6).
 
-    cosines: (B, M, N) of both descriptors, -inf for padding. best: their maxima over N, and over M.
-    theirs, mask: (B, N, 6), (B, N) of the other images.
+    cosines: (B, M, N) of both descriptors, -inf for padding. best: their maxima over N and over M.
+    theirs, mask: (B, N, 6) and (B, N), the other images.
     """
     values, nearest = best[0]
     second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
@@ -379,9 +383,11 @@ class AttentionalLayer(nn.Module):
     ) -> Tensor:
         """x (T, D) -> (T, D).
 
-        dtype: of the products by autocast, None: that of the weights. The residual stream is not
-        rounded to it. cross: whether each image attends to the other image of its pair, else to
-        itself. rotation: of queries and keys, (2, T, d / 2), see `rotate`.
+        dtype: precision of the products by autocast. If None, it is that of the weights. The
+            residual stream is not rounded to it.
+        cross: whether each image attends to the other image of its pair. If not, it attends to
+            itself.
+        rotation: (2, T, d / 2) of queries and keys, see `rotate`.
         """
         state = x.to(dtype or self.query_key_value.weight.dtype)
         # in the layer, not around all of them: gradient checkpointing runs it again
@@ -394,12 +400,12 @@ class AttentionalLayer(nn.Module):
         heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
         if rotation is not None:
             heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
-        # 3 x (B, H, N, d) each
-        sides = [side.permute(2, 0, 3, 1, 4).unbind() for side in images.split(heads)]
+        # for the images 0 and 1 of each batch: query, key and value, (B, H, N, d) each
+        views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
         messages = []
-        for i, (query, _, _) in enumerate(sides):
+        for i, (query, _, _) in enumerate(views):
             source = i ^ 1 if cross else i
-            _, key, value = sides[source]
+            _, key, value = views[source]
             message = attention(query, key, value, images.visible[source])
             occupied = images.occupied[source]
             if occupied is not None:  # nothing comes from an image without keypoints
@@ -412,13 +418,13 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tenso
     """softmax(q k^T / sqrt(d)) v, without storing the weights (equation 4).
 
     query (B, H, M, d); key, value (B, H, N, d); visible (B, 1, 1, N) bool, True for keys to attend
-    to, None: all. Returns (B, H, M, d).
+    to, or None if all are. Returns (B, H, M, d).
     """
     if not hasattr(nn.functional, "scaled_dot_product_attention"):
         return chunked_attention(query, key, value, visible)
     if visible is not None and is_traced():
-        # what the kernel does; for a bool mask ONNX also tests all weights for nan, which takes
-        # half of the time of a pair
+        # This is what the kernel does. With a bool mask ONNX also tests all weights for nan, which
+        # takes half of the time of a pair.
         visible = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
     with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
@@ -473,9 +479,10 @@ class MLP(nn.Sequential):
     def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
         """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
 
-        The products of each input are added, so that the concatenation, a fifth of what a training
-        step keeps for the gradient, need not exist. valid: (T,) bool, False for padding; None:
-        there is none.
+        The products of each input are added, so that the concatenation need not exist: it would be
+        a fifth of what a training step keeps for the gradient.
+
+        valid: (T,) bool, False for padding, or None if there is none.
         """
         first: Any = self[0]
         weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
@@ -514,7 +521,7 @@ class TokenBatchNorm(nn.Module):
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
         """x (T, C) -> (T, C), computed in float32 also under autocast.
 
-        valid: (T,) bool, False for padding, which does not count; None: there is none.
+        valid: (T,) bool, False for padding, which does not count; or None if there is none.
         """
         x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         mean, var = (
@@ -523,7 +530,7 @@ class TokenBatchNorm(nn.Module):
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        """Mean, then variance, in two passes: a difference of large squares would lose digits."""
+        """Compute the mean, then the variance: a difference of large squares would lose digits."""
         reduce = self.reduce or (lambda tensor: tensor)
         counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
         first = reduce(torch.cat([(x * counted).sum(0), counted.sum(0)]))
@@ -544,7 +551,7 @@ def token_norm(kind: str, channels: int) -> nn.Module:
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
-    """Set `reduce` of every TokenBatchNorm of the model; None: statistics of this rank only."""
+    """Set `reduce` of every TokenBatchNorm. If None, each rank has statistics of its own."""
     for module in model.modules():
         if isinstance(module, TokenBatchNorm):
             module.reduce = reduce
