@@ -60,7 +60,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Print the rows as they are measured."""
+    """Print the rows as they are measured. Returns 1 if one failed, else 0."""
     options = parse(argv)
     try:
         config = SuperGlueConfig(dim=options.dim)
@@ -77,7 +77,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.json:
             held = {"machine": about, "rows": [dataclasses.asdict(row) for row in rows]}
             write_atomic(options.json, json.dumps(held, indent=1) + "\n")
-    return 0
+    return int(any(row.failed for row in rows))
 
 
 def describe_machine(setting: Setting) -> str:
@@ -90,12 +90,16 @@ def describe_machine(setting: Setting) -> str:
 
 
 def run(name: str, setting: Setting) -> Iterator[Row]:
-    """The rows of a group. An exception costs only its remaining rows, and a row reports it."""
+    """The rows of a group. An exception costs only its remaining rows, and a row reports it: as
+    skipped if something is missing (RequestError), else as failed.
+    """
     try:
         yield from GROUPS[name](setting)
+    except RequestError as error:
+        yield Row(name, skipped=str(error))
     except Exception as error:
         message = str(error).strip().partition("\n")[0]
-        yield Row(name, skipped=f"{type(error).__name__}: {message}")
+        yield Row(name, failed=f"{type(error).__name__}: {message}")
 
 
 if __name__ == "__main__":

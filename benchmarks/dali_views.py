@@ -15,6 +15,7 @@ import cv2
 import numpy as np
 
 from pipeline import compat
+from pipeline.errors import RequestError
 from superglue_sift.geometry import two_view
 
 BATCH = 32
@@ -78,7 +79,8 @@ def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Ite
     try:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
     except ImportError:
-        raise compat.without_dali("views", "leave it out") from None
+        package = compat.dali_package()
+        raise RequestError(f"NVIDIA DALI is not installed: pip install {package}") from None
 
     def feed(iteration: int) -> List[Any]:
         """The bytes of a batch, and the numbers of both views; the last batch is padded."""

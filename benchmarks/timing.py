@@ -43,7 +43,8 @@ class Ratio(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A measurement with its unit, or the reason why it was skipped.
+    """A measurement with its unit, or the reason why it was skipped or failed. It is skipped only
+    where something is missing, such as a GPU or a package.
 
     ratio: to what `note` names, by wall time; cpu: the same by processor time, which other load
     hardly changes.
@@ -56,10 +57,13 @@ class Row:
     cpu: Optional[Ratio] = None
     note: str = ""
     skipped: str = ""
+    failed: str = ""
 
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.name:56} SKIP: {self.skipped}"
+        if self.failed:
+            return f"{self.name:56} FAILED: {self.failed}"
         value = f"{self.name:56} {self.value:10.4g} {self.unit:5}"
         rate = f"  {1e3 / self.value:7.3g}/s" if self.unit == "ms" else ""
         ratio = f"  {self.ratio}" if self.ratio else ""

@@ -32,9 +32,11 @@ from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
 from pipeline.train.data import StepBatches
 from pipeline.train.loss import MatchingObjective
+from superglue_sift.environment import usable_cores
 from superglue_sift.features import sift
 from superglue_sift.network.batch import ON_HOST, Pair, PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
+from superglue_sift.torch_compat import no_compiler
 
 CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
 IMAGES = 64  # of a synthetic store
@@ -137,25 +139,29 @@ def loader(setting: Setting) -> Iterator[Row]:
 
 
 class Mode(NamedTuple):
-    """A way to train: changes of the plain parameters, and processes."""
+    """A way to train: changes of the plain parameters, processes, and what it lacks here, if it
+    lacks something.
+    """
 
     changes: Dict[str, Any]
     processes: int = 1
+    missing: str = ""
 
 
 def list_modes(device: str) -> Dict[str, Mode]:
-    """The ways that this machine has processors for, by name. device: cuda or cpu."""
+    """The ways to train, by name. device: cuda or cpu."""
     places = torch.cuda.device_count() if device == "cuda" else os.cpu_count() or 1
+    gpu = "" if device == "cuda" else "needs a GPU"
+    gpus = "" if device == "cuda" and places > 1 else "needs several GPUs"
     modes = {
         "AMP, bfloat16": Mode({"precision": "bfloat16"}),
-        "AMP, float16": Mode({"precision": "float16"}),
+        "AMP, float16": Mode({"precision": "float16"}, missing=gpu),
         "gradient accumulation, 2 parts": Mode({"accumulate": 2}),
-        "torch.compile": Mode({"compile": True}),
+        "torch.compile": Mode({"compile": True}, missing=no_compiler(device)),
+        "DataParallel": Mode({"parallel": "dp"}, missing=gpus),
     }
     for number in sorted({1, min(2, places), places}):
         modes[f"DDP, processes: {number}"] = Mode({}, number)
-    if device == "cuda":
-        modes["DataParallel"] = Mode({"parallel": "dp"})
     return modes
 
 
@@ -167,10 +173,13 @@ def modes(setting: Setting) -> Iterator[Row]:
         folder = write_store(Path(name), *make_pairs(KEYPOINTS, IMAGES))
         before = run_mode(setting, folder, Mode({}))
         for way, mode in list_modes(setting.device.type).items():
+            if mode.missing:
+                yield Row(f"mode: {way}", skipped=mode.missing)
+                continue
             try:
                 own = run_mode(setting, folder, mode)
             except RuntimeError as error:
-                yield Row(f"mode: {way}", skipped=str(error))
+                yield Row(f"mode: {way}", failed=str(error))
                 continue
             after = run_mode(setting, folder, Mode({}))
             plain = Seconds(*((one + other) / 2 for one, other in zip(before, after)))
@@ -181,8 +190,11 @@ def modes(setting: Setting) -> Iterator[Row]:
 def run_mode(setting: Setting, folder: Path, mode: Mode) -> Seconds:
     """Seconds of a pair in each round, of the first rank. Raises RuntimeError."""
     work = json.dumps([setting.config.to_dict(), mode.changes])
-    command = launch.command("benchmarks.training", [str(folder), work], mode.processes)
-    environment = {**launch.environment(mode.processes, folder), "SG_MAX_RESTARTS": "0"}
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    options = launch.torchrun_options(mode.processes, restarts=0)
+    command = [*torchrun, *options, "-m", "benchmarks.training", str(folder), work]
+    threads = {"OMP_NUM_THREADS": str(usable_cores() // mode.processes or 1)}
+    environment = {**launch.VARIABLES, **threads, **os.environ}
     if setting.device.type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, cwd=CLONE, capture_output=True, text=True)

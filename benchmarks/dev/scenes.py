@@ -34,7 +34,7 @@ import numpy as np
 from scipy.spatial.distance import pdist
 from scipy.spatial.transform import Rotation
 
-from benchmarks.dev.command import make_parser, print_head, print_row
+from benchmarks.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
 from superglue_sift.errors import import_extra
@@ -237,7 +237,7 @@ def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace)
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the table."""
-    parser = make_parser("scenes", __doc__)
+    parser = make_parser("dev.scenes", __doc__)
     add = parser.add_argument
     add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")

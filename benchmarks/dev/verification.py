@@ -27,7 +27,7 @@ import pandas as pd
 from scipy.optimize import minimize
 from scipy.special import expit
 
-from benchmarks.dev.command import make_parser
+from benchmarks.command import make_parser
 from pipeline import errors
 from pipeline.keypoints.views import distort, generator, render, sample_view
 from pipeline.params import Homography, Photometric
@@ -279,7 +279,7 @@ def report(pairs: pd.DataFrame) -> List[str]:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Make the pairs, learn, and print."""
-    parser = make_parser("verification", __doc__)
+    parser = make_parser("dev.verification", __doc__)
     parser.add_argument("places", type=Path, metavar="PLACES", help="folder of photographs")
     parser.add_argument("others", type=Path, metavar="OTHERS", help="folder of more photographs")
     options = parser.parse_args(argv)

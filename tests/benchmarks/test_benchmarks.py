@@ -1,5 +1,6 @@
 """The speed table: equal work on both sides, rows that cannot run say why."""
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -7,7 +8,7 @@ from made_pairs import scrambled
 from reading import read_json
 
 from benchmarks import __main__ as benchmark
-from benchmarks import images, plain, timing, training
+from benchmarks import dali_views, images, plain, timing, training
 from benchmarks.synthetic import make_batch, make_pairs
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
@@ -99,10 +100,10 @@ class TestTable:
             raise RuntimeError("out of memory\nand more")
 
         monkeypatch.setattr(benchmark, "GROUPS", {"bad": bad, "good": good})
-        assert benchmark.main(["--device", "cpu", "--json", str(tmp_path / "rows.json")]) == 0
+        assert benchmark.main(["--device", "cpu", "--json", str(tmp_path / "rows.json")]) == 1
         printed = capsys.readouterr().out
         assert "2.00x [1.50, 2.50]  of plain" in printed and "SKIP: no such device" in printed
-        assert "SKIP: RuntimeError: out of memory\n" in printed
+        assert "FAILED: RuntimeError: out of memory\n" in printed
         held = read_json(tmp_path / "rows.json")
         assert [each["name"] for each in held["rows"]] == ["first", "bad", "one", "two"]
         assert "D = 128" in held["machine"]
@@ -121,3 +122,34 @@ def test_a_store_of_synthetic_pairs_can_be_read(tmp_path):
     opened = Store(training.write_store(tmp_path, pairs, homographies))
     view = opened.view(1, 1)
     assert view.records.tobytes() == pairs[1].records1.tobytes() and view.size == pairs[1].size1
+
+
+def test_views_by_dali_are_those_of_opencv(photo):
+    """External source, decoding, resizing, cropping, mirroring, iterator, and a partial batch."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        (row,) = benchmark.run("views", SETTING)
+        assert row.skipped.startswith("NVIDIA DALI is not installed: pip install nvidia-dali")
+        pytest.skip("needs NVIDIA DALI")
+    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
+    file = cv2.imencode(".jpg", photo, quality)[1].tobytes()
+    files = [file] * (dali_views.BATCH + 3)
+    found = list(dali_views.dali_views(files, (160, 120), None))
+    assert [len(H) for _, _, H in found] == [dali_views.BATCH, 3]
+    views = [torch.cat([batch[place] for batch in found]).numpy() for place in (0, 1)]
+    for i, (view0, view1, H) in enumerate(dali_views.opencv_views(files, (160, 120))):
+        batch = found[i // dali_views.BATCH][2]
+        assert np.allclose(batch[i % dali_views.BATCH], H[0])
+        for own, theirs in zip(views, (view0, view1)):
+            # other decoders and interpolations round otherwise; another view differs by tens
+            assert np.abs(own[i].astype(float) - theirs[0]).mean() < 3.0
+
+
+@pytest.mark.slow
+def test_a_way_to_train_is_measured_in_processes_of_its_own(tmp_path):
+    folder = training.write_store(tmp_path, *make_pairs(training.KEYPOINTS, 8))
+    taken = training.run_mode(SETTING, folder, training.Mode({"accumulate": 2}, 2))
+    assert len(taken.wall) >= 2 and (taken.wall > 0).all()
+    modes = training.list_modes("cpu")
+    assert modes["AMP, float16"].missing == "needs a GPU" and modes["DataParallel"].missing

@@ -7,8 +7,8 @@ import sys
 import pytest
 from reading import read_json
 
-from benchmarks.dev import first_gpu
-from benchmarks.dev.first_gpu import Part
+from benchmarks import first_gpu
+from benchmarks.first_gpu import Part
 
 
 def python(code):
@@ -38,7 +38,7 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     ]
     monkeypatch.setattr(first_gpu, "list_parts", lambda *_: chosen)
     words = ["--device", "cpu", "--out", str(tmp_path)]
-    assert first_gpu.main(words) == 0
+    assert first_gpu.main(words) == 1
     rows = read_json(tmp_path / "done.json")
     assert rows["fails"].startswith("FAILED with exit code 3") and rows["fails"].endswith("why")
     assert rows["hangs"].startswith("ok, time is over") and rows["stopped"].startswith(
@@ -47,5 +47,5 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     assert rows["works"].endswith("the last word")
     assert (tmp_path / "03-works.log").read_text() == "the last word\n"
     capsys.readouterr()
-    assert first_gpu.main(words) == 0
+    assert first_gpu.main(words) == 1
     assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["fails"]

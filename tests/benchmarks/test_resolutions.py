@@ -1,10 +1,10 @@
-"""benchmarks.dev.resolutions: the table of docs/matching.md."""
+"""benchmarks.resolutions: the table of docs/matching.md."""
 
 import re
 
 import pytest
 
-from benchmarks.dev import resolutions
+from benchmarks import resolutions
 
 
 @pytest.mark.slow

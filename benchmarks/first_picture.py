@@ -1,6 +1,6 @@
 """Draw the first picture of the README: one hard pair, our matches above the ratio test's.
 
-    python -m benchmarks.dev.first_picture docs/matches.jpg
+    python -m benchmarks.first_picture docs/matches.jpg
 
 The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside
 scikit-image; it was not used in training. The second view is synthetic: rotated by 130 degrees,
@@ -16,7 +16,7 @@ from typing import Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from benchmarks.dev.command import make_parser
+from benchmarks.command import make_parser
 from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing

@@ -1,6 +1,6 @@
 """Run the tutorial's notebook and keep the outputs.
 
-    python -m benchmarks.dev.notebook docs/tutorial.ipynb
+    python -m benchmarks.notebook docs/tutorial.ipynb
 
 Runs in an empty folder, so that no file is left next to the notebook. Needs nbclient, ipykernel,
 matplotlib, scikit-image and pycolmap.
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Optional, Sequence
 
-from benchmarks.dev.command import make_parser
+from benchmarks.command import make_parser
 
 SECONDS = 600  # of a cell, at most
 

@@ -1,4 +1,4 @@
-"""What the commands of this folder share: their help, and lines of tables."""
+"""Help and lines of tables, which the commands of the benchmarks share."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Optional, Sequence
 
 
 def make_parser(name: str, text: Optional[str]) -> argparse.ArgumentParser:
-    """A parser for `python -m benchmarks.dev.NAME`, whose help is the docstring `text`."""
+    """A parser for `python -m benchmarks.NAME`, whose help is the docstring `text`."""
     title, _, more = str(text).partition("\n\n")
     raw = argparse.RawDescriptionHelpFormatter
-    program = f"python -m benchmarks.dev.{name}"
+    program = f"python -m benchmarks.{name}"
     return argparse.ArgumentParser(program, description=title, epilog=more, formatter_class=raw)
 
 

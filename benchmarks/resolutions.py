@@ -1,6 +1,6 @@
 """How the matches of two photographs depend on the size of a file.
 
-    python -m benchmarks.dev.resolutions a.jpg b.jpg [c.jpg d.jpg ...]
+    python -m benchmarks.resolutions a.jpg b.jpg [c.jpg d.jpg ...]
 
 Both photographs of each pair are reduced to 1,024 px. The second is then resized to each width, and
 matched with the first.
@@ -14,7 +14,7 @@ from typing import List, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from benchmarks.dev.command import make_parser, print_head, print_row
+from benchmarks.command import make_parser, print_head, print_row
 from superglue_sift import Matcher
 from superglue_sift.features.images import UPRIGHT, read_gray, reduce
 
