@@ -191,7 +191,7 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     runs = {}
     for training in ("old", "new"):
         runs[training] = open_run(tmp_path, training=training)
-        runs[training].close("KILLED")
+        assert runs[training].close("KILLED", wait=PATIENCE)  # it has arrived
     with pytest.MonkeyPatch.context() as patch:  # as in the last job of a cluster
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'image.db'}")
         for training in ("old", "unknown", None):
