@@ -123,7 +123,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return 0
     html = args.evaluation / PAGE
     try:
-        print((args.evaluation / TEXT).read_text(encoding="utf-8"))
+        print((args.evaluation / TEXT).read_text(encoding="utf-8"), flush=True)
     except (OSError, UnicodeDecodeError):
         raise RequestError(
             f"{args.evaluation / TEXT}: no evaluation here yet; `make repro` makes one"

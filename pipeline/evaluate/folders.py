@@ -10,9 +10,7 @@ and T_0to1 (sixteen), row by row (arXiv 1911.11763, sections 5.2 and 5.3).
 
 from __future__ import annotations
 
-import codecs
 import re
-import unicodedata
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
 
@@ -22,7 +20,14 @@ from scipy.sparse.csgraph import connected_components
 
 from pipeline.errors import RequestError
 from pipeline.evaluate.pairs import Pose, Scene, Source, image_size
-from superglue_sift.features.images import EXTENSIONS, BadImage, decode_color, read_gray
+from superglue_sift.features.images import (
+    EXTENSIONS,
+    BadImage,
+    decode_color,
+    read_gray,
+    walk_folders,
+)
+from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import compose, inverse, resizing
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
@@ -86,15 +91,20 @@ class PosePairs(Source):
         name0, name1, pose = self.pairs[index]
         images = []
         intrinsics = []
-        for name, K in ((name0, pose.K0), (name1, pose.K1)):
-            image, scaling = read_resized(find_image(self.folder, name), self.short_side)
+        for view, K in enumerate((pose.K0, pose.K1)):
+            image, scaling = read_resized(self.file_of(index, view), self.short_side)
             images.append(image)
             intrinsics.append(scaling @ K)
         truth = Pose(*intrinsics, pose.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        return in_color(find_image(self.folder, self.pairs[index][image]), gray)
+        return in_color(self.file_of(index, image), gray)
+
+    def file_of(self, index: int, view: int) -> Path:
+        """The file of an image, whose name may be spelled as on another system."""
+        name = self.pairs[index][view]
+        return self.folder / (spelled_as_file(self.folder, name) or name)
 
 
 def read_resized(path: Path, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
@@ -139,7 +149,7 @@ def find_sequences(folder: Path) -> Sequences:
     """
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
-    folders = [folder, *sorted(path for path in folder.rglob("*") if path.is_dir())]
+    folders = sorted(place for place, _ in walk_folders(folder))
     sequences = list(filter(None, (read_sequence(path, folder) for path in folders)))
     if not sequences:
         raise RequestError(
@@ -178,29 +188,17 @@ def read_sequence(path: Path, root: Path) -> Optional[Tuple[str, Dict[int, Path]
     return (path.resolve().name if name == "." else name), images, homographies
 
 
-def read_text(path: Path) -> str:
-    """Read a text file in UTF-8, or in UTF-16 as PowerShell writes it. Raises RequestError."""
-    try:
-        data = path.read_bytes()
-        marked = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
-        return data.decode("utf-16" if marked else "utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{path}: cannot be read as text: {error}") from None
-
-
 def read_homography(path: Path) -> np.ndarray:
     """Read (3, 3) float64 from a text file, its numbers separated by blanks, commas or semicolons,
     with or without brackets. Raises RequestError unless it is an invertible 3x3 matrix.
     """
     wrong = f"{path}: not a homography"
-    lines = read_text(path).splitlines()
     numbers: List[float] = []
-    for number, line in enumerate(lines, 1):
+    for number, line in read_lines(path):
         try:
-            numbers += map(float, re.sub(r"[][,;]", " ", line.partition("#")[0]).split())
+            numbers += map(float, re.sub(r"[][,;]", " ", line).split())
         except ValueError as error:
-            comma = "; write decimals with a point" if re.search(r"\d,\d", line) else ""
-            raise RequestError(f"{wrong}: line {number}: {error}{comma}") from None
+            raise RequestError(f"{wrong}: line {number}: {error}") from None
     if len(numbers) != 9:
         raise RequestError(f"{wrong}: expected 3 rows of 3 numbers, found {len(numbers)}")
     H = np.array(numbers).reshape(3, 3)
@@ -210,19 +208,11 @@ def read_homography(path: Path) -> np.ndarray:
     return H
 
 
-def find_image(folder: Path, name: str) -> Path:
-    """The file of a name in a list, which may be spelled with the accents of another system."""
-    forms = (folder / unicodedata.normalize(form, name) for form in ("NFC", "NFD"))
-    return next((path for path in (folder / name, *forms) if path.is_file()), folder / name)
-
-
 def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
     """Read the pairs of a `pairs_with_gt.txt`. Raises RequestError that names the wrong line."""
-    lines = read_text(path).splitlines()
     pairs = [
         read_line(f"--poses {path} line {number}", line.split())
-        for number, line in enumerate(lines, 1)
-        if line.strip() and not line.startswith("#")
+        for number, line in read_lines(path)
     ]
     if not pairs:
         raise RequestError(f"--poses {path}: contains no pair")

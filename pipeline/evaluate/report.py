@@ -314,12 +314,12 @@ def legend(results: Results) -> List[str]:
     lines = ["; ".join(words for name, words in WORDS.items() if name in known)]
     what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
     lines.append(f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}")
-    used = set(results.metrics["estimator"])
-    lines += [words for estimator, words in ESTIMATORS.items() if estimator in used]
     if results.metrics["refined"].any():
         lines.append(
             f"{REFINED}: matches refined by the pixels around them, of every matcher alike"
         )
+    used = set(results.metrics["estimator"])
+    lines += [words for estimator, words in ESTIMATORS.items() if estimator in used]
     limits = only(results.metrics, metric="threshold").set_index("matcher")["value"]
     text = ", ".join(f"{title(name)} {limit:g}" for name, limit in limits.items())
     lines.append(f"smallest confidence of a network's matches: {text}")
@@ -355,12 +355,13 @@ def text(results: Results) -> str:
     """The report as it is printed."""
     sequences = results.unit == "sequences"
     cells = duel_cells(results)
+    short = 3 if results.metrics["refined"].any() else 2  # the page has the whole legend
+    head = ["in %", "SuperGlue", "ratio test", "difference", "95 % interval", ""]
+    title_line = f"{results.title}, {results.table['number'].nunique()} pairs"
     sections = [
-        [verdict(results)],
-        [f"{results.title}, {results.table['number'].nunique()} pairs"],
-        align([["in %", "SuperGlue", "ratio test", "difference", "95 % interval", ""], *cells]),
+        [verdict(results), title_line, *align([head, *cells])],
         scene_lines(results) if sequences else [],
-        [*align(_rows_of(matches_table(results))), *area_lines(results), *legend(results)],
+        [*align(_rows_of(matches_table(results))), *area_lines(results), *legend(results)[:short]],
         list(filter(None, [negative_line(results), same_line(results), *results.notes])),
     ]
     return "\n\n".join("\n".join(section) for section in sections if section)

@@ -1,5 +1,6 @@
 """Reading folders in HPatches layout: what is accepted, what is refused and in which words."""
 
+import unicodedata
 from pathlib import Path
 
 import cv2
@@ -39,6 +40,41 @@ def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     (folder / "H_1_2").rename(folder / "H_1_2.txt")
     source = HPatchesPairs(folder, short_side=0)
     assert source.scenes == [("only", 1)] and len(source.load(0)[1]) == 1
+
+
+@pytest.mark.parametrize(
+    "text, encoding",
+    [
+        ("1 0 12\n0 1 -8\n0 0 1\n", "utf-16"),  # PowerShell's `>`
+        ("1 0 12\r\n0 1 -8\r\n0 0 1\r\n", "utf-8-sig"),
+        ("[[1, 0, 12],\n [0, 1, -8],\n [0, 0, 1]]\n", "utf-8"),
+        ("# by hand\n1;0;12;0;1;-8;0;0;1\n", "utf-8"),
+    ],
+)
+def test_homographies_of_other_programs_are_read(tmp_path, text, encoding):
+    (tmp_path / "H_1_2").write_bytes(text.encode(encoding))
+    np.testing.assert_array_equal(folders.read_homography(tmp_path / "H_1_2"), SHIFT)
+
+
+def test_linked_sequences_are_entered_once_and_hidden_files_are_none(tmp_path, small):
+    elsewhere = write_sequence(tmp_path / "elsewhere", small, {2: SHIFT})
+    write_sequence(tmp_path / "pairs/own", small, {2: SHIFT})
+    (tmp_path / "pairs/linked").symlink_to(elsewhere)
+    (tmp_path / "pairs/loop").symlink_to(tmp_path / "pairs")
+    (tmp_path / "pairs/own/._1.png").write_bytes(b"of a Mac")
+    (tmp_path / "pairs/own/._H_1_2").write_bytes(b"of a Mac")
+    write_sequence(tmp_path / "pairs/.Trash-1000/old", small, {2: SHIFT})
+    assert HPatchesPairs(tmp_path / "pairs").scenes == [("linked", 1), ("own", 1)]
+
+
+def test_lists_of_pairs_are_read_as_other_systems_write_them(tmp_path, small):
+    """UTF-16 of PowerShell, a name as a Mac spells it, a comment."""
+    cv2.imwrite(str(tmp_path / unicodedata.normalize("NFC", "caf\u00e9.png")), small)
+    name = unicodedata.normalize("NFD", "caf\u00e9.png")
+    file = tmp_path / "pairs.txt"
+    file.write_bytes(f"# two views\n{line(name, name)}\n".encode("utf-16"))
+    images, pairs = folders.PosePairs(file, tmp_path, short_side=0).load(0)
+    assert images[0].shape == small.shape and len(pairs) == 1
 
 
 def test_resizing_takes_the_homography_along(tmp_path, photo):
@@ -128,7 +164,7 @@ def test_wrong_files_are_named(tmp_path, text, words):
         folders.read_pairs(tmp_path / "pairs.txt")
     (tmp_path / "picture.txt").write_bytes(b"\xff\xd8\xff")
     for name in ("picture.txt", "nowhere.txt"):
-        with pytest.raises(RequestError, match=f"{name}: cannot be read as text"):
+        with pytest.raises(RequestError, match=name):
             folders.read_pairs(tmp_path / name)
 
 
