@@ -43,7 +43,7 @@ def name_of(metric: str, estimator: str = "", refined: bool = False) -> str:
     The names call refined matches `aligned`, as they always did.
     """
     kind, *limit = re.split(r"_(?=\d+$)", metric)
-    return "_".join(filter(None, (kind, estimator, "aligned" * refined, *limit)))
+    return "_".join(filter(None, (kind, estimator, "aligned" if refined else "", *limit)))
 
 
 def make_table(results: Sequence[Sequence[Row]]) -> pd.DataFrame:
