@@ -1,0 +1,123 @@
+"""The page of `superglue-match --serve` in a real browser: steps, zoom, threshold, errors."""
+
+import shutil
+import threading
+
+import cv2
+import pytest
+from made_scenes import TURN
+from werkzeug.serving import make_server
+
+from superglue_sift.apps import serve
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="needs playwright (pip install playwright)"
+)
+expect = playwright.expect
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (apt-get install chromium)"),
+]
+
+
+@pytest.fixture(scope="module")
+def address(untrained):
+    """The address of a running page."""
+    server = make_server(serve.HOST, 0, serve.make_app(untrained), threaded=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://{serve.HOST}:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as tool:
+        # a container has no sandbox of its own, and the page is ours
+        started = tool.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser, address):
+    opened = browser.new_page(viewport={"width": 1280, "height": 900})
+    opened.errors = []
+    opened.on("pageerror", lambda error: opened.errors.append(str(error)))
+    opened.on("console", lambda said: opened.errors.append(said.text))
+    opened.goto(address)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def files(photo, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("views")
+    for name, view in (("a.png", photo), ("b.png", cv2.warpPerspective(photo, TURN, (600, 400)))):
+        cv2.imwrite(str(folder / name), view)
+    (folder / "bad.png").write_bytes(b"no picture")
+    return folder
+
+
+def choose(page, files, second="b.png"):
+    for view, name in enumerate(("a.png", second)):
+        page.set_input_files(f"#image{view}", str(files / name))
+    done = page.locator("#result:visible, #error:not(:empty)")
+    expect(done).to_have_count(1, timeout=60_000)
+
+
+def test_two_images_are_matched_step_by_step(page, files, untrained):
+    page.evaluate(
+        """() => {
+        window.steps = [];
+        new MutationObserver(() => steps.push(at("said").textContent)).observe(
+            at("said"), {childList: true});
+        }"""
+    )
+    choose(page, files)
+    steps = page.evaluate("steps")
+    assert "Matching ..." in steps and "Finding keypoints in the first image ..." in steps
+    assert "matches fit one camera motion" in page.inner_text("#said")
+    assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
+    assert f"The model's own is {untrained.threshold:.2f}" in page.inner_text("#result")
+    assert page.inner_text("#caption").startswith("The colour of a match is its place")
+    expect(page.locator("#picture")).to_have_js_property("complete", True)
+    assert page.evaluate("at('picture').naturalWidth") == 600 + 8 + 600
+    assert page.is_hidden("#bar") and page.errors == []
+    with page.expect_download() as download:
+        page.click("text=matches.npz")
+    assert download.value.suggested_filename == "matches.npz"
+
+
+def test_the_threshold_and_the_model_s_own(page, files, untrained):
+    choose(page, files)
+    said = page.locator("#said")
+    before = said.inner_text()
+    page.locator("#threshold").fill("0.3")
+    page.locator("#threshold").dispatch_event("change")
+    expect(said).not_to_have_text(before, use_inner_text=True)
+    expect(said).to_contain_text("fit one camera motion", timeout=60_000)
+    assert page.inner_text("#value") == "0.30"
+    page.click("#own")
+    expect(said).to_have_text(before, use_inner_text=True, timeout=60_000)
+    assert page.inner_text("#value") == f"{untrained.threshold:.2f}"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_click_enlarges_the_picture_and_nothing_is_wider_than_the_page(page, files, width):
+    page.set_viewport_size({"width": width, "height": 844})
+    choose(page, files)
+    expect(page.locator("#picture")).to_have_js_property("complete", True)
+    shown = "at('picture').getBoundingClientRect().width"
+    before = page.evaluate(shown)
+    page.click("#picture")
+    assert page.evaluate(shown) == pytest.approx(3 * before, rel=0.01)
+    page.click("#out")
+    assert page.evaluate(shown) == pytest.approx(2 * before, rel=0.01)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_file_that_is_no_image_is_said(page, files):
+    choose(page, files, "bad.png")
+    assert page.inner_text("#error").startswith("second image: ")
+    assert page.is_hidden("#bar") and page.is_hidden("#result")
