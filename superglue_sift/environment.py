@@ -17,6 +17,7 @@ Networks, for `train.precision: portable`: `NETWORK`, which costs time (docs/tra
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import io
 import os
@@ -87,7 +88,8 @@ def run(module: str) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files are printed as the system has them. A pipe on Windows takes only the
         # letters of one language: others are then printed as numbers instead of an error.
-        own = sys.stdout.encoding.lower() == sys.getfilesystemencoding().lower()
+        names = (sys.stdout.encoding, sys.getfilesystemencoding())
+        own = len({codecs.lookup(name).name for name in names}) == 1
         sys.stdout.reconfigure(errors="surrogateescape" if own else "backslashreplace")
     return exit_code(importlib.import_module(module).main)
 

@@ -166,3 +166,27 @@ def test_a_started_process_waits_passively():
         "OMP_WAIT_POLICY": "passive",
         "OPENBLAS_NUM_THREADS": "1",
     }
+
+
+PRINTS_A_NAME = """
+import sys, types
+from superglue_sift import environment
+sys.modules["said"] = types.SimpleNamespace(main=lambda _: print({name!r}))
+environment.run("said")
+"""
+
+
+@pytest.mark.parametrize(
+    "encoding, name, printed",
+    [
+        ("cp1252", "\u5199\u771f.jpg", b"\\u5199\\u771f.jpg"),  # a pipe on Windows
+        ("utf-8", "\u5199.jpg", "\u5199.jpg".encode()),
+        ("utf8", "a\udcff.jpg", b"a\xff.jpg"),  # a name on Linux that is not UTF-8
+    ],
+)
+def test_names_that_the_output_cannot_show_are_no_error(encoding, name, printed):
+    values = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
+    values["LC_ALL"] = "C.UTF-8"
+    words = [sys.executable, "-c", PRINTS_A_NAME.format(name=name)]
+    done = subprocess.run(words, env=values, capture_output=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, b"")

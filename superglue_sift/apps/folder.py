@@ -281,7 +281,8 @@ def json_of(found: MatchResult, about: Mapping[str, Any]) -> bytes:
     """JSON with the common names, `matches` of [index0, index1, score], and `about`, such as the
     names of the files.
 
-    frame, turned0, turned1: see `MatchResult`. inliers, H_0to1, F_0to1: of `MatchResult.fits`.
+    frame, turned0, turned1: see `MatchResult`. inliers, supported, H_0to1, F_0to1: of
+    `MatchResult.fits`; a model that is not supported fits as wrong matches would.
     aligned0, aligned1, deviations, correlations: in the order of the matches, without a value where
     refinement failed, and None if the matches were not refined.
     """
@@ -303,6 +304,7 @@ def json_of(found: MatchResult, about: Mapping[str, Any]) -> bytes:
         "pair_score": found.pair_score,
         "accepted": found.accepted,
         "inliers": {name: int(fit.inliers.sum()) for name, fit in fits.items()},
+        "supported": {name: fit.supported for name, fit in fits.items()},
     }
     for name, key in (("H_0to1", "homography"), ("F_0to1", "fundamental")):
         model = fits[key].model
