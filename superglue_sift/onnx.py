@@ -47,19 +47,19 @@ from superglue_sift.torch_compat import can_export, sqrt
 
 OPSET = 18  # minimum that torch's exporter writes without conversion
 IR_VERSION = 8  # of OPSET; with the exporter's own, 10, ONNX Runtime must be 1.18 or newer
-SIDE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
-INPUTS = tuple(f"{name}{side}" for side in "01" for name in SIDE)
-# Of each keypoint; others are one number
+OF_IMAGE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
+INPUTS = tuple(f"{name}{view}" for view in "01" for name in OF_IMAGE)
+# Columns of an input that has several for each keypoint; other inputs have one number
 WIDTHS = {"keypoints": (2,), "kpts": (2,), "descriptors": (SIFT_DIM,), "desc": (SIFT_DIM,)}
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
-COLMAP_SIDE = ("kpts", "desc", "image_size", "scales", "oris")
-COLMAP_INPUTS = tuple(f"{name}{side}" for name in COLMAP_SIDE for side in "01")
+COLMAP_OF_IMAGE = ("kpts", "desc", "image_size", "scales", "oris")
+COLMAP_INPUTS = tuple(f"{name}{view}" for name in COLMAP_OF_IMAGE for view in "01")
 COLMAP_OUTPUTS = ("matches0", "mscores0")
-# Most keypoints of an image that the file for COLMAP matches, of the 8,192 that COLMAP may find:
-# time and memory grow with the square. At 2,048 a pair takes 3 s of one core and 0.7 GB.
+# COLMAP may find 8,192 keypoints. The file matches at most this many of an image, since time and
+# memory grow with the square: at 2,048 a pair takes 3 s of one core and 0.7 GB.
 COLMAP_KEYPOINTS = 2048
-# Of COLMAP's models of Strecha's scenes the cameras are most exact between 0.6 and 0.8; below 0.8
-# one pair is false.
+# COLMAP's cameras of Strecha's scenes are most exact between 0.6 and 0.8. Below 0.8, one pair is
+# false.
 COLMAP_THRESHOLD = 0.7
 
 
@@ -75,10 +75,10 @@ class PaddedSuperGlue(nn.Module):
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
         """INPUTS to OUTPUTS, see the module's docstring."""
         named = dict(zip(INPUTS, inputs))
-        sides = [_with_padding({name: named[name + side] for name in SIDE}) for side in "01"]
-        images = Images([side["mask"] for side in sides], padded=[True, True], empty=[True, True])
+        views = [_with_padding({name: named[name + view] for name in OF_IMAGE}) for view in "01"]
+        images = Images([view["mask"] for view in views], padded=[True, True], empty=[True, True])
         names = Keypoints._fields[:-1]
-        columns = {name: images.join([side[name] for side in sides]) for name in names}
+        columns = {name: images.join([view[name] for view in views]) for name in names}
         descriptors = self.model.describe(Keypoints(**columns, images=images))
         ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
         # float64, whose range is sufficient for trained scores: a graph cannot fall back to the log
@@ -109,7 +109,8 @@ class ColmapSuperGlue(nn.Module):
     ) -> None:
         """model: in evaluation mode. threshold: minimum probability of a match.
 
-        max_keypoints: of an image, those that nearest neighbours match best; others have no match.
+        max_keypoints: maximum number of keypoints of an image. Those with the best nearest
+        neighbours are kept, the others have no match.
         """
         super().__init__()
         self.network = PaddedSuperGlue(model, threshold)
@@ -118,11 +119,11 @@ class ColmapSuperGlue(nn.Module):
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
         """COLMAP_INPUTS to COLMAP_OUTPUTS."""
         named = dict(zip(COLMAP_INPUTS, inputs))
-        sides = [{name: named[name + side] for name in COLMAP_SIDE} for side in "01"]
+        views = [{name: named[name + view] for name in COLMAP_OF_IMAGE} for view in "01"]
         ranks = rank_by_descriptor(named["desc0"][0], named["desc1"][0])
         orders = [_first(rank, self.max_keypoints) for rank in ranks]
-        values = [_from_colmap(side, order) for side, order in zip(sides, orders)]
-        matches, _, scores, *_ = self.network(*(side[name] for side in values for name in SIDE))
+        values = [_from_colmap(view, order) for view, order in zip(views, orders)]
+        matches, _, scores, *_ = self.network(*(view[name] for view in values for name in OF_IMAGE))
         # the last entry is for -1, no match
         index1 = torch.cat([orders[1], orders[1].new_full((1,), -1)])[matches[0]]
         found = torch.full_like(named["scales0"][0], -1, dtype=torch.int64)
@@ -133,7 +134,7 @@ class ColmapSuperGlue(nn.Module):
 
 
 def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
-    """How far a match is from likely, of keypoints with unit descriptors (M, D) and (N, D).
+    """Rank keypoints with unit descriptors (M, D) and (N, D): the smaller, the likelier a match.
 
     Returns (M,) and (N,) float32: Lowe's ratio of distances, the smaller one of both directions
     for mutual nearest neighbours, so that both are kept or none; 1 more for all others.
@@ -162,17 +163,17 @@ def _first(rank: Tensor, most: int) -> Tensor:
     return rank.argsort()[torch.arange(count, device=rank.device)]
 
 
-def _from_colmap(side: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
-    """The keypoints `order` (n,) of one image by the names of SIDE.
+def _from_colmap(view: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
+    """The keypoints `order` (n,) of one image by the names of OF_IMAGE.
 
     Sizes are divided as by `Features.as_found`: the network knows images of up to RESIZE px.
     """
     kpts, desc, scales, oris = (
-        side[name].index_select(1, order) for name in ("kpts", "desc", "scales", "oris")
+        view[name].index_select(1, order) for name in ("kpts", "desc", "scales", "oris")
     )
     scales = 2 * scales  # OpenCV's size is a diameter
     smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
-    unit = torch.minimum(side["image_size"][0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(
+    unit = torch.minimum(view["image_size"][0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(
         min=1.0
     )
     return {
@@ -181,7 +182,7 @@ def _from_colmap(side: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
         "scores": torch.full_like(scales, TYPICAL_SCORE),  # COLMAP stores none
         "scales": scales / unit,
         "angles": torch.rad2deg(oris),
-        "image_size": side["image_size"] / unit,
+        "image_size": view["image_size"] / unit,
         "mask": torch.ones_like(scales, dtype=torch.bool),
     }
 
@@ -197,22 +198,22 @@ def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     return {**padded, "positions": padded["keypoints"], "image_size": size}
 
 
-# Who reads a file: names of its inputs and outputs
+# Programs that read a file, with the names of its inputs and outputs
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, COLMAP_OUTPUTS)}
 
 
-def inputs_of(side0: Features, side1: Features) -> Dict[str, np.ndarray]:
+def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
     """The graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
-    side0, side1 = (side.as_found(RESIZE) for side in (side0, side1))
+    features0, features1 = (view.as_found(RESIZE) for view in (features0, features1))
     values: Dict[str, np.ndarray] = {}
-    pair = choose_pair(Pair(side0.records, side1.records, side0.size, side1.size))
-    for side, records, size in zip("01", pair[:2], pair[2:]):
+    pair = choose_pair(Pair(features0.records, features1.records, features0.size, features1.size))
+    for view, records, size in zip("01", pair[:2], pair[2:]):
         columns = {name + "s": records[name] for name in ("descriptor", "score", "scale", "angle")}
         columns.update(keypoints=positions(records), image_size=np.array(size))
         values.update(
-            {name + side: value.astype(np.float32)[None] for name, value in columns.items()}
+            {name + view: value.astype(np.float32)[None] for name, value in columns.items()}
         )
-        values["mask" + side] = np.ones((1, len(records)), bool)
+        values["mask" + view] = np.ones((1, len(records)), bool)
     return values
 
 
@@ -259,11 +260,11 @@ def export(
     form: str = "any",
     max_keypoints: int = COLMAP_KEYPOINTS,
 ) -> Path:
-    """Write a trained model (None: the shipped weights) as ONNX, opset 18, in one .onnx file.
+    """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
-    threshold: minimum probability of a match; None: for COLMAP COLMAP_THRESHOLD, otherwise the
-    model's own, else 0.2. The file's metadata contain it. form: of FORMS, who reads the file.
-    max_keypoints: of an image, for COLMAP. Takes a minute or more.
+    model: a model file; if None, the shipped weights. threshold: minimum probability of a match,
+    which the file's metadata contain; if None, COLMAP_THRESHOLD for COLMAP, otherwise the model's
+    own or 0.2. form: a key of FORMS. max_keypoints: see `ColmapSuperGlue`.
     Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
     packages.
     """

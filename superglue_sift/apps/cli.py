@@ -79,6 +79,7 @@ RANGES = {
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Entry point of the command."""
     args = parse(argv)
+    # an existing database may need no matcher: it loads one itself
     if args.source == DATABASE:
         return match_database(args)
     if args.source == PAGE:
@@ -102,6 +103,7 @@ def load(args: argparse.Namespace) -> Matcher:
 def match_two(args: argparse.Namespace) -> int:
     """Match two images; print a summary and write the requested files."""
     matcher = load(args)
+    # find keypoints, without those that a mask leaves out
     started = time.perf_counter()
     images = args.inputs
     if args.masks:
@@ -110,6 +112,7 @@ def match_two(args: argparse.Namespace) -> int:
         images = list(map(matcher.extract, images, masks))
     features = matcher.extract_all(images)
     extracted = time.perf_counter()
+    # match, say what the matches fit, and write what is asked for
     found = matcher.match(*features)
     matched = time.perf_counter()
     print(found.summarize())
@@ -131,6 +134,7 @@ def match_database(args: argparse.Namespace) -> int:
 
     default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
+        # choose pairs as for a folder, and leave out those that have matches
         pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing, args.k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
         of = f"{len(stored.photos)} images with features, {total} pairs"
@@ -168,6 +172,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
     _add_inputs_and_outputs(parser)
     _add_settings(parser)
+    # complete what was given, then check it: a mistake is said before the model is loaded
     args = parser.parse_args(argv)
     args.inputs = [path for given in args.inputs for path in _expand(given)]
     args.scene = args.colmap is not None if args.scene is None else args.scene
@@ -287,6 +292,7 @@ def _spell(name: str) -> str:
 
 def _source(args: argparse.Namespace) -> str:
     """What is matched. Raises RequestError if nothing is, or more than one thing."""
+    # exactly one of these must be given
     sources = [LIST] * bool(args.pairs) + [PAGE] * args.serve + [FILES] * bool(args.inputs)
     if not sources and args.colmap:
         return DATABASE
@@ -340,6 +346,7 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.colmap and args.colmap.exists() and args.source != DATABASE:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
+    # a result overwrites neither a photograph nor another result
     taken = dict.fromkeys((path.resolve() for path in args.inputs), "an input")
     for path in filter(None, (args.out, args.json, args.colmap)):
         if path.resolve() in taken:
@@ -353,6 +360,7 @@ def _check_files(args: argparse.Namespace) -> None:
         tables = [args.out_dir / name for name in (folder.PAIR_LIST, folder.BAD_IMAGES)]
         if args.pairs.resolve() in [table.resolve() for table in tables]:
             raise RequestError(f"{args.pairs}: a table of results would overwrite it; rename it")
+    # packages that are no part of the plain installation
     if args.colmap:
         import_extra("pycolmap", "colmap")
     if args.serve:

@@ -41,6 +41,7 @@ Adding = Callable[[Item, Item, MatchResult], None]
 
 def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
     """Match any number of pairs into --out-dir; return the exit code."""
+    # features of all photographs, which are kept, and the pairs to match
     features = args.features or args.out_dir / "features"
     store = FeatureStore(matcher, features, args.masks, pairing.root_of(args))
     photos, bad, pairs, total = _prepare(args, store)
@@ -55,10 +56,12 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
             adding.append(stack.enter_context(pair_list(args.out_dir, pairing.root_of(args))))
         if args.colmap:
             adding.append(stack.enter_context(_database(args, photos, store)))
+        # match the pairs, and in large scenes those that the accepted ones propose
         done = match_pairs(args, store, pairs, total, adding)
         for _ in range(retrieval.ROUNDS if expansion else 0):
             more = expansion.propose() if expansion else []
             done += match_pairs(args, store, more, len(more), adding)
+    # say what was done, and which photographs are bad
     print(_report(args.out_dir, *done))
     if args.colmap:
         print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
@@ -81,7 +84,7 @@ def _prepare(
         listed = pairing.listed_pairs(args.pairs, pairing.root_of(args))
         every = list(dict.fromkeys(itertools.chain.from_iterable(listed)))
         photos, bad = extract_all(every, store)
-        readable = set(photos)
+        readable = set(photos)  # a pair with a bad photograph is left out
         pairs = [pair for pair in listed if readable.issuperset(pair)]
         return photos, bad, pairs, len(pairs)
     kind = args.pairing or "auto"
@@ -148,6 +151,7 @@ def _match_new(
     """Each pair, in order, with its result, or with None if its file exists."""
     matcher = store.matcher
     matcher.side_by_side()
+    # pixels are read only if positions are refined by them
     features_of = store.with_pixels if matcher.refine else store
     size = PAIRS_OF_A_WORKER * matcher.workers
     if matcher.device.startswith("cuda"):
@@ -245,6 +249,7 @@ def npz_of(found: MatchResult) -> bytes:
         arrays["pair_score"] = found.pair_score
     for name in REFINED if found.aligned1 is not None else ():
         refined = getattr(found, name)
+        # (K, ...) of the matches to (M, ...) of the keypoints of image 0
         arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = refined
     data = io.BytesIO()
@@ -265,6 +270,7 @@ def read_npz(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
         matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
     except DAMAGED:
         raise RequestError(f"{path}: is damaged; --overwrite matches the pair again") from None
+    # the indices of the matches are those of these keypoints alone
     now = [features0.keypoints, features1.keypoints, features0.frame]
     of_scene = "pair_score" in arrays
     if not all(map(np.array_equal, known, now)) or of_scene != (store.matcher.rules is not None):

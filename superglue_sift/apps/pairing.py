@@ -56,6 +56,7 @@ def named_inputs(args: argparse.Namespace) -> List[Item]:
     """The images of a folder, or those of the command line, without pictures of matches."""
     if args.source == FOLDER:
         return photos_in(args.inputs[0], args.out_dir)
+    # the same file twice, or a picture that an earlier command wrote next to its matches
     kept = [path for path in args.inputs if not _is_result(path)]
     given = {Path(os.path.abspath(path)): path for path in kept}
     if len(given) < 2:
@@ -127,7 +128,7 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
     `#` are ignored. SuperGlue's lists have two rotations after the names, and 38 numbers of a pose.
     Raises RequestError for an unreadable file or a line without two names.
     """
-    pairs: Dict[Tuple[Path, Path], None] = {}
+    pairs: Dict[Tuple[Path, Path], None] = {}  # each once, in the order of the list
     for number, line in read_lines(file):
         words = _names(line)
         if len(words) != 2:
@@ -153,7 +154,7 @@ def _names(line: str) -> List[str]:
     except csv.Error:
         return []
     words = [word.strip() for word in words if word.strip()]
-    numbers = words[2:]
+    numbers = words[2:]  # rotations, intrinsics and a pose of SuperGlue's lists
     return words[:2] if all(map(_is_number, numbers)) else words
 
 

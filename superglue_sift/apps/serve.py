@@ -86,6 +86,7 @@ def make_app(matcher: Matcher) -> Any:
         threshold = request.form.get("threshold", matcher.threshold, float)
         check_range("threshold", threshold, 0, 1)
 
+        # one line of JSON for each step, so that the page shows the progress
         def lines() -> Iterator[str]:
             try:
                 for line in steps(images, threshold):

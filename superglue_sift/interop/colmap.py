@@ -125,6 +125,7 @@ class ColmapDatabase:
     def _image(self, name: str, features: Features) -> Tuple[int, Any, np.ndarray]:
         """Id, camera and positions of an image, whose keypoints are written the first time."""
         points = _points(features)
+        # the first pair of an image: its camera if it has none, and its keypoints
         if name not in self._known:
             if name not in self._asked and (self._images or Path()).joinpath(name).is_file():
                 self.add_photographs([name])
@@ -221,6 +222,7 @@ def database_of(
         database.add_photographs(list(name.values()))
         yield add
         moved = refine_keypoints(keypoints, pairs, store) if refine else keypoints
+        # write the pairs, with the keypoints where all pairs agree on them
         for photo0, photo1, result in pairs:
             if refine and result.pair_score is not None:
                 points0 = moved[photo0][result.matches[:, 0]]
@@ -281,6 +283,7 @@ class StoredFeatures:
         self._writer: Any = None
         if not path.is_file():
             raise RequestError(f"{path}: no such database; {EXTRACT}")
+        # names, sizes, and which images and pairs have features and matches
         self._reader = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)
         self._reader.row_factory = sqlite3.Row
         with self._explain():
@@ -360,6 +363,7 @@ class StoredFeatures:
         if keypoints.shape[1] < 4:
             raise RequestError(f"{self.path}: {name} has keypoints without scale and orientation")
         descriptors = np.frombuffer(row["data"] or b"", np.uint8).reshape(-1, 128)
+        # the largest keypoints, whose rows in the database `order` keeps
         size = (image["width"], image["height"])
         features = Features.of_colmap(keypoints, descriptors, size)
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]

@@ -55,6 +55,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
         raise RequestError(
             "LightGlue and hloc: only SIFT features can be converted, these are others"
         )
+    # the field's names and units: RootSIFT, radians; scales stay diameters in pixels
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
@@ -79,6 +80,7 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
         value = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
         return value[0] if value.ndim > axes else value
 
+    # back to OpenCV's units: degrees from 0 to 360, descriptors from 0 to 255
     width, height = plain("image_size", 1)
     scales = plain("scales", 1)
     known = "scores" in data or "keypoint_scores" in data
@@ -100,10 +102,11 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
         "matches": [torch.from_numpy(result.matches)],
         "scores": [torch.from_numpy(result.scores)],
     }
-    for side in (0, 1):
-        partners, scores = (torch.from_numpy(values)[None] for values in result.dense(side))
-        output[f"matches{side}"] = partners
-        output[f"matching_scores{side}"] = scores
+    # (K, 2) indices to (1, M) and (1, N) partners
+    for view in (0, 1):
+        partners, scores = (torch.from_numpy(values)[None] for values in result.dense(view))
+        output[f"matches{view}"] = partners
+        output[f"matching_scores{view}"] = scores
     return output
 
 

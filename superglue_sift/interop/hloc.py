@@ -113,7 +113,7 @@ class MatcherForHloc:
         "scene": False,
     }
     required_inputs: ClassVar[List[str]] = [
-        f"{name}{side}" for side in "01" for name in ("image", *ARRAYS)
+        f"{name}{view}" for view in "01" for name in ("image", *ARRAYS)
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
@@ -123,12 +123,12 @@ class MatcherForHloc:
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """hloc's features of two images to matches0 (1, M) and matching_scores0 (1, M)."""
-        sides = []
-        for side in "01":
-            values = {name: data[name + side] for name in ARRAYS}
-            height, width = data["image" + side].shape[-2:]
-            sides.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
-        output = convert.to_lightglue_matches(self.matcher.match(*sides))
+        views = []
+        for view in "01":
+            values = {name: data[name + view] for name in ARRAYS}
+            height, width = data["image" + view].shape[-2:]
+            views.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
+        output = convert.to_lightglue_matches(self.matcher.match(*views))
         return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}
 
 

@@ -15,7 +15,6 @@ from waiting import wait_until
 
 from superglue_sift import RequestError
 from superglue_sift.apps import folder, serve
-from superglue_sift.geometry import verification
 
 pytest.importorskip("flask", reason="needs Flask")
 HOME = "http://127.0.0.1:8010"
@@ -70,17 +69,6 @@ def test_two_images_give_the_steps_and_the_files_of_the_command(
         picture.pixels.shape
     )
     assert answer["caption"] == picture.legend
-
-
-def test_a_scene_has_the_matches_of_the_command(untrained, views):
-    rules = verification.Rules(accept=0.0, likely=0)
-    scene = dataclasses.replace(untrained, rules=rules, threshold=0.9)
-    expected = scene.match(*map(gray, views))
-    assert len(expected.matches) > 50
-    answer = lines_of(post(serve.make_app(scene).test_client(), *views))[-1]
-    assert answer["threshold"] == 0.9  # what the page's slider shows
-    found = json.loads(base64.b64decode(answer["files"]["matches.json"]))["matches"]
-    np.testing.assert_array_equal(np.array(found)[:, :2], expected.matches)  # and scores
 
 
 @pytest.mark.parametrize("bad", [b"", b"<svg/>", b"\xff\xd8\xff\xe0" + bytes(100)])
