@@ -2,8 +2,7 @@
 runs first).
 
 Driver, GPUs, memory, shared memory, disk and packages. Exit code 0 if the work can start, 2 if
-something prevents it. `--quick` prints only what does, or else the disk. How
-long a training takes, its progress says.
+something prevents it. `--quick` prints only what prevents it, or else the line about the disk.
 """
 
 from __future__ import annotations
@@ -39,7 +38,10 @@ DRIVERS = ((13, "580"), (12, "525.60.13"), (11, "450.80.02"))
 
 
 class Finding(NamedTuple):
-    """One line of the doctor: its level, what was checked, the result and the fix, if any."""
+    """One line of the doctor.
+
+    level: OK, NOTE, WARN or FAIL. subject: what was checked. text: the result, and the fix.
+    """
 
     level: str
     subject: str

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 
-from superglue_sift.errors import RequestError, WorkError, exit_code  # noqa: F401
+from superglue_sift.errors import RequestError, WorkError  # noqa: F401
+from superglue_sift.errors import exit_code as run  # noqa: F401
 
 STOPPED = 143
 RESTARTS = "SG_RESTARTS"  # set by pipeline.launch: how often it has started the ranks again
-run = exit_code
 
 
 def read_number(name: str, usual: int, least: int = 0) -> int:

@@ -51,7 +51,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 
 WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
-OURS = "superglue"  # name of the model, in its file and in the evaluation
+NAME = "superglue"  # name of the model, in its file and in the evaluation
 
 # What a training stores with its best model.
 KEYS = ("data", "step", "train", trained_on.KEY, "training", "validation")
@@ -105,7 +105,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         else {}
     )
     description = describe(info, sections, metrics, args.model)
-    path = args.out / f"{OURS}.safetensors"
+    path = args.out / f"{NAME}.safetensors"
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}

@@ -16,9 +16,7 @@ MIB = 1 << 20
 
 
 def read_json(path: Path, missing: str) -> Any:
-    """The content of a JSON file. Raises RequestError, with the text `missing` if there is no such
-    file.
-    """
+    """Read a JSON file. Raises RequestError, with the text `missing` if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

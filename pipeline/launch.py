@@ -97,11 +97,15 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
 
 
 def _own_address() -> Dict[str, object]:
+    """Where the ranks of one node meet."""
     from pipeline.distributed import free_port
 
     address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return {
         "nnodes": 1,
+        # spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND
+        "rdzv_backend": "static",
+        "rdzv_endpoint": "",
         "master_addr": address,
         "master_port": free_port(address, read_number("MASTER_PORT", 0)),
     }

@@ -1,5 +1,5 @@
-"""Prefetching: results computed in advance, in the order of their items, with a bounded number in
-flight.
+"""Prefetching: results are computed in advance and yielded in the order of their items. The number
+of results that wait is limited.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ CLOSE_S = 5.0  # seconds that closing waits for a thread that hangs
 def in_order(
     submit: Callable[[Any], Future[Result]], items: Iterable[Any], ahead: int
 ) -> Generator[Result, None, None]:
-    """The result of each item; `submit` gets the items up to `ahead` in advance.
+    """Yield the result of each item. `submit` gets the items, up to `ahead` of them in advance.
 
-    An exception of the work is raised here, at its item. Closing the iterator cancels what has not
-    started.
+    An exception of the work is raised here, when its item comes. Closing the iterator cancels the
+    work that has not started.
     """
     waiting: Deque[Future[Result]] = deque()
     try:
@@ -39,9 +39,9 @@ def in_order(
 def prefetch(
     make: Callable[[Any], Result], items: Iterable[Any], ahead: int = 2, threads: int = 1
 ) -> Generator[Result, None, None]:
-    """`make(item)` for each item, computed by threads up to `ahead` items in advance.
+    """Yield `make(item)` for each item. Threads compute it up to `ahead` items in advance.
 
-    Closing the iterator ends the threads; it waits at most CLOSE_S for one that hangs.
+    Closing the iterator ends the threads. It waits at most CLOSE_S for a thread that hangs.
     """
     queue: SimpleQueue = SimpleQueue()
     # no executor: the end of the process would wait for its threads

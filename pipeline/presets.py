@@ -1,8 +1,8 @@
 """Copy a preset to params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-A preset is a whole params.yaml; `presets/sample.yaml` explains the keys. A params.yaml that holds
-the preset already keeps its edited keys. `--images` names a folder of images; the digest of its
-files goes into `fetch.content`, so that a changed folder is fetched again.
+A preset is a whole params.yaml, and `presets/sample.yaml` explains the keys. A params.yaml that
+holds the preset already keeps its edited keys. `--images` names a folder of images. The digest of
+its files goes into `fetch.content`, so that a changed folder is fetched again.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def refresh(path: Path) -> bool:
     return write(path, render(params.preset(path), fetch.path, fetch.val_path, text))
 
 
-def require_unseen(path: Path) -> None:
-    """Raises RequestError if the initial weights know all photographs held out for validation."""
+def require_other_images(path: Path) -> None:
+    """Raise RequestError if the initial weights were trained on every held-out photograph."""
     from pipeline import trained_on
     from pipeline.fetch import dataset
 
@@ -108,7 +108,9 @@ def require_unseen(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> bool:
-    """Replace the file at `path` and print the difference. Returns False if it is equal already."""
+    """Replace the file at `path` and print the difference. Returns False if the file has this text
+    already.
+    """
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:
         return False
@@ -155,7 +157,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         text = args.params.read_text(encoding="utf-8") if keeps else ""
         if not write(args.params, render(name, args.images, args.val_images, text)):
             print(f"{args.params} already holds preset {name}")
-    require_unseen(args.params)
+    require_other_images(args.params)
     return 0
 
 

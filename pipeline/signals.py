@@ -1,5 +1,5 @@
-"""Signals: a request to stop, which takes effect between two steps; ending with the parent
-process.
+"""Signals: a request to stop, which takes effect between two steps, and the end of a process with
+its parent.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Iterator, Optional
 
-# The container, Ctrl-C, SLURM before preemption
+# What containers, Ctrl-C, and SLURM before preemption send
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
@@ -20,12 +20,14 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
     """Ask Linux to send this process the signal `number` when its parent ends.
 
-    parent: its id, if known; if it has ended already, this process exits at once.
+    Args:
+        parent: the id of the parent, if it is known. If the parent has ended already, this process
+            exits at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if parent is not None and os.getppid() != parent:
-        os._exit(1)  # it ended before the call above
+        os._exit(1)  # the parent ended before the call above
 
 
 @contextlib.contextmanager
@@ -47,8 +49,10 @@ def serve(parent: int) -> None:
 
 
 class Stop:
-    """`requested` becomes True when one of the signals arrives; a second Ctrl-C ends the process at
-    once. The launcher answers the first with SIGTERM, which does not count.
+    """`requested` becomes True when one of the signals arrives.
+
+    A second Ctrl-C ends the process at once. SIGTERM does not count as one, because schedulers send
+    several signals to the same process.
     """
 
     requested = False

@@ -1,6 +1,6 @@
-"""List of the photographs that a model was trained on, next to its file, so that nobody tests on
-them by accident.
+"""The overlap of training and test: which photographs a model was trained on.
 
+A list stands next to the file of each model, so that nobody tests on these photographs by accident.
 `best.safetensors` has `best.trained_on.txt`: one photograph a line
 (`fetch.dataset.Entry.photograph`), including those of the initial weights. The description
 inside the model file has the list's digest.
@@ -16,7 +16,7 @@ from pipeline.errors import RequestError
 from pipeline.files import write_atomic
 from superglue_sift.network.weights import BadCheckpoint, load_model_file
 
-KEY = "trained_on"  # of a model's description
+KEY = "trained_on"  # key of the digest in a model's description
 _UNKNOWN = "unknown"
 _TITLE = (
     "# Photographs the weights were trained on: COCO's number, or CRC-32 and bytes of the file.\n"
@@ -34,8 +34,9 @@ def digest(photographs: Iterable[str]) -> str:
 
 
 def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
-    """Write the list of a model atomically; None: unknown. The same photographs give the same
-    bytes.
+    """Write the list of a model atomically, the same bytes for the same photographs in any order.
+
+    photographs: None if they are not known.
     """
     lines = (
         [_UNKNOWN]
@@ -46,9 +47,9 @@ def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
 
 
 def read(model: Path) -> Optional[FrozenSet[str]]:
-    """The photographs that a model was trained on; None if unknown.
+    """Read the photographs that a model was trained on. Returns None if they are not known.
 
-    Raises RequestError if the list is another model's.
+    Raises RequestError if the list belongs to another model.
     """
     path = list_of(model)
     try:
@@ -76,8 +77,15 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
 def leave_out(
     model: Path, photographs: Sequence[str], keep: bool, title: str
 ) -> Tuple[List[int], str]:
-    """The places of the photographs that a model was not trained on, and a message, "" if that is
-    all of them. With `keep` nothing is left out; title: of the model, for the message.
+    """Leave out the photographs that a model was trained on.
+
+    Args:
+        keep: leave none out, and only say how many there are.
+        title: name of the model in the message.
+
+    Returns:
+        The indices of the photographs that stay, and a message, "" if no photograph was in the
+        training.
     """
     every = list(range(len(photographs)))
     known = read(model)
