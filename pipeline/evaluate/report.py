@@ -181,7 +181,7 @@ def verdict(results: Results) -> str:
 
 
 def headline(results: Results) -> Dict[str, float]:
-    """The ten metrics with short names, for DVC (summary.json) and MLflow.
+    """The ten metrics with short names, in percent, for DVC (summary.json) and MLflow.
 
     Values of ours and their gains over the best baseline: the leading AUC, the same of refined
     matches, recall (poses: matching score) at the ratio test's precision. Values of ours alone:
@@ -203,7 +203,8 @@ def headline(results: Results) -> Dict[str, float]:
     values[f"within_{WITHIN}"] = ours.get((f"within_{WITHIN}", lead, False))
     for name in ("precision", recall, "negative_matches"):
         values[name] = ours.get((name, "", False))
-    return {name: float(each) for name, each in values.items() if each is not None}
+    known = {name: float(each) for name, each in values.items() if each is not None}
+    return {name: in_percent(name, value) for name, value in known.items()}
 
 
 def result(results: Results) -> str:
@@ -405,7 +406,7 @@ def write(out: Path, results: Results, page: str) -> None:
         name = f"{row.matcher}.{name_of(row.metric, row.estimator, row.refined)}"
         values[name] = int(row.value) if is_count(row.metric) else plain(shorten(row.value))
     write_json(out / "metrics.json", values, indent=2)
-    short = {name: in_percent(name, value) for name, value in headline(results).items()}
+    short = headline(results)
     write_json(out / "summary.json", short, indent=2)
     write_json(out / "protocol.json", results.protocol, indent=2)
     for folder in ("curves", "pictures"):
