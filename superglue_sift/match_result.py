@@ -173,7 +173,7 @@ class MatchResult:
         """Robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Its model is None for fewer than four matches, and where matches only fit a mirror image.
-        `supported` says whether more matches agree with it than by chance.
+        `supported` says whether most matches agree with it, and more than by chance.
 
         threshold_px: distance in image 1 up to which a match is an inlier. If None, 3 px, and in
             images larger than 1,024 px as much more as they are larger.
@@ -183,8 +183,8 @@ class MatchResult:
     def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
         """Robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
-        Its model is None for fewer than eight matches. `supported` says whether more matches agree
-        with it than by chance.
+        Its model is None for fewer than eight matches. `supported` says whether most matches agree
+        with it, and more than by chance.
 
         threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is that
             of `homography`.
@@ -254,13 +254,13 @@ class MatchResult:
     def describe_fits(self) -> str:
         """Say how many matches fit one camera motion, and how many of these one plane.
 
-        A model is left out if wrong matches would fit one as well (`Fit.supported`).
+        A model is left out if the matches do not support it (`Fit.supported`).
         """
         total = len(self.matches)
         motion = self.fundamental()
         plane = self.homography()
         if not motion.supported and not plane.supported:
-            return f"{total} matches, which fit no model better than by chance"
+            return f"{total} matches, which support no camera motion and no plane"
         flat = int((plane.inliers & (motion.inliers | (not motion.supported))).sum())
         if not motion.supported:
             return f"{flat} of {total} matches fit one plane"

@@ -90,9 +90,18 @@ def test_matches_without_a_geometry_are_said_to_have_none():
     points = np.random.default_rng(0).uniform(0, SIZE, (2, 300, 2)).astype(np.float32)
     found = Matches(np.stack([np.arange(300)] * 2, axis=1), np.ones(300, np.float32))
     result = MatchResult(*points, found, SIZE, SIZE)
-    assert "300 matches, which fit no model better than by chance" in result.summarize()
+    assert "300 matches, which support no camera motion and no plane" in result.summarize()
     assert not result.homography().supported
     assert "of 200 matches fit one camera motion" in made_result(1.0).summarize()
+
+
+def test_a_wallpaper_supports_no_model():
+    """Its matches follow three different shifts: a third fits each, far more than by chance."""
+    points0 = np.random.default_rng(0).uniform(0, (900, 700), (300, 2)).astype(np.float32)
+    shifts = np.repeat(np.float32([[96, 0], [0, 64], [-96, -128]]), 100, axis=0)
+    found = Matches(np.stack([np.arange(300)] * 2, axis=1), np.ones(300, np.float32))
+    plane = MatchResult(points0, points0 + shifts, found, SIZE, SIZE).homography()
+    assert plane.inliers.sum() == 100 and plane.significance > 100 and not plane.supported
 
 
 def test_a_result_stays_consistent():

@@ -36,7 +36,9 @@ MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
 MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
 SEVEN = 7  # degrees of freedom of a fundamental matrix, one per match
-# A model is supported by its inliers if wrong matches have so many in one of 1,000 pairs at most
+# A model is supported if at least this part of the matches are inliers, and if wrong matches have
+# so many in one of 1,000 pairs at most
+SUPPORTED_PART = 0.5
 SUPPORTED_DIGITS = 3.0
 # Local maps
 NEIGHBOURS = 10  # matches to fit a map to
@@ -180,8 +182,14 @@ class Fit:
 
     @property
     def supported(self) -> bool:
-        """Whether more matches agree than wrong ones would by chance (`SUPPORTED_DIGITS`)."""
-        return self.model is not None and self.significance >= SUPPORTED_DIGITS
+        """Whether most matches agree with the model, and more than by chance.
+
+        Where a pattern repeats, matches of different repetitions contradict each other: each of
+        many models then has some of them, which is no chance.
+        """
+        if self.model is None or self.significance < SUPPORTED_DIGITS:
+            return False
+        return float(self.inliers.mean()) >= SUPPORTED_PART
 
 
 def significance(count: int, inliers: int, chance: float, sample: int) -> float:
