@@ -489,7 +489,12 @@ def save_model(
 
 def show_pages(uri: str, host: str, port: int) -> int:
     """Become MLflow's server on the local store, and print the address of the table of runs."""
-    _, experiment = open_experiment(uri, experiment_name())
+    try:
+        _, experiment = open_experiment(uri, experiment_name())
+    except errors.RequestError:
+        raise
+    except Exception as error:  # of MLflow, HTTP, a database
+        raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
     table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
     table += "&workflowType=machine_learning"  # else MLflow 3.17 opens its page for chat models
     if database(uri) is None:

@@ -565,6 +565,21 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
     assert read_files(tmp_path / "moved") == before and not first.exists()
 
 
+def test_ui_prints_the_address_of_the_table_or_one_line_why_not(gate, store, monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda _, words: started.append(words))
+    with pytest.raises(RequestError, match=f"^{gate.uri}: .* failed"):
+        tracking.main(["ui"])
+    gate.start()
+    table = "/#/experiments/1/runs?viewStateShareKey=results&workflowType=machine_learning\n"
+    assert tracking.main(["ui"]) == 0 and not started  # a server has pages of its own
+    assert capsys.readouterr().out == f"table of runs: {gate.uri}{table}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
+    tracking.main(["ui", "--port", "5099"])
+    assert capsys.readouterr().out.startswith(f"table of runs: http://127.0.0.1:5099{table}")
+    assert "5099" in started[0]
+
+
 def test_the_store_of_a_dvc_experiment_is_the_clones(tmp_path, monkeypatch):
     copy = tmp_path / "clone/.dvc/tmp/exps/tmpabc"
     copy.mkdir(parents=True)
