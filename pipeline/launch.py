@@ -175,8 +175,11 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     for name, value in {**VARIABLES, "OMP_NUM_THREADS": usable_cores() // processes or 1}.items():
         os.environ.setdefault(name, str(value))
     wait_passively()
+
     # torchrun passes SIGTERM and SIGINT on to the ranks
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    # once, and again after each rank that was killed
     restarts = read_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)

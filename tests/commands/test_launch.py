@@ -153,10 +153,9 @@ def test_sigterm_leaves_a_checkpoint_and_143(bench):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 3.0])
-def test_a_stop_before_the_ranks_begin_is_no_success(bench, seconds):
+def test_a_stop_before_the_ranks_begin_is_no_success(bench):
     process = launcher(bench.training("run", (("steps", 100000),)))
-    time.sleep(seconds)
+    time.sleep(3)  # they import torch
     process.send_signal(signal.SIGTERM)
     code, out = end(process)
     assert code in (143, -signal.SIGTERM) and "Traceback" not in out, out
