@@ -357,9 +357,11 @@ def draw_pictures(
 
 def _pair_values(own: pd.DataFrame) -> pd.DataFrame:
     """Matches, correct matches and the first estimator's error of each pair of a matcher."""
-    first = own[own["metric"] == "error"]["estimator"].iloc[0]
-    own = own[own["estimator"].isin(["", first]) & ~own["refined"].astype(bool)]
-    return own.pivot(index="number", columns="metric", values="value")
+    first = only(own, metric="error")["estimator"].tolist()[0]
+    chosen = only(own, refined=False)
+    return chosen[chosen["estimator"].isin(["", first])].pivot(
+        index="number", columns="metric", values="value"
+    )
 
 
 def choose_pictures(ours: pd.DataFrame) -> List[Tuple[str, int]]:
@@ -491,7 +493,7 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
     return Results(
         where,
         source.unit,
-        table["scene"].nunique(),
+        len(set(table["scene"])),
         table,
         pd.concat([values, counted], ignore_index=True),
         gains,

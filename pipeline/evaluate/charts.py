@@ -1,5 +1,9 @@
 """The report as one HTML page that needs no other file, by matplotlib and jinja2."""
 
+# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import base64

@@ -91,19 +91,19 @@ class PosePairs(Source):
         name0, name1, pose = self.pairs[index]
         images = []
         intrinsics = []
-        for view, K in enumerate((pose.K0, pose.K1)):
-            image, scaling = read_resized(self.file_of(index, view), self.short_side)
+        for name, K in ((name0, pose.K0), (name1, pose.K1)):
+            image, scaling = read_resized(self.file_of(name), self.short_side)
             images.append(image)
             intrinsics.append(scaling @ K)
-        truth = Pose(*intrinsics, pose.T_0to1)
+        truth = Pose(intrinsics[0], intrinsics[1], pose.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        return in_color(self.file_of(index, image), gray)
+        name0, name1, _ = self.pairs[index]
+        return in_color(self.file_of((name0, name1)[image]), gray)
 
-    def file_of(self, index: int, view: int) -> Path:
+    def file_of(self, name: str) -> Path:
         """The file of an image, whose name may be spelled as on another system."""
-        name = self.pairs[index][view]
         return self.folder / (spelled_as_file(self.folder, name) or name)
 
 

@@ -7,6 +7,10 @@ of all matchers share the resamples: a difference is taken within each resample,
 far narrower than those of its two sides.
 """
 
+# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import math

@@ -4,6 +4,10 @@ Every table is a slice of the metrics (`metrics.summarize`) or of the long table
 here and in `metrics.name_of` do the names of metrics leave the program. `charts` makes the page.
 """
 
+# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
+
 from __future__ import annotations
 
 import math

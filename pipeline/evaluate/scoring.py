@@ -81,13 +81,13 @@ def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
     return reprojection_errors(*points, known.truth) < CORRECT_PX
 
 
-def difficulty(known: KnownPair) -> Dict[str, float]:
-    """How much the views differ at the centre of image 0, by their homography.
+def difficulty(H_0to1: np.ndarray, size0: two_view.Size) -> Dict[str, float]:
+    """How much the views differ at the centre of image 0 of (width, height) `size0`.
 
     rotation_deg: 0..180, without sign. scale: 1 or more, the larger over the smaller.
     """
-    centre = (np.array([known.pair.size0]) - 1) / 2
-    left, stretches, right = np.linalg.svd(two_view.jacobians(known.truth, centre)[0])
+    centre = (np.array([size0]) - 1) / 2
+    left, stretches, right = np.linalg.svd(two_view.jacobians(H_0to1, centre)[0])
     rotation = left @ right  # the nearest orthogonal map
     scale = np.sqrt(stretches.prod())
     degrees = np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))
@@ -155,9 +155,9 @@ def score_pair(
     posed = isinstance(known.truth, Pose)
     truth0 = np.full(len(pair.records0), UNMATCHED)
     hard = {}
-    if not posed:
+    if not isinstance(known.truth, Pose):
         truth0 = true_matches(pair, known.truth)
-        hard = difficulty(known)
+        hard = difficulty(known.truth, pair.size0)
         if settings.bound:
             ones = np.ones(len(truth0), np.float32)
             answers = {**answers, BOUND: Matches.from_dense(truth0, ones)}

@@ -100,7 +100,7 @@ def test_reprojection_error_on_the_horizon_and_of_nothing():
     ],
 )
 def test_how_much_two_views_differ(H, rotation, scale):
-    found = scoring.difficulty(pair_of([[1, 1]], [[1, 1]], H))
+    found = scoring.difficulty(H, SIZE)
     assert found == pytest.approx({"rotation_deg": rotation, "scale": scale}, abs=1e-9)
 
 
