@@ -289,8 +289,8 @@ class Matcher:
     ) -> Iterator[MatchResult]:
         """Match each pair, in order; `batch_size` pairs are read and matched at a time.
 
-        Batches are faster on a GPU; their scores differ from those of single pairs by rounding, up
-        to 1e-5. Raises RequestError for an image that cannot be read, before its batch is matched.
+        Batches are faster on a GPU. Their scores differ from those of single pairs by rounding.
+        Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
         refine = self.refine if refine is None else refine
@@ -400,8 +400,9 @@ def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
 
 
 def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
-    """Rules of a scene, with the limits that are not None. Raises RequestError for such without a
-    scene.
+    """Rules of a scene, with the limits that are not None.
+
+    Raises RequestError for limits without a scene.
     """
     given = {name: value for name, value in limits.items() if value is not None}
     if given and not scene:
@@ -410,7 +411,7 @@ def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network for inference. Raises RequestError: no such precision, or no compiler."""
+    """The network for inference. Raises RequestError for a precision or a compiler it has not."""
     _check_choice("precision", precision, PRECISIONS)
     network = fuse_for_inference(model, precision)
     if compile:
@@ -427,7 +428,7 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
-    """The extractor of a model: SIFT, or code that the caller allowed by name; else None."""
+    """The extractor of a model: SIFT, or code that the caller allowed by name, or None."""
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
     if of_model == DEFAULT.name:
