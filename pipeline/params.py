@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import re
 from pathlib import Path
 from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence
@@ -292,12 +293,19 @@ def data_name(fetch: FetchParams) -> str:
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
-def _read(path: Path) -> Any:
+@functools.lru_cache(maxsize=1)
+def _tree(text: str) -> Any:
+    """The content of a YAML file, parsed once: `asks_for_portable` comes before `load`."""
     from ruamel.yaml import YAML
+
+    return YAML(typ="safe", pure=True).load(text)
+
+
+def _read(path: Path) -> Any:
     from ruamel.yaml.error import YAMLError
 
     try:
-        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
+        return _tree(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(
             f"{path}: no such file; `{spell_command('repro', preset='sample')}` writes one"
