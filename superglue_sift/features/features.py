@@ -260,10 +260,7 @@ def gray_of(
     """The pixels of an `Image` as (H, W) uint8 gray, and their mask, (H, W) uint8 and 0 where a PIL
     image is transparent, else None. Raises RequestError for other pixels.
     """
-    mask = None
-    if isinstance(image, PIL.Image.Image):
-        mask = pixels_of(image, gray=True)[1]
-    pixels = _array(image)
+    pixels, mask = _pixels_and_mask(image)
     is_gray = pixels.ndim == 2
     is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (is_gray or is_color) or 0 in pixels.shape:
@@ -276,15 +273,17 @@ def photo_of(image: Image, frame: str) -> Photo:
     """An image to draw coordinates of `frame` on; arrays and tensors are assumed to be upright."""
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
-    return Photo(_array(image), np.eye(3))
+    return Photo(_pixels_and_mask(image)[0], np.eye(3))
 
 
-def _array(image: Any) -> np.ndarray:
-    """The pixels of an `Image` in the layout of OpenCV. Raises RequestError for another type."""
+def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """The pixels of an `Image` in the layout of OpenCV, and the mask of a transparent PIL image.
+    Raises RequestError for another type.
+    """
     if isinstance(image, np.ndarray):
-        return image
+        return image, None
     if isinstance(image, PIL.Image.Image):
-        return pixels_of(image, gray=image.mode[0] in "1LIF")[0]
+        return pixels_of(image, gray=image.mode[0] in "1LIF")
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")
@@ -301,4 +300,4 @@ def _array(image: Any) -> np.ndarray:
     elif image.dim() != 2:
         allowed = "(H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"
         raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be {allowed}")
-    return np.ascontiguousarray(image.numpy())
+    return np.ascontiguousarray(image.numpy()), None

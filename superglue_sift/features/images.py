@@ -207,6 +207,7 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     if tags is not None and not _pillow_reads(tags):
         values = _read_by_tifffile(data, name, tags)
         pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
+        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # white is zero
         stored = (tags[256], tags[257])
         turn = tags.get(ORIENTATION, 1)
         turn = turn if turn in AXES else 1
@@ -493,8 +494,6 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         values = np.moveaxis(values, 0, -1)
     if tags.get(262, 1) not in (0, 1, 2) or values.ndim > 3 or values.dtype.kind not in "uif":
         raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
-    if tags.get(262, 1) == 0:  # white is zero
-        values = -values if values.dtype.kind == "f" else ~values
     if values.ndim == 2:
         return values
     colours = [0, 1, 2] if bands > 2 else [0, 0, 0]

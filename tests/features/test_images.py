@@ -276,10 +276,11 @@ def test_a_layout_that_cannot_be_read_is_named_with_its_conversion(photo, monkey
 def test_values_that_gdal_notes_as_no_data_are_masked(photo):
     tifffile = pytest.importorskip("tifffile")
     values = fill(photo.astype(np.int16), 77)
-    for kind in (np.uint16, np.int16):  # Pillow reads the first, tifffile the second
+    # Pillow reads the first, tifffile the others
+    for kind, white in ((np.uint16, "black"), (np.int16, "black"), (np.uint16, "white")):
         stream = io.BytesIO()
-        tag = (42113, "s", 0, "77", True)
-        tifffile.imwrite(stream, values.astype(kind), extratags=[tag], byteorder=">")
+        options = {"extratags": [(42113, "s", 0, "77", True)], "photometric": f"minis{white}"}
+        tifffile.imwrite(stream, values.astype(kind), byteorder=">", **options)
         mask = decode(stream.getvalue(), "a.tif", True, STORED).mask
         np.testing.assert_array_equal(mask == 0, values == 77)
 
@@ -382,7 +383,6 @@ def test_positions_move_as_pixels_do(orientation):
 def test_orientation_in_xmp_does_not_count_as_in_opencv(photo):
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     data = saved(Image.fromarray(photo), "JPEG", xmp=xmp)
-    assert Image.open(io.BytesIO(data)).getexif()[images.ORIENTATION] == 6  # Pillow alone
     decoded = decode(data, "a.jpg", True, UPRIGHT)
     assert decoded.turned == 1 and decoded.pixels.shape == photo.shape
 
