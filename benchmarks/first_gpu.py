@@ -130,6 +130,7 @@ def write_params(out: Path, small: bool, images: Optional[Path]) -> None:
             weights["fetch"].update(limit=12, val_fraction=0.3)
             weights["train"].update(batch=4, steps=6, max_keypoints=256, val_pairs=4, val_every=3)
             weights["train"].update(warmup_steps=1, decay_start=2, precision="float32")
+            weights["evaluate"].update(pairs_per_image=1, max_keypoints=128)
         weights["run"].update(save_every=2 if small else 100)
         write(out / "weights.yaml", weights)
 
