@@ -328,6 +328,7 @@ def draw_pictures(
     middle = [number for name, number in chosen if name.startswith("median")] or [chosen[0][1]]
     first = max(middle, key=lambda number: more[number])
     drawn = []
+    # the results keep no images: each pair is loaded and matched again
     for name, number in sorted(chosen, key=lambda each: each[1] != first):
         index, position = places[number]
         given = settings.params.max_keypoints, settings.extractor
@@ -460,6 +461,7 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
     def count(_: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
         return {name: len(found) for name, found in matched.above(answers).items()}
 
+    # what there is to do, so that one bar shows all of it
     held_out = isinstance(source, HeldOutPairs)
     hard = list(levels(source, settings.robustness)) if held_out and settings.robustness else []
     negative = NegativePairs(source) if held_out else None
@@ -473,20 +475,24 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
             bar.set_description(name, refresh=False)
             return match_all(part, matched, settings, score, bar)
 
+        # the pairs themselves
         found, bad = match(source, score, "pairs")
         if not found:
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
         table = metrics.make_table([rows for _, (rows, _) in found])
+        # each disturbance at each level: only its means are kept
         for name, level, variant in hard:
             scores = [each for _, each in match(variant, score, f"{name} {level:g}")[0]]
             if scores:
                 rows = metrics.make_table([rows for rows, _ in scores])
                 ours = [scored[OURS] for _, scored in scores]
                 conditions.append(metrics.condition(name, f"{level:g}", rows, ours))
+        # different photographs: every match is wrong
         if negative:
             counts = match(negative, count, "pairs of different photographs")[0]
             counted = metrics.count_negatives([each for _, each in counts])
+    # all metrics, read off the table
     scored = {name: [each[name] for _, (_, each) in found] for name in matched.networks}
     values, gains = metrics.compare(table, scored, matched.thresholds)
     places = [place for place, _ in found]
