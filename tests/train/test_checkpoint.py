@@ -8,6 +8,7 @@ import torch
 from reading import read_json
 
 from pipeline.train import checkpoint
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 pytestmark = pytest.mark.cu111
@@ -89,3 +90,14 @@ def test_the_newest_two_stay_and_best_is_apart(tmp_path):
     assert info == {"step": 2} and tensors["w"].item() == 2
     assert len(complaints) == 1 and "step-00000010" in complaints[0]
     assert checkpoint.load_newest(tmp_path / "none") == (None, [])
+
+
+def test_the_average_is_the_mean_of_the_weights_added():
+    model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+    state = checkpoint.TrainState(model, None, None)
+    for value in (1.0, 2.0, 6.0):
+        with torch.no_grad():
+            model.dustbin.fill_(value)
+        state.add_to_average()
+    assert state.average["dustbin"].item() == 3.0 and state.keep_best({"f1": 0.5})
+    assert state.best_weights["dustbin"].item() == 3.0 and model.dustbin.item() == 6.0

@@ -101,26 +101,9 @@ class TestGradients:
         assert all(float(p.grad.abs().max()) == 0 for p in model.parameters())
 
 
-class TestOptimization:
-    def test_learning_rates(self, make_params):
-        def rates(steps, scaling="none", **keys):
-            run = make_params("run", lr_scaling=scaling)
-            section = make_params("train", lr=1.0, warmup_steps=2, steps=10, **keys)
-            return [optimizer.learning_rate(section, run, s, 4) for s in steps]
-
-        assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx(
-            [0.5, 1.0, 1.0, 0.5, 0.0]
-        )
-        decay = {"schedule": "constant_decay", "decay_start": 4}
-        assert rates([1, 3, 4, 6, 8], **decay) == pytest.approx(
-            [1.0, 1.0, 1.0, np.exp(-0.2), np.exp(-0.4)]
-        )
-        wsd = {"schedule": "wsd", "decay_start": 4}
-        assert rates([1, 2, 4, 7, 10], **wsd) == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.0])
-        assert rates([2], "linear") == [4.0] and rates([2], "sqrt") == [2.0]
-
+class TestResume:
     @pytest.mark.parametrize(
-        "keys", [{}, {"norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
+        "keys", [{"average": 4}, {"norm": "batch", "optimizer": "sgd", "accumulate": 2}], ids=str
     )
     def test_a_stopped_run_ends_with_the_same_bytes(self, tmp_path, request_of, monkeypatch, keys):
         assert train.main(request_of("whole", **keys)) == 0
