@@ -94,9 +94,10 @@ def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
         if error.errno == errno.EADDRINUSE:
             fix = "is in use by another program: choose another port, or leave it unset"
             raise RequestError(f"MASTER_PORT={port} {fix}") from None
+        reason = str(error.strerror).partition(" (")[0]
         raise RequestError(
-            f"MASTER_ADDR={address}, MASTER_PORT={port}: cannot be used on this machine"
-            f" ({error.strerror}): leave them unset; several nodes need NNODES and RDZV_ENDPOINT"
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: cannot be used on this machine ({reason}):"
+            " leave them unset; several nodes need NNODES and RDZV_ENDPOINT"
         ) from None
 
 
