@@ -1,0 +1,182 @@
+"""README and docs: every Python block runs, links lead somewhere, every promise has a test."""
+
+import ast
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "pretrained/README.md"]
+DOCUMENTS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))
+# Blocks and commands run in a folder of their own, with the packages of this clone.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+# Packages of other projects that a block may need. Without them the block is skipped.
+FOREIGN = ("kornia", "onnxruntime", "pycolmap", "poselib")
+
+
+def blocks_of(document):
+    """The Python blocks of a document, in their order."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def photographs(tmp_path, monkeypatch, color_photo):
+    """A working folder with the photographs a to d, which the documents name."""
+    import cv2
+    from skimage import data
+
+    monkeypatch.chdir(tmp_path)
+    for names, photo in (("ab", color_photo), ("cd", data.coffee())):
+        height, width = photo.shape[:2]
+        turn = cv2.getRotationMatrix2D((width / 2, height / 2), 8, 0.95)
+        views = photo, cv2.warpAffine(photo, turn, (width, height))
+        for name, view in zip(names, views):
+            cv2.imwrite(f"{name}.jpg", view[:, :, ::-1])
+            cv2.imwrite(f"{name.upper()}.jpg", view[:, :, ::-1])
+    return tmp_path
+
+
+def names_around_blocks():
+    """What the text around the blocks takes as given: cameras, features, imported packages."""
+    import cv2
+    import torch
+
+    from superglue_sift import Matcher
+
+    rng = np.random.default_rng(0)
+    K = np.array([[500.0, 0, 225], [0, 500, 150], [0, 0, 1]])
+    matcher = Matcher.load(device="cpu")
+    return {
+        "cv2": cv2,
+        "torch": torch,
+        "np": np,
+        "K0": K,
+        "K1": K,
+        "width": 200,
+        "height": 100,
+        "k": rng.uniform(0, 100, (20, 2)).astype(np.float32),
+        "s": rng.uniform(0, 1, 20).astype(np.float32),
+        "d": rng.normal(size=(20, 64)).astype(np.float32),
+        "matcher": matcher,
+        "found": matcher.match("a.jpg", "b.jpg"),
+    }
+
+
+def missing_packages(block):
+    """Packages that the block imports and that are not installed."""
+    named = [
+        name for name in FOREIGN if re.search(rf"^(import|from) {name}\b", block, re.MULTILINE)
+    ]
+    return [name for name in named if importlib.util.find_spec(name) is None]
+
+
+def run_module(*words):
+    """Run `python -m` with these words in the working folder."""
+    subprocess.run([sys.executable, "-m", *words], check=True, env=ENVIRONMENT)
+
+
+def make_tutorial_photos():
+    """The six photographs of the tutorial, rendered by its notebook."""
+    notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"]]
+    exec(next(cell for cell in cells if "def render" in cell), {})
+
+
+def make_pairs_folder():
+    """A folder in the layout of HPatches with one pair, whose homography is a rotation."""
+    import cv2
+
+    folder = Path("hpatches/v_chelsea")
+    folder.mkdir(parents=True)
+    photo = cv2.imread("a.jpg")
+    height, width = photo.shape[:2]
+    H = np.vstack([cv2.getRotationMatrix2D((width / 2, height / 2), 10, 0.9), [0, 0, 1]])
+    cv2.imwrite(str(folder / "1.png"), photo)
+    cv2.imwrite(str(folder / "2.png"), cv2.warpPerspective(photo, H, (width, height)))
+    np.savetxt(folder / "H_1_2", H)
+
+
+def make_files(block):
+    """Make the files that a block opens, by the commands that the text before it names."""
+    if "superglue.onnx" in block:
+        run_module("superglue_sift.onnx", "superglue.onnx", "--max-keypoints", "1024")
+    if "photos" in block and not Path("photos").exists():
+        make_tutorial_photos()
+    if "database.db" in block:
+        run_module("superglue_sift", "photos", "--out-dir", "found", "--colmap", "database.db")
+    if "pairs.csv" in block:
+        make_pairs_folder()
+        out = ["--out", "reports/evaluate", "--max-keypoints", "300"]
+        run_module("pipeline.evaluate", "--pairs", "hpatches", *out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if blocks_of(name)])
+def test_every_python_block_runs(document, photographs):
+    names = names_around_blocks()
+    skipped = []
+    for number, block in enumerate(blocks_of(document), 1):
+        missing = missing_packages(block)
+        if missing:
+            skipped.append(f"block {number} needs {', '.join(missing)}")
+            continue
+        make_files(block)
+        exec(compile(block, f"{document}, block {number}", "exec"), names)
+    if skipped:
+        pytest.skip("; ".join(skipped))
+
+
+def anchors_of(path):
+    """The anchors of a Markdown file's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_link_to_a_file_or_a_heading_leads_somewhere(document):
+    path = ROOT / document
+    links = re.findall(r"\]\((?!https?:)([^)\s]+)\)", path.read_text(encoding="utf-8"))
+    broken = []
+    for link in links:
+        name, _, anchor = link.partition("#")
+        target = (path.parent / name).resolve() if name else path
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def promises():
+    """(promise, test) of each row of README's table: the text, and `FILE::TEST`."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.split("## What is promised")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in table.splitlines() if row.startswith("|")][2:]
+    return [(promise.strip(), *re.findall(r"`(tests/[^`]+)`", test)) for promise, test in rows]
+
+
+def test_every_promise_of_readme_names_tests_that_exist():
+    """Each row names its tests as `FILE::TEST`."""
+    rows = promises()
+    assert len(rows) >= 9
+    missing = []
+    for promise, *tests in rows:
+        assert tests, f"no test is named for: {promise}"
+        for test in tests:
+            name, _, function = test.partition("::")
+            tree = ast.parse((ROOT / name).read_text(encoding="utf-8"))
+            defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+            missing += [] if function in defined else [test]
+    assert missing == []
+
+
+def test_readme_is_short():
+    words = re.findall(r"[A-Za-z]{2,}", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert len(words) <= 1300
