@@ -70,3 +70,13 @@ def write_image_set(folder, images, split, broken=()):
         json.dumps({"containers": {"folder": {"path": "originals"}}})
     )
     return folder
+
+
+CAMERA = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
+
+
+def line(name0, name1, K0=CAMERA, pose=None):
+    """A line of a list of pairs with known cameras, as the authors of SuperGlue write it."""
+    pose = np.eye(4) if pose is None else pose
+    values = [*np.ravel(K0), *np.ravel(CAMERA), *np.ravel(pose)]
+    return f"{name0} {name1} 0 0 " + " ".join(repr(float(value)) for value in values)

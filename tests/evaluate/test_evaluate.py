@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_evaluations import make_workspace, read_csv, read_metrics, run
-from made_scenes import SHIFT, TURN, write_image_set, write_model, write_sequence
+from made_scenes import CAMERA, SHIFT, TURN, line, write_image_set, write_model, write_sequence
 from reading import read_files, read_json
-from test_folders import CAMERA, line
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate

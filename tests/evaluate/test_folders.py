@@ -6,7 +6,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from made_scenes import IDENTITY, SHIFT, TURN, write_sequence
+from made_scenes import IDENTITY, SHIFT, TURN, line, write_sequence
 
 from pipeline.errors import RequestError
 from pipeline.evaluate import folders
@@ -136,15 +136,6 @@ def test_folders_without_sequences(tmp_path, small):
 def test_an_image_that_would_be_too_long_is_named(size, side):
     with pytest.raises(RequestError, match=r"strip\.png: .* at most 16000 are possible"):
         folders.resize_short_side(np.zeros(size, np.uint8), side, Path("strip.png"))
-
-
-CAMERA = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
-IDENTITY_4 = np.eye(4)
-
-
-def line(name0, name1, K0=CAMERA, pose=IDENTITY_4):
-    values = [*np.ravel(K0), *np.ravel(CAMERA), *np.ravel(pose)]
-    return f"{name0} {name1} 0 0 " + " ".join(repr(float(value)) for value in values)
 
 
 @pytest.mark.parametrize(
