@@ -98,8 +98,8 @@ def draw_curves(path: Path, texts: Mapping[str, str], best_step: int) -> None:
     )
     # Text as text, and no random names in the file. The colours are those of the report, readable
     # on a light and on a dark page.
-    ink = dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color"), GRAY)
-    ink.update(dict.fromkeys(("axes.labelcolor", "text.color"), GRAY))
+    parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
+    ink: Dict[Any, Any] = dict.fromkeys(parts, GRAY)
     style = {"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}
     with rc_context(style):
         figure = Figure(figsize=(7, 4.5), layout=None)

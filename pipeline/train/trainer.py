@@ -343,7 +343,8 @@ class Training:
             return 0
         self._build(saved)
         self.state.compare_ranks(context.is_main)
-        tags = dict(zip(("precision", "precision_reason"), self.precision))
+        precision, reason = self.precision
+        tags = {"precision": precision, "precision_reason": reason}
         about = (writes_curves, self.name, tags, self.pairs, saved)
         with TrainingLogger(args, self.sections, context, *about) as self.logger:
             self.baseline = self.validation.ratio_test_f1(self.objective)

@@ -525,7 +525,7 @@ def _pixels_of_values(
     levels[~known] = low
     levels = (levels.clip(low, high) - wide(low)) * wide(256.0 / max(high - low, 1e-30))
     pixels = levels.clip(0, 255).astype(np.uint8)
-    mask = known.any(axis=-1) if values.ndim == 3 else known
+    mask = np.asarray(known.any(axis=-1) if values.ndim == 3 else known)
     if values.shape[2:] == (4,):
         mask = mask & (values[..., 3] > 0)
     return _gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
