@@ -32,16 +32,20 @@ from superglue_sift.geometry.two_view import Size
 from superglue_sift.torch_compat import floats_of_bytes, sqrt
 
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
-ON_HOST = ("counts0", "counts1")  # fields that always stay in host memory
-MAX_PADDING = 1 / 32  # padding of a size class on a CPU, compared with its keypoints
-MAX_BYTES = 256 << 20  # cosines of descriptors that are held at a time
-_ONE = KEYPOINT.itemsize
-_ANGLE = slice(12, 16)  # bytes of a keypoint, behind x, y and scale
+ON_HOST = ("counts0", "counts1")  # these fields always stay in host memory
+MAX_PADDING = 1 / 32  # maximum padding of a size class on a CPU, per keypoint
+MAX_BYTES = 256 << 20  # maximum memory for the cosines of descriptors
+_ONE = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
+_ANGLE = slice(12, 16)  # bytes of the angle, after x, y and scale
 _SECOND_ANGLE = slice(_ONE, _ONE + 4)
 
 
 class Pair(NamedTuple):
-    """Two views. records0, records1: (n,) keypoints; size0, size1: (width, height) in px."""
+    """Two views of one pair.
+
+    records0, records1: (n,) keypoints of each view.
+    size0, size1: (width, height) of each view in px.
+    """
 
     records0: np.ndarray
     records1: np.ndarray
@@ -51,17 +55,18 @@ class Pair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PairBatch:
-    """B pairs of views; the keypoints of a view come first, then padding.
+    """B pairs of views. The keypoints of a view come first, then padding.
 
     Attributes:
-        records0, records1: (B, M, R), (B, N, R) uint8, M and N at least 1; zeros where padded.
-        counts0, counts1: (B,) int64 numbers of keypoints, always on the host: they decide shapes,
-            and reading them from a GPU would make the host wait.
+        records0, records1: (B, M, R), (B, N, R) uint8, the bytes of the keypoints. M and N are at
+            least 1. Padding is zero.
+        counts0, counts1: (B,) int64 numbers of keypoints, always on the host, since they decide
+            shapes. Reading them from a GPU would make the host wait.
         image_size0, image_size1: (B, 2) float32, width and height in px.
-        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1; None if unknown.
+        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1. None if it is not known.
         cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the
-            photograph that both show. Other photographs may lie outside it. If None, there are no
-            others.
+            photograph that both show. Other photographs may lie outside the square. If None, each
+            view shows one photograph only.
     """
 
     records0: Tensor
@@ -74,28 +79,29 @@ class PairBatch:
     cells: Optional[Tensor] = None
 
     def __len__(self) -> int:
+        """Return the number of pairs, B."""
         return self.counts0.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Device of the keypoints."""
+        """Return the device of the keypoints."""
         return self.records0.device
 
     @property
     def width(self) -> int:
-        """The larger of M and N."""
+        """Return the larger of M and N."""
         return max(self.records0.shape[1], self.records1.shape[1])
 
     def to(self, device, non_blocking: bool = True) -> PairBatch:
-        """Copy to `device`."""
+        """Copy the batch to `device`. The counts stay on the host."""
         return self._with(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PairBatch:
-        """Copy to page-locked memory, from which copies to a GPU are asynchronous."""
+        """Copy the batch to page-locked memory, from which copies to a GPU are asynchronous."""
         return self._with(Tensor.pin_memory)
 
     def select(self, pairs: Sequence[int]) -> PairBatch:
-        """Batch of the given pairs, in this order, padded to their longest images."""
+        """Return a batch of the given pairs, in this order, padded to their longest images."""
         chosen = torch.tensor(pairs, dtype=torch.int64)
         there = to_device_async(chosen, self.device)
         counts0 = self.counts0[chosen]
@@ -105,6 +111,7 @@ class PairBatch:
             batch,
             counts0=counts0,
             counts1=counts1,
+            # (b, M, R) -> (b, m, R), where m is the longest of these images, at least 1
             records0=batch.records0[:, : max([*counts0.tolist(), 1])],
             records1=batch.records1[:, : max([*counts1.tolist(), 1])],
         )
@@ -112,7 +119,8 @@ class PairBatch:
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs of similar size.
 
-        On a GPU there is one class: the launches of another class take longer than its padding.
+        On a GPU there is one class, because launching the work of another class takes longer than
+        its padding.
 
         Returns the indices of the pairs in the order of the batches, and the batches.
         """
@@ -123,7 +131,7 @@ class PairBatch:
         return order, [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
-        """The same pairs in the shapes (pairs, keypoints, R), followed by pairs without keypoints.
+        """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others.
 
         Raises ValueError if the batch is larger.
         """
@@ -139,29 +147,30 @@ class PairBatch:
                 value = pad(value, (0, 0, 0, keypoints - value.shape[1]))
             if value is not None:
                 last = (0, 0) * (value.dim() - 1)
+                # The sizes of images without keypoints are 1, since positions are divided by them.
                 changes[name] = pad(value, (*last, 0, more), value=1.0 if name in sizes else 0.0)
         return dataclasses.replace(self, **changes)
 
     def mask(self, view: int) -> Tensor:
-        """(B, M) or (B, N) bool, True for keypoints, on the device."""
+        """Return (B, M) or (B, N) bool on the device, True for keypoints and False for padding."""
         counts = (self.counts0, self.counts1)[view]
         width = self.records(view).shape[1]
         return to_device_async(torch.arange(width) < counts[:, None], self.device)
 
     def records(self, view: int) -> Tensor:
-        """`records0` or `records1`."""
+        """Return `records0` or `records1`."""
         return self.records1 if view else self.records0
 
     def keypoints(self, view: int) -> Tensor:
-        """Positions (B, M, 2) or (B, N, 2) float32, px."""
+        """Return positions (B, M, 2) or (B, N, 2) float32, px."""
         return floats_of_bytes(self.records(view)[..., :DESCRIPTOR_AT])[..., :2]
 
     def descriptors(self, view: int) -> Tensor:
-        """Bytes of the descriptors, (B, M, R - 20) or (B, N, R - 20) uint8."""
+        """Return the bytes of the descriptors, (B, M, R - 20) or (B, N, R - 20) uint8."""
         return self.records(view)[..., DESCRIPTOR_AT:]
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
-        """Apply `function` to all tensors but the counts."""
+        """Apply `function` to all tensors except the counts."""
         changes = {
             name: function(value)
             for name, value in vars(self).items()
@@ -171,12 +180,12 @@ class PairBatch:
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host to `device`; to a GPU asynchronously, through page-locked memory."""
+    """Copy from the host to `device`, to a GPU asynchronously through page-locked memory."""
     return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
 
 
 def size_class(keypoints: int) -> int:
-    """Round up to one of two sizes per octave: 128, 192, 256, 384, ..."""
+    """Round a number of keypoints up to one of two sizes per octave: 128, 192, 256, 384, ..."""
     unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
     return max(128, -(-keypoints // unit) * unit)
 
@@ -184,9 +193,9 @@ def size_class(keypoints: int) -> int:
 def similar_sizes(
     counts0: Sequence[int], counts1: Sequence[int], padding: float
 ) -> List[List[int]]:
-    """Indices of the pairs of each size class, from the largest pair to the smallest.
+    """Return the indices of the pairs of each size class, from the largest pair to the smallest.
 
-    padding: maximum padding of a class, compared with its keypoints. A class has at least one pair.
+    padding: maximum number of padded rows of a class per keypoint. A class has at least one pair.
     """
     classes: List[List[int]] = []
     width0 = width1 = keypoints = 0
@@ -194,6 +203,7 @@ def similar_sizes(
         m = counts0[i]
         n = counts1[i]
         padded = (max(width0, m) + max(width1, n)) * (len(classes[-1]) + 1) if classes else 0
+        # Begin a new class if this pair would need too much padding in the present one.
         if not classes or padded > (1 + padding) * (keypoints + m + n):
             classes.append([])
             width0 = width1 = keypoints = 0
@@ -207,26 +217,30 @@ def similar_sizes(
 class Images:
     """The images of several batches, whose keypoints are in one tensor (T, ...).
 
-    Order: images 0 of the first batch, its images 1, images 0 of the second batch, ... so that the
-    partners of images i are images `i ^ 1`.
+    The order is: images 0 of the first batch, its images 1, images 0 of the second batch, ... So
+    the partners of images i are images `i ^ 1`. Each of the first three attributes has an entry for
+    each of these groups of B images with N keypoints:
 
-    masks: for each, (B, N) bool, True for keypoints.
-    visible: for each, (B, 1, 1, N) bool, the keypoints to which others attend, or None if all are.
-    occupied: for each, (B, 1, 1, 1) bool, whether there is any keypoint, or None if there always
-        is.
-    valid: (T,) bool, True for keypoints, or None if there is no padding.
+    masks: (B, N) bool, True for keypoints.
+    visible: (B, 1, 1, N) bool, the keypoints to which others attend. None if they attend to all.
+    occupied: (B, 1, 1, 1) bool, whether there is any keypoint. None if every image has keypoints.
+    valid: (T,) bool, True for keypoints. None if there is no padding.
     """
 
     def __init__(
         self, masks: Sequence[Tensor], padded: Sequence[bool], empty: Sequence[bool]
     ) -> None:
-        """padded: whether some image has padding; empty: whether some image has no keypoints."""
+        """Create the masks of attention from the masks of keypoints, (B, N) each.
+
+        padded: whether some image of a group has padding.
+        empty: whether some image of a group has no keypoints.
+        """
         self.masks = list(masks)
         self.visible: List[Optional[Tensor]] = []
         self.occupied: List[Optional[Tensor]] = []
         for mask, has_padding, has_empty in zip(masks, padded, empty):
             some = mask.any(1, keepdim=True) if has_empty else None
-            # an image without keypoints shows its padding: a softmax over nothing is nan
+            # An image without keypoints shows its padding, because a softmax over nothing is nan.
             visible = mask if some is None else mask | ~some
             self.visible.append(visible[:, None, None] if has_padding else None)
             self.occupied.append(None if some is None else some[:, :, None, None])
@@ -234,28 +248,32 @@ class Images:
 
     @classmethod
     def of(cls, batches: Sequence[PairBatch]) -> Images:
-        """The images of these batches."""
+        """Return the images of these batches."""
         masks = [batch.mask(view) for batch in batches for view in (0, 1)]
         counts = [count for batch in batches for count in (batch.counts0, batch.counts1)]
         padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
         return cls(masks, padded, [bool((count == 0).any()) for count in counts])
 
     def split(self, tokens: Tensor) -> List[Tensor]:
-        """(T, ...) -> (B, N, ...) for the images 0 and for the images 1 of each batch."""
+        """Split (T, ...) into (B, N, ...) for images 0 and for images 1 of each batch."""
         parts = tokens.split([mask.shape[0] * mask.shape[1] for mask in self.masks])
         return [part.view(*mask.shape, *part.shape[1:]) for part, mask in zip(parts, self.masks)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Inverse of `split`."""
+        """Join (B, N, ...) of all images to (T, ...). This is the inverse of `split`."""
         return torch.cat([part.flatten(0, 1) for part in parts])
 
 
 class Keypoints(NamedTuple):
     """All keypoints of some images, with their padding.
 
-    positions (T, 2) float32, px; scores (T,); scales (T,), diameter in px; angles (T,), degrees;
-    descriptors (T, C) uint8, the bytes of keypoints from the descriptor on; image_size (T, 2),
-    width and height in px.
+    positions: (T, 2) float32, px.
+    scores: (T,) float32.
+    scales: (T,) float32, diameters in px.
+    angles: (T,) float32, degrees.
+    descriptors: (T, C) uint8, the bytes of keypoints from the descriptor on.
+    image_size: (T, 2) float32, width and height in px of the image of each keypoint.
+    images: which image each keypoint belongs to.
     """
 
     positions: Tensor
@@ -268,11 +286,12 @@ class Keypoints(NamedTuple):
 
     @classmethod
     def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
-        """The keypoints of these batches."""
+        """Collect the keypoints of these batches."""
         images = Images.of(batches)
         records = images.join(
             [batch.records(view) for batch in batches for view in (0, 1)]
         )  # (T, R)
+        # (B, 2) -> (T, 2): each keypoint gets the size of its image.
         sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
         size = images.join(
             [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
@@ -284,9 +303,13 @@ class Keypoints(NamedTuple):
 
 
 def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
-    """One padded buffer (B, N, R) uint8 of all views, and the counts (B,) int64."""
+    """Copy the keypoints of all views to one padded buffer (B, N, R) uint8.
+
+    Returns the buffer, and the numbers of keypoints (B,) int64. Raises TypeError for keypoints of
+    another dtype than `dtype`.
+    """
     counts = [len(r) for r in records]
-    # at least one column, so that empty views need no special case
+    # There is at least one column, so that empty views need no special case.
     buffer = torch.zeros((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), records):
         if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
@@ -304,11 +327,11 @@ def from_pairs(
     dtype: Optional[np.dtype] = None,
     cells: Optional[np.ndarray] = None,
 ) -> PairBatch:
-    """Batch pairs of views. Raises TypeError for keypoints of another dtype.
+    """Make a batch of pairs of views. Raises TypeError for keypoints of another dtype.
 
-    H_0to1: (B, 3, 3) float64, true homographies, if known.
-    dtype: dtype of the keypoints. If None, it is ORIENTED if any are or there are no pairs, and
-        otherwise that of the first pair.
+    H_0to1: (B, 3, 3) float64, true homographies, if they are known.
+    dtype: dtype of the keypoints. If None, it is ORIENTED if any keypoints are or there are no
+        pairs, and otherwise the dtype of the first pair.
     cells: see `PairBatch`.
     """
     if dtype is None:
@@ -325,7 +348,10 @@ def from_pairs(
 
 @torch.no_grad()
 def choose_orientations(batch: PairBatch) -> PairBatch:
-    """Replace ORIENTED keypoints by KEYPOINTs. Other batches are returned unchanged."""
+    """Replace ORIENTED keypoints by KEYPOINTs with the better orientation for each pair.
+
+    Batches of other keypoints are returned unchanged.
+    """
     if batch.records0.shape[-1] != ORIENTED.itemsize:
         return batch
     best0, best1 = _largest_cosines(_both_units(batch.records0), _both_units(batch.records1))
@@ -335,7 +361,7 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
 
 
 def choose_pair(pair: Pair) -> Pair:
-    """`choose_orientations` for one pair."""
+    """Choose the orientations of one pair (`choose_orientations`)."""
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     chosen = choose_orientations(from_pairs([pair]))
@@ -347,7 +373,7 @@ def choose_pair(pair: Pair) -> Pair:
 
 
 def _both_units(records: Tensor) -> Tensor:
-    """RootSIFT of both orientations of each keypoint, one after the other, (B, 2 N, 128).
+    """Return RootSIFT of both orientations of each keypoint, one after the other, (B, 2 N, 128).
 
     Padding and missing second descriptors are zero, so that their cosine is the minimum, 0.
     """
@@ -357,7 +383,10 @@ def _both_units(records: Tensor) -> Tensor:
 
 
 def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
-    """Largest cosine of each orientation with any of the other image: (B, M, 2) and (B, N, 2)."""
+    """Find the largest cosine of each orientation with any orientation of the other image.
+
+    Returns (B, M, 2) and (B, N, 2). The products are computed in parts of at most MAX_BYTES.
+    """
     best0 = units0.new_empty(units0.shape[:2])
     best1 = units1.new_zeros(units1.shape[:2])
     fitting = max(1, MAX_BYTES // (4 * units1.shape[1]))  # rows
@@ -366,16 +395,21 @@ def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
         chunk = slice(start, start + pairs)
         for first in range(0, units0.shape[1], fitting):
             rows = slice(first, first + fitting)
-            # (pairs, rows, 2 N)
+            # (pairs, rows, 128) and (pairs, 2 N, 128) -> (pairs, rows, 2 N)
             cosines = torch.bmm(units0[chunk, rows], units1[chunk].transpose(1, 2))
             best0[chunk, rows] = cosines.amax(2)
             torch.maximum(best1[chunk], cosines.amax(1), out=best1[chunk])
+    # (B, 2 M) -> (B, M, 2), both orientations of a keypoint
     return best0.unflatten(1, (-1, 2)), best1.unflatten(1, (-1, 2))
 
 
 def _choose(records: Tensor, best: Tensor) -> Tensor:
-    """Keypoints (B, N, 280) -> (B, N, 148), with angle and descriptor of the better orientation."""
+    """Return keypoints (B, N, 148) from (B, N, 280), with angle and descriptor of the better one.
+
+    best: (B, N, 2), the largest cosines of both orientations.
+    """
     first, second = best.unbind(2)
+    # The bytes of the keypoint with its second orientation in place of the first
     parts = (
         records[..., : _ANGLE.start],
         records[..., _SECOND_ANGLE],
@@ -386,7 +420,7 @@ def _choose(records: Tensor, best: Tensor) -> Tensor:
 
 
 def root_sift(descriptors: Tensor) -> Tensor:
-    """RootSIFT of uint8 (or float) SIFT descriptors (..., 128), float32 of unit length.
+    """Compute RootSIFT of SIFT descriptors (..., 128), uint8 or float; float32 of unit length.
 
     Zeros stay zeros.
     """

@@ -16,17 +16,19 @@ from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.torch_compat import sqrt
 
-UNMATCHED = -1  # without counterpart: it belongs in the dustbin
-IGNORED = -2  # not counted: too near to be unmatched, not near enough to be a match
-MAX_BYTES = 256 << 20  # errors that are held at a time
-FAR = 1e38  # px; its square is infinite
+UNMATCHED = -1  # the keypoint has no counterpart and belongs in the dustbin
+# The keypoint does not count. Its neighbour is too near for UNMATCHED, and not near enough for a
+# match.
+IGNORED = -2
+MAX_BYTES = 256 << 20  # maximum memory for errors of position
+FAR = 1e38  # px; the square of this distance is infinite
 
 
 class Truth(NamedTuple):
     """True matches of keypoints.
 
-    matches0 (..., M) int64: the index in image 1, UNMATCHED or IGNORED, which padding is, too.
-    matches1 (..., N): the index in image 0.
+    matches0: (..., M) int64, the index in image 1, UNMATCHED or IGNORED. Padding is IGNORED.
+    matches1: (..., N) int64, the index in image 0, in the same way.
     """
 
     matches0: Tensor
@@ -34,10 +36,12 @@ class Truth(NamedTuple):
 
 
 def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
-    """Squared error of all pairs of keypoints, (..., M, N), the larger one of both directions.
+    """Compute the squared error of all pairs of keypoints, the larger one of both directions.
 
-    points0 (..., M, 2), points1 (..., N, 2): positions. mapped0, mapped1: the same points in the
-    other view, without nan.
+    points0, points1: (..., M, 2) and (..., N, 2), positions.
+    mapped0, mapped1: the same points in the other view, without nan.
+
+    Returns (..., M, N) px^2.
     """
     forward = _squared_distance(mapped0, points1)
     back = _squared_distance(points0, mapped1)
@@ -45,47 +49,53 @@ def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: 
 
 
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
-    """Squared distances (..., M, N) of points a (..., M, 2) and b (..., N, 2).
+    """Compute squared distances (..., M, N) of points a (..., M, 2) and b (..., N, 2).
 
     At most one of two points may be infinite.
     """
-    # Direct differences: the matrix-product form is wrong in the third digit at 640 px, and
-    # `torch.cdist` without it takes twice as long for 2D points.
+    # Differences are computed directly. The form with a matrix product is wrong in the third digit
+    # at 640 px, and `torch.cdist` without this form takes twice as long for 2D points.
     x, y = (a[..., :, None, axis] - b[..., None, :, axis] for axis in (0, 1))
     return x.square_().addcmul_(y, y)
 
 
 def _inverse(H: Tensor) -> Tensor:
-    """Inverses of (..., 3, 3) from cross products, as in `geometry.inverse`.
+    """Invert homographies (..., 3, 3) by cross products, as `two_view.inverse` does.
 
-    Without a check, which on a GPU would wait for the device.
+    There is no check for singular matrices, since on a GPU it would wait for the device.
     """
     rows = torch.cat([H, H], -2)
     cofactors = torch.cross(rows[..., 1:4, :], rows[..., 2:5, :], dim=-1)
-    determinants = (H * cofactors).sum(-1, keepdim=True)  # of each row: the same, up to rounding
+    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
     return (cofactors / determinants).transpose(-1, -2)
 
 
 def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
-    """(..., N) bool: points (..., N, 2) px that `cell` (..., 3, 3) maps into the unit square."""
+    """Return (..., N) bool, whether `cell` (..., 3, 3) maps points to the unit square.
+
+    points: (..., N, 2) px.
+    """
     place = transform(points.double(), cell)
     return ((place >= 0.0) & (place <= 1.0)).all(-1)
 
 
 def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:
-    """Ground truth of a batch with homographies: (B, M) and (B, N), IGNORED where padded.
+    """Compute the true matches of a batch with homographies: (B, M) and (B, N).
 
     Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they
-    lie outside the other view or `negative_px` or more from their nearest neighbour, else ignored.
-    Where a view is a cell of a larger image, keypoints outside the cell have no neighbours.
+    lie outside the other view, or `negative_px` or more from their nearest neighbour. The rest is
+    ignored. Where a view is a cell of a larger image, keypoints outside the cell have no
+    neighbours.
     """
     assert batch.H_0to1 is not None
+    # Map the keypoints of each view to the other one.
     H = batch.H_0to1.double()
     M = batch.records0.shape[1]
     N = batch.records1.shape[1]
     points = _stack(batch.keypoints(0), batch.keypoints(1))  # (2, B, W, 2), W the larger of M, N
     mapped = transform(points.double(), torch.stack([H, _inverse(H)]))
     sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
+    # Find keypoints that the other view shows, and padding.
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
     padded = ~_stack(batch.mask(0).unsqueeze(2), batch.mask(1).unsqueeze(2)).squeeze(3)
     alone = padded
@@ -93,14 +103,15 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
         alone = padded | ~_inside_cell(points, cells)
         inside &= _inside_cell(mapped, cells.flip(0))
-    # Padding, other photographs, and points on the horizon, which are nan, are far from everything.
-    # Only one of the two is infinite, since inf - inf is nan.
+    # Padding, keypoints of other photographs, and points on the horizon, which are nan, get
+    # positions far from everything. Only one of both positions is infinite, since inf - inf is nan.
     mapped = torch.nan_to_num(mapped.float(), nan=math.inf, posinf=math.inf, neginf=-math.inf)
     mapped = mapped.masked_fill_(alone.unsqueeze(-1), math.inf)
     points = points.masked_fill_(alone.unsqueeze(-1), -FAR)
+    # Find the nearest neighbour of each keypoint in the other view.
     best = torch.empty(inside.shape, device=batch.device)
     partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
-    # on a CPU one pair at a time, whose errors stay in the cache
+    # On a CPU, take one pair at a time, so that its errors stay in the cache.
     pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
     for start in range(0, len(batch), pairs):
         rows = slice(start, start + pairs)
@@ -110,6 +121,7 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
         torch.min(squared, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
         torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
     best = sqrt(best)
+    # Decide for each keypoint: match, unmatched or ignored.
     itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_(
@@ -120,6 +132,6 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
 
 
 def _stack(view0: Tensor, view1: Tensor) -> Tensor:
-    """(B, M, C) and (B, N, C) -> (2, B, W, C), W the larger of M and N, zeros where padded."""
+    """Stack (B, M, C) and (B, N, C) to (2, B, W, C), W the larger of M and N. Padding is zero."""
     width = max(view0.shape[1], view1.shape[1])
     return torch.stack([pad(view, (0, 0, 0, width - view.shape[1])) for view in (view0, view1)])

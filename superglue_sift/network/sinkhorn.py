@@ -28,16 +28,19 @@ from torch.nn.functional import pad
 
 from superglue_sift.torch_compat import is_traced, sqrt
 
-# a * b must stay this factor below the dtype's maximum, or the backward pass, which multiplies them
-# further, overflows. The factor also excludes the range where exp(Z - r) is subnormal.
+# a * b must stay below the dtype's maximum by this factor. Otherwise the backward pass, which
+# multiplies them further, overflows. The factor also excludes the range where exp(Z - r) is
+# subnormal.
 GRADIENT_HEADROOM = 1e12
 
 
 class Problem(NamedTuple):
-    """B padded problems with the dustbins in the last row and column.
+    """B padded problems of optimal transport, with the dustbins in the last row and column.
 
-    Z (B, M + 1, N + 1): scores. mu (B, M + 1, 1), nu (B, N + 1, 1): marginals of total mass 1
-    (equation 8, divided by m + n), 0 for padding. log_mass (B, 1, 1): log(m + n).
+    Z: (B, M + 1, N + 1) scores.
+    mu, nu: (B, M + 1, 1) and (B, N + 1, 1), marginals of total mass 1 (equation 8, divided by m +
+        n). They are 0 for padding.
+    log_mass: (B, 1, 1), log(m + n).
     """
 
     Z: Tensor
@@ -54,20 +57,20 @@ def log_optimal_transport(
     iterations: int,
     wait: bool = True,
 ) -> Tuple[Tensor, Tensor]:
-    """Log of the partial assignment of each pair (SuperGlue, equations 8 and 9), dustbins last.
+    """Compute the log of the partial assignment of each pair (SuperGlue, equations 8 and 9).
 
     Args:
         scores: (B, M, N) similarities, float32 or float64. Padding may have any finite score.
         mask0, mask1: (B, M) and (B, N) bool, True for keypoints.
         dustbin: scalar, the score of leaving a keypoint unmatched.
         iterations: T, 1 or more.
-        wait: whether to compute pairs that overflow in the log domain, for which the host waits for
+        wait: whether to compute pairs that overflow in the log domain. For this the host waits for
             the GPU.
 
     Returns:
-        log P (B, M + 1, N + 1), -inf for padding. P has mass m + n; its rows and columns but the
-        last sum to 1 at convergence, so P is the probability of a match. If an image has no
-        keypoints, those of the other are unmatched with log P = 0.
+        log P (B, M + 1, N + 1), dustbins last, -inf for padding. P has mass m + n. All its rows and
+        columns except the last sum to 1 at convergence, so P is the probability of a match. If an
+        image has no keypoints, the keypoints of the other image are unmatched with log P = 0.
 
         Also (B,) bool, whether the pair, and in training its gradient, are finite. Without `wait`,
         log P of the other pairs is wrong and has no gradient.
@@ -77,6 +80,7 @@ def log_optimal_transport(
         log_P, finite = _Sinkhorn.apply(*problem, iterations)
     else:
         log_P, finite, _ = _solve(problem, iterations, learning=False)
+    # Pairs that left the range of the dtype are computed once more, in the log domain.
     if wait and not bool(finite.all()):
         wrong = torch.nonzero(~finite)[:, 0]
         exact = _log_domain(Problem(*(t[wrong] for t in problem)), iterations)
@@ -85,10 +89,10 @@ def log_optimal_transport(
 
 
 def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> Problem:
-    """Add the dustbins. Padding has the dustbin's score and no mass.
+    """Add the dustbins to scores (B, M, N). Padding has the dustbin's score and no mass.
 
-    The score keeps the products of rows and columns of padding above 0, so that its quotients are 0
-    and not 0/0. For the same reason the corner of a pair without keypoints has mass.
+    This score keeps the products of rows and columns of padding above 0, so that its quotients are
+    0 and not 0/0. For the same reason the corner of a pair without keypoints has mass.
     """
     dtype = scores.dtype
     ones0 = mask0.to(dtype)
@@ -97,7 +101,7 @@ def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> P
     n = ones1.sum(1, keepdim=True)
     nothing = (m + n == 0).to(dtype)
     mass = m + n + nothing
-    mu = torch.cat([ones0, n + nothing], 1) / mass  # every keypoint, and all of the other image
+    mu = torch.cat([ones0, n + nothing], 1) / mass  # 1 for each keypoint; the dustbin takes all n
     nu = torch.cat([ones1, m + nothing], 1) / mass
     core = pad(mask0.unsqueeze(2) & mask1.unsqueeze(1), (0, 1, 0, 1))
     Z = torch.where(core, pad(scores, (0, 1, 0, 1)), dustbin.to(dtype))
@@ -105,10 +109,11 @@ def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> P
 
 
 class _Sinkhorn(torch.autograd.Function):
-    """`_solve` with the gradient of its log P with respect to Z."""
+    """Add to `_solve` the gradient of its log P with respect to Z."""
 
     @staticmethod
     def forward(ctx: Any, Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int):
+        """Solve the problem, and keep all iterates for the gradient."""
         log_P, finite, iterates = _solve(Problem(Z, mu, nu, log_mass), iterations, learning=True)
         a, b = iterates
         ctx.save_for_backward(Z, mu, nu, a, b)
@@ -118,13 +123,17 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any):
+        """Return the gradient with respect to Z. The other arguments have none."""
         Z, mu, nu, a, b = ctx.saved_tensors
         of_Z = [_gradient(Z[c], mu[c], nu[c], a[:, c], b[:, c], grad[c]) for c in _chunks(Z)]
         return torch.cat(of_Z), None, None, None, None
 
 
 def _chunks(Z: Tensor) -> Iterator[slice]:
-    """Pairs to iterate together: all on a GPU; on a CPU one, whose kernel stays in the cache."""
+    """Yield the pairs to iterate together: all pairs on a GPU, but one pair at a time on a CPU.
+
+    The kernel of one pair stays in the cache of a CPU.
+    """
     if Z.device.type != "cpu" or is_traced():
         yield slice(None)
         return
@@ -135,18 +144,20 @@ def _chunks(Z: Tensor) -> Iterator[slice]:
 def _solve(
     problem: Problem, iterations: int, learning: bool
 ) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
-    """log P, whether each pair is finite, and the iterates a (T, B, M + 1, 1), b (T + 1, B, N + 1,
-    1).
+    """Compute log P, whether each pair is finite, and the iterates.
 
-    Not `learning`: only the last iterates.
+    learning: whether to return all iterates, a (T, B, M + 1, 1) and b (T + 1, B, N + 1, 1), which
+        the gradient needs. If not, only the last ones are returned.
     """
     Z, mu, nu, log_mass = problem
     parts = [_iterate(Z[c], mu[c], nu[c], iterations, learning) for c in _chunks(Z)]
     a, b, r = (torch.cat(part, part[0].dim() - 3) for part in zip(*parts))
+    # Back to the potentials of the log domain
     u = a[-1].log() - r
     v = b[-1].log()
     finite = _is_finite(u, mu) & _is_finite(v, nu)
     if learning:
+        # The gradient multiplies a and b, which may overflow although both are finite.
         reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
         finite = finite & (reach < math.inf).squeeze(1)
         for iterates in (a, b):  # a pair that is not finite gets a gradient of zero
@@ -156,7 +167,7 @@ def _solve(
 
 
 def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
-    """K = exp(Z - r) and r, the row maxima (B, M + 1, 1).
+    """Compute K = exp(Z - r) (B, M + 1, N + 1) and the row maxima r (B, M + 1, 1).
 
     Rows start at multiples of 64 bytes, which halves the time of products with K^T on a CPU.
     """
@@ -164,6 +175,7 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
     if is_traced():
         return (Z - r).exp(), r
     width = Z.shape[2]
+    # Allocate rows of a multiple of 16 numbers, and use the first N + 1 of each.
     K = Z.new_empty((*Z.shape[:2], -(-width // 16) * 16))[..., :width]
     return torch.sub(Z, r, out=K).exp_(), r
 
@@ -171,10 +183,15 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
 def _iterate(
     Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    """a (T or 1, B, M + 1, 1), b (T + 1 or 1, B, N + 1, 1) and r (B, M + 1, 1)."""
+    """Iterate a and b; return a (T or 1, B, M + 1, 1), b (T + 1 or 1, B, N + 1, 1) and r.
+
+    learning: whether to keep the iterates of all T iterations, and not only the last ones. r is (B,
+        M + 1, 1).
+    """
     K, r = _kernel(Z)
     K_t = K.transpose(1, 2)
     a: List[Tensor] = []
+    # exp(v) of v = 0; padding has no part
     b: List[Tensor] = [(nu > 0).to(nu.dtype)]
     for _ in range(iterations):
         a.append(mu / torch.bmm(K, b[-1]))
@@ -185,26 +202,29 @@ def _iterate(
 
 
 def _transposed_product(K: Tensor, a: Tensor) -> Tensor:
-    """K^T a of (B, M + 1, N + 1) and (B, M + 1, 1), as a row times K.
+    """Compute K^T a of K (B, M + 1, N + 1) and a (B, M + 1, 1), as a row times K.
 
-    ONNX Runtime fuses a transposed matrix with its product, and up to 1.22 cannot for float64.
+    ONNX Runtime fuses a transposed matrix with its product. Versions up to 1.22 cannot do this for
+    float64.
     """
     return torch.bmm(a.reshape(a.shape[0], 1, -1), K).reshape(a.shape[0], -1, 1)
 
 
 def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Tensor) -> Tensor:
-    """Gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
+    """Compute the gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
 
     With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from
     the next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s
-    a and b / s: with equal maxima, their squares stay in the range of float32, which the square of
-    a leaves if a score leads by 45.
+    a and b / s. With equal maxima, their squares stay in the range of float32. Without this, the
+    square of a leaves it if a score leads by 45.
     """
     K, _ = _kernel(Z)
     K_t = K.transpose(1, 2)
+    # Give a and b equal maxima.
     s = sqrt(b.amax((0, 2)) / a.amax((0, 2))).unsqueeze(2)
     a = a * s
     b = b / s
+    # Padding has no mass and no gradient.
     per_mu = (1 / mu).masked_fill_(mu == 0, 0.0)
     per_nu = (1 / nu).masked_fill_(nu == 0, 0.0)
     down = (a.square() * -per_mu).unbind()
@@ -212,11 +232,13 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
     w_u: List[Tensor] = []  # from the last iteration to the first
     w_v = [grad.sum(1).unsqueeze(2) * b[-1] * per_nu]
     direct = grad.sum(2, keepdim=True) * a[-1] * per_mu
+    # Walk back from the last iteration to the first.
     for t in range(len(down) - 1, -1, -1):
         step = torch.bmm(K, w_v[-1]) * down[t]
         w_u.append(step + direct if not w_u else step)
         if t > 0:
             w_v.append(torch.bmm(K_t, w_u[-1]) * back[t])
+    # The sum of all rank-one terms is one matrix product.
     left = torch.cat([a, torch.stack(w_u[::-1])]).squeeze(3).permute(1, 2, 0)  # (B, M + 1, 2 T)
     # (B, 2 T, N + 1)
     right = torch.cat([torch.stack(w_v[::-1]), b[:-1]]).squeeze(3).permute(1, 0, 2)
@@ -225,13 +247,16 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
 
 
 def _is_finite(potential: Tensor, mass: Tensor) -> Tensor:
-    """(B,) bool: whether all potentials (B, M + 1, 1) are finite, except those without mass."""
-    largest = potential.masked_fill(mass == 0, 0.0).abs().amax((1, 2))  # propagates nan
+    """Return (B,) bool, whether all potentials (B, M + 1, 1) with mass are finite."""
+    largest = potential.masked_fill(mass == 0, 0.0).abs().amax((1, 2))  # nan stays nan
     return largest < math.inf
 
 
 def _log_domain(problem: Problem, iterations: int) -> Tensor:
-    """log P by the paper's iterations, differentiated by autograd: slower, without overflow."""
+    """Compute log P by the paper's iterations, which are slower but do not overflow.
+
+    Autograd differentiates them.
+    """
     Z, mu, nu, log_mass = problem
     log_mu = mu.log()
     log_nu = nu.log().transpose(1, 2)

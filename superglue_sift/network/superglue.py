@@ -74,15 +74,16 @@ ENCODER_WIDTHS = (32, 64, 128, 256)
 SHARPNESS = 40.0
 DOUBTFUL_COSINE = 0.78
 
-# Typical SIFT values at 512x384. Divided by them, what the network gets is of order one.
+# Typical values of SIFT in images of 512x384 px. The inputs of the network are divided by them, so
+# that they are of order one.
 TYPICAL_SCORE = 0.03
 TYPICAL_SCALE = 4.0
-NEIGHBOUR_FEATURES = 8  # per keypoint, see `neighbour_features`
+NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `neighbour_features`
 
-# Initial standard deviation of the frequencies of rotary positions, radians over half an image
+# Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 SPREAD = 2.0
 
-# Limits of a configuration, since a model file may come from anyone.
+# A configuration must stay within these limits, since a model file may come from anyone.
 LIMITS = {
     "dim": 4096,
     "layers": 256,
@@ -92,24 +93,28 @@ LIMITS = {
 }
 NORMS = ("layer", "batch")
 KINDS = ("sift", "float")
-Reduce = Callable[[Tensor], Tensor]  # sums a tensor over all ranks, differentiably
+# A function of this type sums a tensor over all ranks, and has a gradient.
+Reduce = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class SuperGlueConfig:
-    """Shape and meaning of the weights. Raises ValueError for a value out of range."""
+    """Describe the architecture of a network and its inputs. A model file contains it.
 
-    dim: int = 128  # D, width of a keypoint's state; the paper: 128 for SIFT, 256 for SuperPoint
+    Raises ValueError for a value out of range.
+    """
+
+    dim: int = 128  # D, width of a state; the paper has 128 for SIFT, 256 for SuperPoint
     layers: int = 9  # pairs of one self- and one cross-attention layer
-    heads: int = 4
-    norm: str = "layer"  # layer | batch
+    heads: int = 4  # heads of each attention layer
+    norm: str = "layer"  # norm of hidden layers, "layer" or "batch"
     scale_angle: bool = True  # also encode SIFT's scale and angle
-    neighbours: bool = False  # also encode each one's nearest neighbour in the other image
-    rotary: bool = False  # relative positions in self-attention
-    sinkhorn_iterations: int = 100  # T, in training; inference may use another
-    extractor: str = "sift"  # what finds the keypoints (extractors.py)
-    descriptor: str = "sift"  # sift | float (extractors.py)
-    descriptor_dim: int = 128  # entries of a descriptor
+    neighbours: bool = False  # also encode the nearest neighbour in the other image
+    rotary: bool = False  # use relative positions in self-attention
+    sinkhorn_iterations: int = 100  # T in training; inference may use another number
+    extractor: str = "sift"  # name of the keypoint extractor (extractors.py)
+    descriptor: str = "sift"  # kind of descriptor, "sift" or "float" (extractors.py)
+    descriptor_dim: int = 128  # number of entries of a descriptor
 
     def __post_init__(self) -> None:
         for name, limit in LIMITS.items():
@@ -127,12 +132,12 @@ class SuperGlueConfig:
             )
 
     def to_dict(self) -> dict:
-        """Plain values for JSON; `SuperGlueConfig(**values)` reads them back."""
+        """Return plain values for JSON. `SuperGlueConfig(**values)` reads them back."""
         return dataclasses.asdict(self)
 
 
 class SuperGlue(nn.Module):
-    """The network, from the keypoints of pairs to the probability of each match."""
+    """The network computes the probability of each match from the keypoints of pairs."""
 
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
         super().__init__()
@@ -151,9 +156,10 @@ class SuperGlue(nn.Module):
         self._start_as_identity()
 
     def forward(self, batch: PairBatch) -> Tensor:
-        """Log assignment of each pair, (B, M + 1, N + 1) float32, dustbins last.
+        """Compute the log assignment of each pair, (B, M + 1, N + 1) float32.
 
-        exp() of an entry is the probability of that match. It is 0 for padding.
+        The last row and column are the dustbins. exp() of an entry is the probability of that
+        match. It is 0 for padding.
         """
         log_P, _ = self.assign([batch])
         return log_P[0]
@@ -164,18 +170,20 @@ class SuperGlue(nn.Module):
         """Compute the log assignments of batches of different sizes (`PairBatch.size_classes`).
 
         Args:
-            wait: see `sinkhorn.log_optimal_transport`.
+            batches: the pairs, in batches of any sizes.
+            wait: whether to compute pairs that overflow once more
+                (`sinkhorn.log_optimal_transport`).
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
-                float16. For inference `weights.fuse_for_inference` casts their weights once.
+                float16. For inference, `weights.fuse_for_inference` casts their weights once.
 
         Returns:
             log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite.
         """
-        # a keypoint of two orientations keeps one of them
+        # A keypoint with two orientations keeps one of them.
         keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
         descriptors = self.describe(keypoints, precision)
         iterations = self.config.sinkhorn_iterations
-        # the transport of each batch alone (equations 8 and 9)
+        # Optimal transport of each batch by itself (equations 8 and 9), since sizes differ.
         solved = [
             log_optimal_transport(*problem, self.dustbin, iterations, wait)
             for problem in self.scores(descriptors, keypoints.images)
@@ -184,7 +192,11 @@ class SuperGlue(nn.Module):
         return list(log_Ps), torch.cat(finite)
 
     def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
-        """Initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and keys."""
+        """Compute initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and
+        keys.
+
+        The rotations are None without rotary positions.
+        """
         config = self.config
         dtype = self.dustbin.dtype
         geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
@@ -194,13 +206,18 @@ class SuperGlue(nn.Module):
             inputs.append(neighbour_features(descriptors, geometry, keypoints.images))  # (T, 8)
         encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], keypoints.images.valid)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
+        # (T, K) descriptors -> (T, D) states
         return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
 
     def describe(self, keypoints: Keypoints, precision: str = "float32") -> Tensor:
-        """Matching descriptors (T, D) of all keypoints (equations 2 to 6)."""
+        """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
+
+        precision: as for `assign`.
+        """
         images = keypoints.images
         x, rotation = self.encode(keypoints)
         dtype = None if precision == "float32" else getattr(torch, precision)
+        # Gradient checkpointing keeps only the input of each layer, and computes the rest again.
         run = checkpoint if self.recompute and self.training else _call
         for to_itself, to_other in zip(self.self_attention, self.cross_attention):
             x = run(to_itself, x, images, dtype, False, rotation)
@@ -208,8 +225,12 @@ class SuperGlue(nn.Module):
         return self.final_projection(x)
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Scores (B, M, N) of each batch (equation 7), and its masks (B, M) and (B, N)."""
-        # (T, D) -> (B, M, D), (B, N, D), ...; a root of sqrt(D) for each factor
+        """Compute the scores (B, M, N) of each batch (equation 7); return them with both masks.
+
+        descriptors: (T, D), as from `describe`. The masks are (B, M) and (B, N) bool, True for
+            keypoints.
+        """
+        # (T, D) -> (B, M, D), (B, N, D), ... Each factor is divided by the root of sqrt(D).
         views = images.split(descriptors / self.config.dim**0.25)
         masks = images.masks
         return [
@@ -218,31 +239,33 @@ class SuperGlue(nn.Module):
         ]
 
     def compile_layers(self) -> None:
-        """Compile `describe` (torch 2), on a GPU as CUDA graphs, once for each of few shapes."""
+        """Compile `describe` by torch 2, on a GPU into CUDA graphs. Each shape is compiled once."""
         self.describe = torch.compile(self.describe, mode="reduce-overhead", dynamic=False)
         self.compiled = True
 
     @property
     def layers(self) -> List[nn.Module]:
-        """All layers in the order of their use: self, cross, self, ..."""
+        """Return all layers in the order of their use: self, cross, self, ..."""
         return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
 
     @property
     def in_order(self) -> List[nn.Module]:
-        """All modules with weights, in the order of their use."""
+        """Return all modules with weights, in the order of their use."""
         encoders = [self.descriptor_projection, self.keypoint_encoder]
         rotary = [self.rotary] if self.rotary else []
         return [*encoders, *rotary, *self.layers, self.final_projection]
 
     def _start_as_identity(self) -> None:
-        """Make the first score of a pair of keypoints SHARPNESS times the cosine."""
+        """Initialize the weights so that the score of two keypoints is SHARPNESS times their
+        cosine.
+        """
         dim = self.config.dim
         with torch.no_grad():
             for linear in (self.descriptor_projection, self.final_projection):
                 nn.init.zeros_(linear.bias)
             if dim == self.config.descriptor_dim:
                 nn.init.eye_(self.descriptor_projection.weight)
-            else:  # keeps inner products when dim is the larger, nearly so below
+            else:  # this keeps inner products if dim is larger, and nearly keeps them if not
                 nn.init.orthogonal_(self.descriptor_projection.weight)
             nn.init.eye_(self.final_projection.weight)
             # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
@@ -252,6 +275,7 @@ class SuperGlue(nn.Module):
 
 
 def _call(layer: nn.Module, *inputs: Any) -> Tensor:
+    """Call a layer without gradient checkpointing."""
     return layer(*inputs)
 
 
@@ -259,7 +283,7 @@ def _call(layer: nn.Module, *inputs: Any) -> Tensor:
 
 
 def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
-    """The encoder of geometry and neighbours, whose output starts at zero."""
+    """Create the encoder of geometry and neighbours. Its output starts at zero."""
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
@@ -272,7 +296,7 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
 
 
 def unit_vectors(data: Tensor, kind: str) -> Tensor:
-    """Descriptors as unit vectors, float32 (..., D); zeros stay zeros.
+    """Return descriptors as unit vectors, float32 (..., D). Zeros stay zeros.
 
     data: (..., K) uint8, the bytes of keypoints from the descriptor on (`PairBatch.descriptors`).
     kind: "sift" gives RootSIFT; "float" divides by the length.
@@ -283,40 +307,48 @@ def unit_vectors(data: Tensor, kind: str) -> Tensor:
 
 
 def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
-    """(T, 3 or 6), each of order one: position, log score, log scale, direction."""
+    """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
+
+    Without `scale_angle`, return position and log score, (T, 3).
+    """
     size = keypoints.image_size
+    # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
     position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
     score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
     if not scale_angle:
         return torch.cat([position, score], -1)
     scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    # An angle is two numbers, cos and sin, since 0 and 360 degrees are the same direction.
     angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
 @torch.no_grad()
 def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
-    """Inputs of the keypoint encoder from each keypoint's nearest neighbour in the other image.
+    """Compute inputs of the encoder from each keypoint's nearest neighbour in the other image.
 
     Args:
-        descriptors: unit descriptors of all keypoints, (T, 128).
-        geometry: (T, 6): position, log score, log scale, cos and sin of the angle.
+        descriptors: unit descriptors of all keypoints, (T, D).
+        geometry: (T, 6) with position, log score, log scale, cos and sin of the angle.
+        images: the images of the keypoints.
 
     Returns:
-        (T, 8): distance of the descriptors, its ratio to that of the second nearest (1
-        without one), whether they are mutual nearest neighbours; position of the neighbour 2, log
-        ratio of the scales, cos and sin of the angle between the orientations. Zeros if the other
-        image is empty.
+        (T, 8): the distance of the descriptors; its ratio to the distance of the second nearest
+        neighbour (1 if there is none); whether both are mutual nearest neighbours; the position of
+        the neighbour (2 numbers); the log ratio of the scales; cos and sin of the angle between the
+        orientations. All are zero if the other image is empty.
     """
     units = images.split(descriptors)
     places = images.split(geometry)
     features: List[Tensor] = []
+    # Images 2 k and 2 k + 1 are the two sides of one batch.
     for i in range(0, len(units), 2):
         mask0, mask1 = images.masks[i : i + 2]
         cosines = torch.bmm(units[i], units[i + 1].transpose(1, 2))  # (B, M, N)
         cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
         best = [cosines.max(2), cosines.max(1)]
         features.append(_features_of(cosines, best, places[i], places[i + 1], mask1))
+        # The same from image 1: (B, M, N) -> (B, N, M)
         cosines = cosines.transpose(1, 2)
         features.append(_features_of(cosines, best[::-1], places[i + 1], places[i], mask0))
     return images.join(features)
@@ -325,18 +357,24 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
 def _features_of(
     cosines: Tensor, best: List[Any], ours: Tensor, theirs: Tensor, mask: Tensor
 ) -> Tensor:
-    """`neighbour_features` (B, M, 8) of images with M keypoints, `ours` (B, M, 6).
+    """Compute `neighbour_features` (B, M, 8) of images with M keypoints, whose geometry is `ours`.
 
-    cosines: (B, M, N) of both descriptors, -inf for padding. best: their maxima over N and over M.
-    theirs, mask: (B, N, 6) and (B, N), the other images.
+    cosines: (B, M, N) between the descriptors of both images, -inf for padding.
+    best: the maxima of the cosines over N and over M.
+    ours: (B, M, 6), geometry of these images.
+    theirs, mask: (B, N, 6) and (B, N), geometry and mask of the other images.
     """
     values, nearest = best[0]
+    # The second nearest is the maximum without the nearest. In an image of one keypoint there is
+    # none, and the nearest takes its place, so that the ratio is 1.
     second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
     second = torch.where(second == -torch.inf, values, second)
+    # Distances of unit vectors: |a - b|^2 = 2 - 2 cos
     both = torch.stack([values, second]).clamp(-1.0, 1.0)
     distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
     itself = torch.arange(nearest.shape[1], device=nearest.device)
     mutual = best[1].indices.gather(1, nearest) == itself
+    # (B, N, 6) -> (B, M, 6), the geometry of each nearest neighbour
     theirs = theirs.gather(1, nearest.unsqueeze(2).expand(-1, -1, ours.shape[2]))
     _, _, _, scale0, cos0, sin0 = ours.unbind(2)
     x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
@@ -350,6 +388,7 @@ def _features_of(
         cos0 * cos1 + sin0 * sin1,
         cos0 * sin1 - sin0 * cos1,
     ]
+    # The maximum over an empty image is padding, so its features are set to zero.
     occupied = mask.any(1)[:, None, None]
     return torch.stack(columns, 2).masked_fill(~occupied, 0.0)
 
@@ -358,7 +397,7 @@ def _features_of(
 
 
 class AttentionalLayer(nn.Module):
-    """One update of every keypoint: x <- x + MLP([x, message]) (equation 3)."""
+    """The layer updates every keypoint once: x <- x + MLP([x, message]) (equation 3)."""
 
     def __init__(self, dim: int, heads: int, norm: str) -> None:
         super().__init__()
@@ -368,8 +407,8 @@ class AttentionalLayer(nn.Module):
         first = nn.Linear(2 * dim, 2 * dim)
         last = nn.Linear(2 * dim, dim)
         self.mlp = MLP(first, token_norm(norm, 2 * dim), nn.ReLU(inplace=True), last)
-        # the layer starts as the identity: the untrained network is then a soft nearest-neighbour
-        # matcher
+        # The layer starts as the identity. The untrained network is then a soft nearest-neighbour
+        # matcher.
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
@@ -381,46 +420,52 @@ class AttentionalLayer(nn.Module):
         cross: bool,
         rotation: Optional[Tensor] = None,
     ) -> Tensor:
-        """x (T, D) -> (T, D).
+        """Update the states x (T, D) of all keypoints; return (T, D).
 
-        dtype: precision of the products by autocast. If None, it is that of the weights. The
-            residual stream is not rounded to it.
+        dtype: precision of the products by autocast. If None, it is the precision of the weights.
+            The residual stream is not rounded to it.
         cross: whether each image attends to the other image of its pair. If not, it attends to
             itself.
         rotation: (2, T, d / 2) of queries and keys, see `rotate`.
         """
         state = x.to(dtype or self.query_key_value.weight.dtype)
-        # in the layer, not around all of them: gradient checkpointing runs it again
+        # Autocast is inside the layer, because gradient checkpointing runs the layer again.
         with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
             message = self.attend(state, images, cross, rotation)
             return x + self.mlp([state, message], images.valid)
 
     def attend(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor]) -> Tensor:
-        """Messages (T, D), from the merged heads (equations 4 and 5)."""
+        """Compute the messages (T, D) from the merged heads (equations 4 and 5)."""
         heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
+        # Queries and keys are rotated by their positions, values are not.
         if rotation is not None:
             heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
-        # for the images 0 and 1 of each batch: query, key and value, (B, H, N, d) each
+        # (T, 3, H, d) -> query, key and value (B, H, N, d) of images 0 and 1 of each batch
         views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
         messages = []
         for i, (query, _, _) in enumerate(views):
+            # The partner of image 2 k is image 2 k + 1, and the reverse.
             source = i ^ 1 if cross else i
             _, key, value = views[source]
             message = attention(query, key, value, images.visible[source])
             occupied = images.occupied[source]
-            if occupied is not None:  # nothing comes from an image without keypoints
+            if occupied is not None:  # an image without keypoints sends no message
                 message = message * occupied
             messages.append(self.merge(message.transpose(1, 2).flatten(2)))  # (B, N, D)
         return images.join(messages)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v, without storing the weights (equation 4).
+    """Compute softmax(q k^T / sqrt(d)) v without storing the weights (equation 4).
 
-    query (B, H, M, d); key, value (B, H, N, d); visible (B, 1, 1, N) bool, True for keys to attend
-    to, or None if all are. Returns (B, H, M, d).
+    query: (B, H, M, d).
+    key, value: (B, H, N, d).
+    visible: (B, 1, 1, N) bool, True for keys to attend to. If None, attend to all keys.
+
+    Returns (B, H, M, d).
     """
     if not hasattr(nn.functional, "scaled_dot_product_attention"):
+        # torch 1.10 has no kernel for attention.
         return chunked_attention(query, key, value, visible)
     if visible is not None and is_traced():
         # This is what the kernel does. With a bool mask ONNX also tests all weights for nan, which
@@ -431,7 +476,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tenso
 
 
 def _without_cudnn() -> ContextManager[Any]:
-    """A context without cuDNN, which plans for each new shape: 70 ms of a core on an H100."""
+    """Return a context without cuDNN, which takes 70 ms (on an H100) to plan each new shape."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:  # torch 2.2 or older
@@ -449,7 +494,10 @@ class RotaryPositions(nn.Module):
     """
 
     def __init__(self, channels: int) -> None:
-        """channels: d of each head, even."""
+        """Draw the frequencies at random. channels: d of each head, which must be even.
+
+        Raises ValueError for an odd number.
+        """
         super().__init__()
         if channels % 2:
             raise ValueError(
@@ -458,15 +506,16 @@ class RotaryPositions(nn.Module):
         self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
 
     def forward(self, positions: Tensor) -> Tensor:
-        """positions (T, 2) of order one -> cos and sin (2, T, d / 2), for `rotate`."""
+        """Compute cos and sin (2, T, d / 2) of positions (T, 2) of order one, for `rotate`."""
         angles = positions @ self.frequencies
         return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate vectors (..., d): entries i and i + d / 2 are a point of the plane; keeps the dtype.
+    """Rotate vectors (..., d), whose entries i and i + d / 2 are a point of the plane.
 
-    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast. The result has the dtype of the
+        vectors.
     """
     a, b = vectors.chunk(2, -1)
     cos, sin = rotation.to(vectors.dtype).unbind(0)
@@ -474,17 +523,18 @@ def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
 
 
 class MLP(nn.Sequential):
-    """A perceptron of keypoints, whose BatchNorm leaves out padding."""
+    """A perceptron of keypoints. Its BatchNorm leaves out padding."""
 
     def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
-        """(T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
+        """Compute (T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
 
-        The products of each input are added, so that the concatenation need not exist: it would be
+        The products of each input are added, so that the concatenation need not exist. It would be
         a fifth of what a training step keeps for the gradient.
 
-        valid: (T,) bool, False for padding, or None if there is none.
+        valid: (T,) bool, False for padding. If None, there is no padding.
         """
         first: Any = self[0]
+        # The columns of the first map that belong to each input
         weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
         x = nn.functional.linear(inputs[0], weights[0], first.bias)
         for each, weight in zip(inputs[1:], weights[1:]):
@@ -495,10 +545,10 @@ class MLP(nn.Sequential):
 
 
 class TokenBatchNorm(nn.Module):
-    """Batch normalisation over all keypoints of the batch, with `reduce` of all ranks.
+    """Normalize over all keypoints of the batch, with sums of all ranks by `reduce`.
 
-    Statistics equal those of one process with the whole batch, for any numbers of keypoints per
-    rank (torch's SyncBatchNorm needs a GPU). A batch without keypoints does not change the running
+    The statistics equal those of one process with the whole batch, for any numbers of keypoints per
+    rank. (torch's SyncBatchNorm needs a GPU.) A batch without keypoints does not change the running
     statistics.
     """
 
@@ -519,9 +569,9 @@ class TokenBatchNorm(nn.Module):
         self.reduce: Optional[Reduce] = None
 
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
-        """x (T, C) -> (T, C), computed in float32 also under autocast.
+        """Normalize x (T, C); return (T, C). This is computed in float32 also under autocast.
 
-        valid: (T,) bool, False for padding, which does not count; or None if there is none.
+        valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
         """
         x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         mean, var = (
@@ -530,15 +580,19 @@ class TokenBatchNorm(nn.Module):
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        """Compute the mean, then the variance: a difference of large squares would lose digits."""
+        """Compute mean and variance (C,) of the keypoints, and update the running statistics.
+
+        The mean is computed first, since a difference of large squares would lose digits.
+        """
         reduce = self.reduce or (lambda tensor: tensor)
         counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
+        # One reduction sums the values and the number of keypoints over all ranks.
         first = reduce(torch.cat([(x * counted).sum(0), counted.sum(0)]))
         count = first[-1].detach().clamp(min=1.0)
         mean = first[:-1] / count
         var = reduce(((x - mean).square() * counted).sum(0)) / count
         with torch.no_grad():
-            # a tensor, which avoids a device-to-host synchronisation
+            # The step is a tensor, so that the host does not wait for the device.
             step = self.momentum * (first[-1] > 0).to(first.dtype)
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
@@ -546,28 +600,29 @@ class TokenBatchNorm(nn.Module):
 
 
 def token_norm(kind: str, channels: int) -> nn.Module:
-    """The norm of a hidden layer: "layer" or "batch"."""
+    """Create the norm of a hidden layer, of kind "layer" or "batch"."""
     return LayerNorm(channels) if kind == "layer" else TokenBatchNorm(channels)
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
-    """Set `reduce` of every TokenBatchNorm. If None, each rank has statistics of its own."""
+    """Set `reduce` of every TokenBatchNorm. If None, each rank has its own statistics."""
     for module in model.modules():
         if isinstance(module, TokenBatchNorm):
             module.reduce = reduce
 
 
-# Matches of the assignment (section 5)
+# Section 5: matches of an assignment
 
 
 def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
+    """Find mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
 
     log_P: (B, M + 1, N + 1), output of `SuperGlue`.
 
     Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
-    float32, 0 without a match; then matches1 and scores1 (B, N), the same from image 1.
+    float32, which is 0 without a match. matches1 and scores1 (B, N) say the same of image 1.
     """
+    # (B, M + 1, N + 1) -> (B, M, N), without the dustbins
     inner = log_P.detach()[:, :-1, :-1].float()
     best0 = inner.max(2)
     best1 = inner.max(1)
@@ -575,6 +630,7 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tenso
     for best, other in ((best0, best1), (best1, best0)):
         itself = torch.arange(best.indices.shape[1], device=log_P.device)
         scores = best.values.exp()
+        # A match is mutual if the best match of the best match is the keypoint itself.
         good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
         found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
     return found[0], found[1], found[2], found[3]
@@ -587,10 +643,11 @@ def match_pairs(
     device: str,
     selected: Sequence[Tuple[np.ndarray, np.ndarray]],
 ) -> List[Matches]:
-    """Match pairs by the network in one batch: all its mutual matches, whatever their scores.
+    """Match pairs by the network in one batch. Return all mutual matches, whatever their scores.
 
-    selected: for each pair the keypoints of both images that the network gets, ascending indices
-    (m,) and (n,) (`nearest.select_keypoints`). Returns indices of all keypoints.
+    selected: for each pair, the keypoints of both images that the network gets, ascending indices
+        (m,) and (n,) (`nearest.select_keypoints`). The matches that are returned have indices of
+        all keypoints.
     """
     if not pairs:
         return []
@@ -598,12 +655,15 @@ def match_pairs(
         Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
         for pair, (index0, index1) in zip(pairs, selected)
     ]
+    # Sort the pairs into batches of similar sizes, to save padding.
     order, batches = from_pairs(few).to(device).size_classes()
     if model.compiled:
+        # CUDA graphs need few shapes, so widths are rounded up.
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
     rows: List[Tuple[np.ndarray, np.ndarray]] = []
     for log_P in model.assign(batches)[0]:
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
         rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
+    # Back to the order of the pairs, and to indices of all keypoints
     by_pair = dict(zip(order, rows))
     return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]

@@ -26,17 +26,18 @@ from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName, write_atomic
 from superglue_sift.network.superglue import MLP, SuperGlue, SuperGlueConfig, TokenBatchNorm
 
-FORMAT = "superglue-sift/1"  # the header's only key: safetensors keeps no order of several
-THRESHOLD = 0.2  # probability of a match, for models without their own (SuperGlue, section 5)
+FORMAT = "superglue-sift/1"  # the header has one key, since safetensors does not keep an order
+THRESHOLD = 0.2  # probability of a match for models that state none (SuperGlue, section 5)
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
 
 class BadCheckpoint(Exception):
-    """A truncated, altered or foreign file. The message names file and reason."""
+    """A model file is truncated, altered or foreign. The message names the file and the reason."""
 
 
 def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
+    """Compute the hex SHA-256 of the description and of names, dtypes, shapes and values."""
     digest = hashlib.sha256(text.encode())
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
@@ -45,7 +46,7 @@ def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
 
 
 def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
-    """Bytes of a model file with these tensors and `info` (plain JSON values)."""
+    """Return the bytes of a model file with these tensors and `info` (plain JSON values)."""
     arrays = {name: t.detach().cpu().contiguous().numpy() for name, t in tensors.items()}
     text = json.dumps(info, sort_keys=True)
     header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
@@ -53,7 +54,10 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
 
 
 def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write `info` to a .json, then a `model_file` of the same name to `path` (.safetensors)."""
+    """Write `info` to a .json, then a `model_file` to `path` (.safetensors). Both have one name.
+
+    Raises OSError if a file cannot be written.
+    """
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
     write_atomic(path.with_suffix(".json"), text)
@@ -61,12 +65,16 @@ def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping
 
 
 def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a `model_file`. Raises FileNotFoundError, or BadCheckpoint if damaged."""
+    """Read and verify a `model_file`; return its tensors and its `info`.
+
+    Raises FileNotFoundError if there is no file, and BadCheckpoint if it is damaged or foreign.
+    """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with safe_open(str(path), framework="numpy") as file:
+            # Nothing in the file is used before its header and its checksum are verified.
             metadata = file.metadata() or {}
             if FORMAT not in metadata:
                 raise BadCheckpoint(
@@ -89,7 +97,10 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
 
 
 def shipped_weights() -> Path:
-    """Path of the shipped weights: in the package if installed, next to it in a clone."""
+    """Return the path of the shipped weights, in the installed package or next to it in a clone.
+
+    Raises RequestError if there are none.
+    """
     package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
@@ -101,15 +112,18 @@ def shipped_weights() -> Path:
 def load_model(
     path: FileName, device: str = "cpu", sinkhorn_iterations: Optional[int] = None
 ) -> Tuple[SuperGlue, dict]:
-    """Load a network in evaluation mode on `device`, and its description.
+    """Load a network in evaluation mode on `device`; return it with its description.
 
-    sinkhorn_iterations: overrides the model's. Raises RequestError: no such file, damaged, or not a
-    SuperGlue model.
+    sinkhorn_iterations: number of iterations in place of the model's own.
+
+    Raises RequestError if there is no such file, if it is damaged, or if it is not a SuperGlue
+    model.
     """
     try:
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
         weights = weights_of(tensors)
+        # A small file could ask for a network that does not fit the memory.
         _check_shapes(config, weights)
         model = SuperGlue(config)
         model.load_state_dict(weights)
@@ -126,7 +140,7 @@ def load_model(
 
 
 def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
-    """Raise ValueError if this network would be larger than the file, before it is created."""
+    """Raise ValueError if the network would be larger than the file, before it is created."""
     expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
     for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
         expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
@@ -137,18 +151,19 @@ def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
 
 
 def weights_of(tensors: Tensors) -> Tensors:
-    """All tensors of a model; of a checkpoint, those of its `model.*`."""
+    """Return the weights in the tensors of a file: `model.*` of a checkpoint, all of a model."""
     prefix = "model."
     named = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
     return named or tensors
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
-    """A faster copy of `model` for matching, in float32 equal up to rounding.
+    """Return a faster copy of `model` for matching. In float32 its results are equal up to
+    rounding.
 
-    Multiplies what is linear: the merge of the heads into the first map of the MLP, and a BatchNorm
-    into the map before it. The layers' weights are cast once to `precision`: float32, bfloat16 or
-    float16.
+    Maps that follow each other without a nonlinearity are multiplied: the merge of the heads and
+    the first map of the MLP; and a BatchNorm and the map before it. The layers' weights are cast
+    once to `precision`: float32, bfloat16 or float16.
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
     fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
@@ -157,6 +172,7 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
         first = layer.mlp[0]
         merge = layer.merge.double()
         dim = len(merge.weight)
+        # The columns of the first map that take the message, not the state
         of_message = first.weight[:, dim:].double()
         first.bias.data += (of_message @ merge.bias).to(first.bias.dtype)
         first.weight.data[:, dim:] = of_message @ merge.weight
@@ -167,7 +183,7 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
 
 
 def _without_batch_norm(mlp: MLP) -> MLP:
-    """Multiply each BatchNorm in evaluation into the map before it."""
+    """Multiply each BatchNorm, as it is in evaluation, into the map before it."""
     modules: List[Any] = list(mlp)
     for before, norm in zip(modules, modules[1:]):
         if isinstance(norm, TokenBatchNorm):
@@ -179,7 +195,7 @@ def _without_batch_norm(mlp: MLP) -> MLP:
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
-    """Minimum probability of a match: the one in a model's `info`, else THRESHOLD.
+    """Return the minimum probability of a match that a model's `info` states, or else THRESHOLD.
 
     Raises RequestError for a value that is not a probability.
     """
@@ -193,13 +209,14 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 
 def choose_device(name: str) -> str:
     """Resolve "auto" to "cuda" if available, else "cpu". Raises RequestError without the device."""
-    # torch 1.10 has TF32 on: scores reach 40, where it has errors of 0.02
+    # torch 1.10 turns TF32 on, which has errors of 0.02 where scores reach 40.
     torch.backends.cuda.matmul.allow_tf32 = False
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if torch.device(name).type not in ("cpu", "cuda"):
             raise RuntimeError("neither a CPU nor a GPU of NVIDIA or AMD")
+        # Only an allocation shows whether the device works.
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
