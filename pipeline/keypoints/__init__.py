@@ -1,5 +1,6 @@
 """Stage 2: from photographs to a store of keypoints.
 
-`views` (all views of one photograph and their keypoints), `shards` (worker processes; finished
-parts survive a kill), `store` (the keypoints of all views, which training maps into memory).
+`views` renders all views of one photograph and finds their keypoints. `shards` runs worker
+processes, whose finished parts survive a kill. `store` holds the keypoints of all views, which
+training maps into memory.
 """

@@ -1,8 +1,8 @@
 """Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
 
-Fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`); `evaluate` uses
-the test images.
-It may be killed at any time: finished shards stay. Under torchrun the ranks share the shards.
+Fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`). The stage
+`evaluate` uses the test images. This stage may be killed at any time: finished shards stay. Under
+torchrun the ranks share the shards.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from superglue_sift.progress import Progress
 SPLITS = ("train", "val")
 # Seconds without a new shard after which a rank counts as dead. A slow extractor takes minutes.
 SILENCE = 3600.0
-# More bad images than this mean a wrong folder or a broken download, not a few broken files.
+# If a larger fraction of the images is bad, the folder is wrong or the download is broken.
 MAX_BAD_FRACTION = 0.1
 
 
@@ -38,6 +38,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = _arguments(argv)
     settings = params.load(options.params).keypoints
     decoders.require(settings.decoder)
+    # the plan: which shards each split has, and whether all folders can be written
     images = open_manifest(options.images)
     folders = {
         split: Folder(options.out / split, plan(images.entries(split), settings))
@@ -66,7 +67,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _check(bad, total, rows, options.reports)
     for split, folder in folders.items():
-        # not before: a file that is not in the plan may be one that another rank is writing
+        # This must wait until now: before, a file that is not in the plan may be one that another
+        # rank writes
         folder.discard_unknown()
         folder.close(rows[split], settings)
     metrics = _metrics(options.out, bad)
@@ -102,10 +104,11 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 def _extract(
     folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
 ) -> int:
-    """Write this rank's missing shards. Returns the number of images processed."""
+    """Write this rank's missing shards. Return the number of images processed."""
     total = 0
     todo = []
     for folder in folders.values():
+        # the ranks take turns in the list of shards
         mine = folder.shards[rank::ranks]
         total += sum(len(shard.entries) for shard in mine)
         todo += [(folder, shard) for shard in folder.open(mine)]
@@ -126,9 +129,9 @@ def _extract(
 
 
 def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
-    """Rows of all shards; waits for the other ranks, and says so.
+    """Return the rows of all shards. Wait for the other ranks, and say so.
 
-    Raises WorkError when none of them has written a shard for `SILENCE` seconds.
+    Raises WorkError if no rank has written a shard for `SILENCE` seconds.
     """
     missing = 0
     since = time.monotonic()
@@ -152,7 +155,7 @@ def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
 
 
 def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) -> None:
-    """Raises WorkError if too many images are bad, or a split has none left."""
+    """Raise WorkError if too many images are bad, or if a split has no image left."""
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:
         raise WorkError(
@@ -165,7 +168,7 @@ def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) 
 
 
 def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
-    """Metrics of the stores, the same in every run."""
+    """Return the metrics of the stores, which are the same in every run."""
     metrics: Dict[str, Any] = {}
     for split in SPLITS:
         store = Store(out / split, verify="none")
@@ -181,7 +184,7 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
 
 
 def _print_empty(out: Path) -> None:
-    """Print a line if there are images in which no view has a keypoint."""
+    """Print a line if there are images of which no view has a keypoint."""
     stores = [Store(out / split, verify="none") for split in SPLITS]
     empty = [store.images[i] for store in stores for i in np.flatnonzero(~store.counts.any(axis=1))]
     if empty:

@@ -1,10 +1,10 @@
-"""The work of the stage `keypoints`: shards of a split, made by worker processes, one per core.
+"""The work of the stage `keypoints`: worker processes, one per core, make the shards of a split.
 
 A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters.
-During the work each finished shard has a note next to it; in the end the notes become store.json. A
-shard with another fingerprint (parameters, rows, VERSION, OpenCV) is deleted; an undamaged one is
-not computed again. The number of images in flight is bounded, so memory does not grow with their
-number.
+During the work each finished shard has a note next to it. In the end the notes become store.json. A
+shard with another fingerprint (parameters, rows, VERSION, OpenCV) is deleted. An undamaged shard is
+not computed again. The number of images in flight is bounded, so memory does not grow with the
+number of images.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from superglue_sift.features.images import STORED, BadImage, decode
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # images per worker
-# glibc's numbers of these settings of malloc
+# glibc's numbers of two settings of malloc
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 
@@ -48,7 +48,7 @@ Result = Union[ImageViews, BadImage]
 
 @dataclass(frozen=True)
 class Shard:
-    """A unit of work. fingerprint: SHA-256 of everything that determines its bytes."""
+    """A unit of work. `fingerprint` is the SHA-256 of everything that determines its bytes."""
 
     file: str
     entries: Sequence[Entry]
@@ -56,10 +56,10 @@ class Shard:
 
 
 def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
-    """Cut the rows of a split (sorted, as the manifest gives them) into shards."""
+    """Cut the rows of a split (sorted, as in the manifest) into shards."""
     values = settings.model_dump()
     if not values["seed"]:
-        del values["seed"]  # shards from before this key was added are those of seed 0
+        del values["seed"]  # shards from before this key was added have the seed 0
     common = {
         "settings": values,
         "version": views.VERSION,
@@ -78,13 +78,14 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of one split while it is filled. shards: the plan."""
+    """The folder of one split while it is filled. `shards` is the plan."""
 
     path: Path
     shards: Sequence[Shard]
 
     def open(self, mine: Sequence[Shard]) -> List[Shard]:
-        """Keep undamaged shards that fit, delete others. Returns the missing ones of `mine`."""
+        """Keep undamaged shards of the plan and delete the others. Return the missing ones of
+        `mine`."""
         self.path.mkdir(parents=True, exist_ok=True)
         rows = self._known_rows()
         missing = []
@@ -99,8 +100,9 @@ class Folder:
         return missing
 
     def discard_unknown(self) -> None:
-        """Delete files that are not in the plan: shards of other parameters, partial files after a
-        kill.
+        """Delete files that are not in the plan.
+
+        Such files are shards of other parameters, or partial files after a kill.
         """
         known = {shard.file for shard in self.shards} | {
             self._note_path(shard).name for shard in self.shards
@@ -110,8 +112,9 @@ class Folder:
                 path.unlink()
 
     def write(self, shard: Shard, results: Iterable[Any]) -> None:
-        """Write one shard from its results (ImageViews or BadImage, in the order of its
-        entries).
+        """Write one shard from its results: ImageViews or BadImage, in the order of its entries.
+
+        Raises OSError, for example if the disk is full.
         """
         done = list(results)
         bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
@@ -120,7 +123,8 @@ class Folder:
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
-        """The row of every planned shard that a rank has made or checked now, else None."""
+        """Return the row of every planned shard, or None for a shard that this run has not made
+        yet."""
         notes = [self._read_note(shard) for shard in self.shards]
         return [
             row if row.get("fingerprint") == shard.fingerprint else None
@@ -128,7 +132,7 @@ class Folder:
         ]
 
     def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
-        """Write store.json and delete the notes."""
+        """Write store.json from the rows of all shards, and delete the notes."""
         extractor = extractors.load(settings.extractor)
         named = [
             {**row, "photographs": [e.photograph for e in shard.entries if e.name in row["images"]]}
@@ -140,7 +144,7 @@ class Folder:
             self._note_path(shard).unlink(missing_ok=True)
 
     def _known_rows(self) -> Dict[str, Dict[str, Any]]:
-        """Rows by file name, from a finished store and from notes, without unreadable ones."""
+        """Return the readable rows by file name, from a finished store and from notes."""
         try:
             rows = {row["file"]: row for row in store.read_index(self.path)["shards"]}
         except RequestError:
@@ -149,17 +153,17 @@ class Folder:
         return {**rows, **{file: row for file, row in noted.items() if row}}
 
     def _read_note(self, shard: Shard) -> Dict[str, Any]:
-        """The row in the shard's note; empty if there is none that can be read."""
+        """Return the row in the shard's note. It is empty if there is no readable note."""
         try:
             return json.loads(self._note_path(shard).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
     def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
-        """Whether the shard fits and is undamaged; it is hashed if it is newer than store.json.
+        """Return whether the shard belongs to the plan and is undamaged.
 
-        One that lacks images does not fit: what made them bad, such as a missing package, may be
-        mended.
+        The shard is hashed if it is newer than store.json. A shard that lacks images does not fit:
+        the cause that made them bad, such as a missing package, may be mended.
         """
         try:
             finished = (self.path / store.INDEX).stat().st_mtime_ns
@@ -185,9 +189,10 @@ class Folder:
 
 
 def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
-    """The views of an image, or the reason why it cannot be used; does not raise for bad images."""
+    """Return the views of an image, or the BadImage that says why it cannot be used."""
     try:
-        if not isinstance(work, Entry):  # a JPEG, which has no transparent pixels
+        # the decoder has read it already: a JPEG, which has no transparent pixels
+        if not isinstance(work, Entry):
             entry, gray = work
             return views.gray_views(gray, entry.name, settings)
         photo = decode(images.read(work), work.name, True, STORED)
@@ -197,7 +202,7 @@ def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
 
 
 def count_cores() -> int:
-    """Cores for this process; the ranks of this machine share its cores."""
+    """Return the number of cores for this process. The ranks of this machine share its cores."""
     ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return max(usable_cores() // ranks, 1)
 
@@ -205,18 +210,18 @@ def count_cores() -> int:
 def extract_all(
     images: ImageSet, settings: Any, entries: Iterable[Entry], workers: int
 ) -> Generator[Result, None, None]:
-    """One result per entry, in order; one worker is this process. Closing it ends the processes.
+    """Yield one result for each entry, in order. Closing the generator ends the processes.
 
-    Raises WorkError if a worker process dies.
+    With one worker, this process does the work. Raises WorkError if a worker process dies.
     """
-    # workers get the places of the files, not the list of images
+    # Workers get the paths of the folders and zips, but not the list of all images
     make = functools.partial(extract, ImageSet((), images.containers), settings)
     work = decoders.decode_all(settings.decoder, images, entries)
     if workers == 1:
         tune_process()
         yield from map(make, work)
         return
-    # a forked process would copy the locks of running threads
+    # Start the workers by spawn: a forked process would copy the locks of running threads
     executor = ProcessPoolExecutor(
         workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -236,17 +241,18 @@ def extract_all(
 
 
 def _start(parent: int) -> None:
-    """Initialize a worker: ignore Ctrl-C, end with the parent."""
+    """Initialize a worker: ignore Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent=parent)
     tune_process()
 
 
 def tune_process() -> None:
-    """Use one OpenCV thread, since several processes use the cores better, and keep freed memory.
+    """Use one OpenCV thread, since several processes use the cores better. Keep freed memory.
 
-    SIFT takes and frees some 70 MB a call. glibc would give them back to the system, and 10,000
-    page faults a call would bring them again: 1.4 times the processor time at 512x384 and 640x480.
+    SIFT takes and frees some 70 MB a call. glibc would give them back to the system, and the next
+    call would get them again by 10,000 page faults. This would cost 1.4 times the processor time at
+    512x384 and 640x480.
     """
     cv2.setNumThreads(1)
     with contextlib.suppress(OSError, AttributeError):  # another libc

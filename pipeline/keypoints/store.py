@@ -1,8 +1,9 @@
-"""The keypoint store: written once, memory-mapped, verified.
+"""The keypoint store: written once, mapped into memory, verified.
 
-A folder with `store.json` and shards `shard-00000.safetensors`, each of some consecutive images:
+It is a folder with `store.json` and shards `shard-00000.safetensors`. Each shard holds consecutive
+images:
 
-    records      uint8   (keypoints, R)       packed records of R bytes (280 of SIFT), view after
+    records      uint8   (keypoints, R)       packed records of R bytes (280 for SIFT), view after
                                               view
     offsets      int64   (images * views + 1) where each view's records begin
     homographies float64 (images, views, 3, 3) image pixels to view pixels
@@ -10,8 +11,8 @@ A folder with `store.json` and shards `shard-00000.safetensors`, each of some co
     view_sizes   int32   (images, views, 2)   width, height of the view
 
 One view is one contiguous slice of the file, so random access reads a few pages and decodes
-nothing. store.json lists format version, fields of a record, images, and the SHA-256 of every
-shard, since DVC does not notice a damaged cache object.
+nothing. store.json lists the format version, the fields of a record, the images, and the SHA-256 of
+every shard, since DVC does not notice a damaged cache object.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ from superglue_sift.features.sift import MIN_SCALE, ORIENTED
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2
 INDEX = "store.json"
+# number of shards to hash with verify="sample"
 SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
-# The cell of a view that shows its image alone puts every pixel in the middle of the unit square.
+# The cell of a view that shows its image alone. It maps every pixel to the middle of the unit
+# square.
 EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
 
 
@@ -54,7 +57,7 @@ class ImageViews(NamedTuple):
 
 
 class View(NamedTuple):
-    """One view, as it is stored or augmented."""
+    """One view, as it is stored or after augmentation."""
 
     records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
     H_image_to_view: np.ndarray  # (3, 3) float64
@@ -70,11 +73,12 @@ def shard_name(index: int) -> str:
 def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
-    Returns its row in store.json: file, images (their names), keypoints, bytes, sha256. Equal
-    images give equal bytes. Raises OSError (a full disk) without leaving a partial shard under the
-    final name.
+    Returns its row in store.json, with the keys file, images (their names), keypoints, bytes and
+    sha256. Equal images give equal bytes. Raises OSError, for example if the disk is full, without
+    leaving a partial shard under the final name.
     """
     records = [records for image in images for records in image.records]
+    # (keypoints,) records become (keypoints, R) bytes, because safetensors has no records
     packed = np.concatenate(records) if records else np.empty(0, ORIENTED)
     views = len(images[0].records) if images else 0
     homographies = [image.homographies for image in images]
@@ -103,8 +107,9 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
 def index(
     shards: Sequence[Dict[str, Any]], views: int, extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
-    """The content of store.json for these rows of `write_shard`; names the extractor unless it is
-    SIFT.
+    """Return the content of store.json for these rows of `write_shard`.
+
+    It names the extractor unless that is SIFT.
     """
     dtype = extractor.dtype
     others = {"extractor": extractor.name, "scale_angle": extractor.scale_angle}
@@ -130,19 +135,26 @@ def _digest(shards: Sequence[Dict[str, Any]]) -> str:
 
 
 class Store:
-    """Read access to one split. Opening maps the shards; data is read on access.
+    """Read access to one split. Opening the store maps the shards; data is read on access.
 
-    Attributes: `images` names; `photographs` identifiers (`Entry.photograph`), "" if unknown;
-    `views_per_image`; `digest` SHA-256 over those of the shards; `counts` (images, views) int64
-    keypoints; `sizes` (images, 2) int32 width and height of each image; `extractor` name; `dtype`
-    of the records; `scale_angle` whether they have scale and angle; `min_scale` of the extractor in
-    px, 0 if unknown.
+    Attributes:
+        images: names of the images.
+        photographs: identifier of the photograph of each image (`Entry.photograph`), "" if unknown.
+        views_per_image: number of views of each image.
+        digest: SHA-256 over the names of the images and the SHA-256 of the shards.
+        counts: (images, views) int64, numbers of keypoints.
+        sizes: (images, 2) int32, width and height of each image.
+        extractor: name of the extractor.
+        dtype: dtype of the records.
+        scale_angle: whether the records have a scale and an angle.
+        min_scale: smallest scale of the extractor in px, 0 if unknown.
     """
 
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
-        """Open the store in a folder. `verify`: "none", "sample" (hash a few shards) or "all".
+        """Open the store in a folder. `verify` is "none", "sample" (hash a few shards) or "all".
 
-        Raises RequestError for a missing, foreign, damaged or newer store, naming the file.
+        Raises RequestError, which names the file, if the store is missing, damaged, newer than this
+        program, or another kind of file.
         """
         self.path = Path(path)
         about = read_index(self.path)
@@ -157,19 +169,20 @@ class Store:
             check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)
         shards = [shard for shard in about["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
-        # one for each image, "" if unknown
+        # the photograph of each image, "" if unknown
         self.photographs: List[str] = [
             name
             for shard in shards
             for name in shard.get("photographs", [""] * len(shard["images"]))
         ]
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
-        # shard of each image, and its place there
+        # for each image the number of its shard and its place there
         self._places = [
             (number, place)
             for number, shard in enumerate(shards)
             for place in range(len(shard["images"]))
         ]
+        # (bytes, R) uint8 become (keypoints,) records, without a copy
         self._records = [
             tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors
         ]
@@ -183,15 +196,15 @@ class Store:
         self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        """Another process maps the files again, without checking them again."""
+        """Let another process map the files again, without checking them again."""
         return Store, (self.path, "none")
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.images)
 
     def view(self, image: int, view: int) -> View:
-        """View `view` of image `image`; IndexError outside the store."""
+        """Return view `view` of image `image`. Raises IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
         shard, place = self._places[image]
@@ -203,7 +216,7 @@ class Store:
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
-    """Check the file of this row. Raises RequestError saying what differs."""
+    """Check the file of this row. Raises RequestError, which says what differs."""
     path = folder / shard["file"]
     fix = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
     try:
@@ -222,9 +235,7 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
 
 
 def read_index(folder: Path) -> Dict[str, Any]:
-    """Read store.json. Raises RequestError for one that is missing, damaged or of another
-    version.
-    """
+    """Read store.json. Raises RequestError if it is missing, damaged or of another version."""
     path = folder / INDEX
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -249,9 +260,13 @@ def read_index(folder: Path) -> Dict[str, Any]:
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
-    """Map the tensors of a safetensors file as read-only arrays (the library would copy them)."""
+    """Map the tensors of a safetensors file as read-only arrays. The library would copy them.
+
+    Raises RequestError if the file cannot be read.
+    """
     try:
         with path.open("rb") as stream:
+            # the file begins with the length of its header, which says where each tensor lies
             length = struct.unpack("<Q", stream.read(8))[0]
             header = json.loads(stream.read(length))
         data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]

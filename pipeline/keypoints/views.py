@@ -1,15 +1,17 @@
-"""Views of a photograph: random homographies without borders, rendering, light and camera, and the
-keypoints of all views. Pure functions of pixels, name and parameters.
+"""Views of a photograph: random homographies without borders, rendering, light and camera.
 
-A view is cut from a quadrilateral, built around the origin (perspective, scale, rotation), shrunk
-until its bounding box fits into the image, and moved to a random place inside, so no pixel is
-missing. Folds are rejected, and too much up-scaling: magnified pixels contain no finer detail, and
-SIFT finds fewer, coarser keypoints there. The idea is SuperPoint's homographic adaptation (DeTone
-et al. 2018) and SuperGlue's appendix E.
+The module also finds the keypoints of all views. All functions are pure functions of pixels, name
+and parameters.
+
+A view is cut from a quadrilateral. The quadrilateral is built around the origin (perspective,
+scale, rotation), shrunk until its bounding box fits into the image, and moved to a random place
+inside, so that no pixel is missing. Folded quadrilaterals are rejected. So is too much up-scaling:
+magnified pixels contain no finer detail, and SIFT finds fewer, coarser keypoints there. The idea is
+SuperPoint's homographic adaptation (DeTone et al. 2018) and SuperGlue's appendix E.
 
 Distortions follow the order of a camera: light, lens, sensor, file. They take about 1 ms for a view
-of 512x384, since all changes of gray levels share one look-up and the noise is cut from a tile
-drawn once.
+of 512x384, since all changes of gray levels share one look-up and the noise is cut from a tile that
+is drawn once.
 """
 
 from __future__ import annotations
@@ -38,29 +40,33 @@ from superglue_sift.geometry.two_view import (
 )
 
 # Increase this number when the same photograph and parameters give other views or keypoints. Shards
-# made with another number are then made again. tests/keypoints fails when a golden shard changes
-# and this number does not.
+# made with another number are then made again. tests/keypoints fails if a golden shard changes and
+# this number does not.
 VERSION = 2
 
-MILD_SCALE_MIN = 0.9  # view 0: minimum fraction of the largest crop
-_TRIES = 20
+MILD_SCALE_MIN = 0.9  # view 0 is at least this fraction of the largest crop
+_TRIES = 20  # number of random views that may be rejected before a mild view is taken
 SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
-JPEG_QUALITY = (40, 95)
+JPEG_QUALITY = (40, 95)  # the range from which the quality of a JPEG is drawn
 TILE = 1024  # side of the noise tile in px
-_MIN_BLUR = 0.2  # px; less is invisible
+_MIN_BLUR = 0.2  # px; a weaker blur is invisible and is skipped
 
 
 def gray_views(
     gray: np.ndarray, name: str, settings: Any, mask: Optional[np.ndarray] = None
 ) -> ImageViews:
-    """The views of an image (`gray`: (H, W) uint8) with their keypoints, by the section
-    `keypoints`. No keypoint lies where `mask` (H, W) uint8 is 0.
+    """Render the views of an image and find their keypoints, as the section `keypoints` asks.
 
-    View 0 is a mild crop without photometric distortion; the others are random homographies with
-    it. Views with few or no keypoints are kept, for training. The seed, `name` and the index of the
-    view determine every draw.
+    View 0 is a mild crop without photometric distortion. The other views are random homographies
+    with distortion. Views with few or no keypoints are kept for training. The seed, `name` and the
+    index of the view determine every draw.
 
-    Raises BadImage with the reason if the image cannot be used.
+    Args:
+        gray: (H, W) uint8.
+        mask: (H, W) uint8. No keypoint lies where it is 0.
+
+    Raises:
+        BadImage: the image cannot be used; the exception gives the reason.
     """
     size = (gray.shape[1], gray.shape[0])
     require_size(name, size, (settings.width, settings.height))
@@ -89,7 +95,10 @@ def gray_views(
 
 
 def _strength(settings: Any, index: int) -> float:
-    """Strength of view `index` >= 1: linear from `difficulty_first` at view 1 to 1 at the last."""
+    """Return the strength of view `index` >= 1.
+
+    It grows linearly from `difficulty_first` at view 1 to 1 at the last view.
+    """
     fraction = (index - 1) / max(settings.views_per_image - 2, 1)
     return settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
 
@@ -98,8 +107,9 @@ def _strength(settings: Any, index: int) -> float:
 
 
 def generator(seed: int, name: str, index: int) -> np.random.Generator:
-    """The generator of view `index` of the image `name`, independent of other images, workers and
-    their order.
+    """Return the generator of view `index` of the image `name`.
+
+    It does not depend on other images, on the workers or on their order.
     """
     digest = hashlib.sha256(f"{seed}\n{index}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
@@ -112,18 +122,19 @@ def sample_view(
     limits: Homography,
     difficulty: float = 1.0,
 ) -> np.ndarray:
-    """Sample a random view: H_image_to_view (3, 3) float64.
+    """Sample a random view and return its H_image_to_view, (3, 3) float64.
 
     The corners of the view are a convex quadrilateral inside the image, and no image pixel is
     magnified more than `limits.max_upscale` times.
 
     Args:
         rng: consumed in a fixed order; see `generator`.
-        image_size, view_size: (width, height) px, which fit (`fetch.dataset.require_size`).
-        difficulty: 0 (the largest upright crop, centred) to 1 (the limits in full).
+        image_size, view_size: (width, height) px. The view must fit into the image
+            (`fetch.dataset.require_size`).
+        difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
-        strength = difficulty * (1.0 - attempt / _TRIES)  # weaker after each rejection
+        strength = difficulty * (1.0 - attempt / _TRIES)  # it is weaker after each rejection
         H = _try_view(rng, image_size, view_size, limits, strength)
         if H is not None:
             return H
@@ -131,8 +142,9 @@ def sample_view(
 
 
 def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
-    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits. Its arguments are as
-    in `sample_view`.
+    """Sample view 0, an upright crop of 90 to 100 % of the largest that fits.
+
+    The arguments and the result are as in `sample_view`.
     """
     largest = largest_crop(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
@@ -140,19 +152,22 @@ def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np
 
 
 def largest_crop(image_size: Size, view_size: Size) -> float:
-    """Image pixels per view pixel of the largest upright crop, between centres of corner pixels."""
+    """Return the image pixels per view pixel of the largest upright crop.
+
+    Sizes are measured between the centres of the corner pixels.
+    """
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
 
 
 def _outline(view_size: Size) -> np.ndarray:
-    """(4, 2) corners of a view around the origin."""
+    """Return the corners of a view around the origin, (4, 2)."""
     return corners(view_size) - corners(view_size).mean(0)
 
 
 def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
-    # the corners of the view: moved, rotated, and tilted
+    # the quadrilateral (4, 2): the corners of the view, moved, rotated, and tilted
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -173,17 +188,19 @@ def _try_view(
     min_scale = min(
         max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
     )
+    # a log-uniform scale within the bounds, and a random place
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
 
 def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
-    """Points (N, 2) through a linear map (2, 2), the same bits on every processor."""
+    """Map points (N, 2) by a linear map (2, 2), with the same bits on every processor."""
     return points[:, :1] * A[:, 0] + points[:, 1:] * A[:, 1]
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
-    """(2, 2) stretch of a camera tilted by up to `tilt` (radians), along a random direction.
+    """Draw the stretch of a camera tilted by up to `tilt` (radians) along a random direction, (2,
+    2).
 
     The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
     stretched by 2 and more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT",
@@ -201,12 +218,14 @@ def _place(
     view_size: Size,
     strength: float = 1.0,
 ) -> np.ndarray:
-    """Homography of the quadrilateral at a random place inside the image. strength: 0 (centred) to
-    1 (anywhere).
+    """Move the quadrilateral (4, 2) to a random place inside the image. Return its homography.
+
+    `strength` is from 0 (the centre) to 1 (anywhere).
     """
     low = quad.min(0)
     high = quad.max(0)
     last = np.array(image_size) - 1.0
+    # room that the bounding box leaves in the image, (2,) px
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + margin * position, 0.0, last)
@@ -214,7 +233,7 @@ def _place(
 
 
 def _convex(quad: np.ndarray) -> bool:
-    """Whether the quadrilateral is convex, with no corner close to 180 degrees."""
+    """Return whether the quadrilateral is convex, with no corner close to 180 degrees."""
     edges = np.roll(quad, -1, axis=0) - quad
     following = np.roll(edges, -1, axis=0)
     crosses = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]
@@ -223,13 +242,13 @@ def _convex(quad: np.ndarray) -> bool:
 
 
 def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
-    """(4,) view pixels per image pixel along the most stretched direction, at the corners of the
-    view.
+    """Return the view pixels per image pixel along the most stretched direction, (4,).
 
-    The local scale of a homography has its extremes over a convex quadrilateral at the corners.
+    They are measured at the corners of the view, because the local scale of a homography has its
+    extremes over a convex quadrilateral at the corners.
     """
     J = jacobians(H, transform(corners(view_size), inverse(H)))
-    # The larger singular value of each 2x2 matrix, in closed form.
+    # (4, 2, 2): the larger singular value of each 2x2 matrix, in closed form
     (a, b), (c, d) = J.transpose(1, 2, 0)
     larger = np.hypot(a + d, c - b) + np.hypot(a - d, b + c)
     return 0.5 * larger
@@ -244,38 +263,44 @@ def render(
     view_size: Size,
     sampling: int = cv2.INTER_LINEAR,
 ) -> np.ndarray:
-    """Render the view of an image, uint8 of `view_size` (width, height) px, sampled bilinearly.
+    """Render the view of an image, uint8 of `view_size` (width, height) px.
 
     Args:
         image: (H, W) or (H, W, 3) uint8. Where the view is much smaller, areas are averaged first,
             to avoid aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
-        sampling: of OpenCV; the nearest pixel for a mask, whose edges stay sharp.
+        sampling: OpenCV's flag; bilinear by default. A mask needs the nearest pixel, so that its
+            edges stay sharp.
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
+    # strong shrinking: average areas first, with the homography from the smaller image
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
         H = compose(H, inverse(resizing((width, height), small)))
         shrinking = cv2.INTER_AREA if sampling == cv2.INTER_LINEAR else sampling
         image = cv2.resize(image, small, interpolation=shrinking)
-    # rounding may reach a fraction of a pixel beyond the border
+    # Replicate the border, because rounding may reach a fraction of a pixel beyond it
     return cv2.warpPerspective(image, H, view_size, None, sampling, cv2.BORDER_REPLICATE)
 
 
 def _scale(H: np.ndarray, view_size: Size) -> float:
-    """View pixels per image pixel over the whole view: the square root of the ratio of areas."""
+    """Return view pixels per image pixel over the whole view.
+
+    It is the square root of the ratio of areas.
+    """
+    # the corners of the view in the image, and the area of that quadrilateral
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
 
 
 def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> np.ndarray:
-    """A distorted copy of a view, (H, W) uint8 both, with the same geometry.
+    """Return a distorted copy of a view, (H, W) uint8, with the same geometry.
 
-    rng: the number of draws does not depend on the limits, so switching one distortion off leaves
-    the others.
+    The number of draws from `rng` does not depend on the limits, so if one distortion is switched
+    off, the others stay the same.
     """
     brightness, contrast, gamma = rng.uniform(-1.0, 1.0, 3)
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
@@ -283,6 +308,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         view,
         _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
     )
+    # light, then lens, sensor and file
     if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
@@ -294,8 +320,9 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
 
 
 def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
-    """(256,) uint8 table. Contrast is around the middle gray; gamma is symmetric: 1.25 and 1 / 1.25
-    alike.
+    """Return a table of gray levels, (256,) uint8.
+
+    Contrast is around the middle gray. Gamma is symmetric: 1.25 and 1 / 1.25 are equally likely.
     """
     level = np.linspace(0.0, 1.0, 256)
     exponent = 1.0 + gamma if gamma >= 0 else 1.0 / (1.0 - gamma)
@@ -305,13 +332,19 @@ def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1)
 def _tile() -> np.ndarray:
-    """Gaussian noise of standard deviation 16, int16, the same in every process."""
+    """Return Gaussian noise of standard deviation 16, (TILE, TILE) int16.
+
+    It is the same in every process.
+    """
     rng = np.random.Generator(np.random.PCG64(0))
     return np.rint(16.0 * rng.standard_normal((TILE, TILE))).astype(np.int16)
 
 
 def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.ndarray:
-    """Add noise from a random place of the tile, repeated where the view is larger."""
+    """Add noise of this standard deviation (gray levels), cut from the tile at (x, y) from 0 to 1.
+
+    The tile is repeated where the view is larger.
+    """
     height, width = view.shape
     tile = _tile()
     top = int(y * TILE)
@@ -332,6 +365,6 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
 
 
 def compress(view: np.ndarray, quality: int) -> np.ndarray:
-    """JPEG compression at `quality`, 1 to 100, and back."""
+    """Compress a view as JPEG at `quality` (1 to 100) and decode it again."""
     _, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
     return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)
