@@ -1,6 +1,6 @@
 """Stage 3. Read `trainer` from top to bottom: build, loop, step, validate, save, stop.
 
-It takes batches from `data`, whose pairs `augmentation` changes; their loss and the metrics of a
-validation from `loss`; learning rate, optimiser and precision from `optimizer`; where to start from
-`checkpoint`. `log` reports.
+`data` makes the batches, and `augmentation` changes their pairs. `loss` has the loss of a batch and
+the metrics of a validation. `optimizer` has the learning rate, the optimiser and the precision.
+`checkpoint` saves a training and finds where it starts. `log` reports.
 """

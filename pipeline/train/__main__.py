@@ -21,7 +21,7 @@ if __name__ == "__main__":  # before torch is loaded
     environment.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
         environment.prepare_network()
-    # on every rank, because of the flag that `distributed.wrap` sets
+    # Every rank sets it, because the flag that `distributed.wrap` sets makes torch warn
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
@@ -35,7 +35,7 @@ from pipeline.train.loss import choose_pairs
 
 
 def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
-    """The command line, and params.yaml."""
+    """Parse the command line and read params.yaml."""
     parser = params.Parser(
         prog="python -m pipeline.train",
         description=f"{str(__doc__).splitlines()[0]} How it is computed: section `run` of the"
@@ -64,8 +64,9 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
 
 
 def check(argv: Optional[Sequence[str]], world_size: int) -> Tuple[Store, Store]:
-    """Check the request before any process starts: RequestError. Returns the opened train and val
-    stores.
+    """Check the request before any process starts. Return the opened train and val stores.
+
+    Raises RequestError if the stores, a checkpoint or a model file do not fit the request.
     """
     return _open_stores(*parse(argv), world_size)
 

@@ -1,8 +1,8 @@
 """Random changes of a pair in keypoint space, determined by the seed of its sample.
 
 They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel
-grid, since SIFT's descriptor rotates along. A smaller view is an approximation, since SIFT samples
-other scales there.
+grid, since SIFT's descriptor rotates with the image. A smaller view is an approximation, since SIFT
+samples other scales there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from superglue_sift.features.sift import rank
 from superglue_sift.geometry.two_view import compose, inverse, resizing
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
-# Draws another view of the store. It is None if the draw is one of the pair's own images.
+# A function that draws another view of the store. It returns None if it draws an image of the pair.
 Others = Callable[[np.random.Generator], Optional[View]]
 
 NO_AUGMENTATION = -1  # the seed of a pair that is shown as it is stored
-# Smallest and largest factors by which a view of a zoomed pair shrinks (docs/recipe.md), and those
-# of the pairs that `zoom_far` selects
+# Smallest and largest factors by which one view of a zoomed pair shrinks (docs/recipe.md), and the
+# factors of the pairs that `zoom_far` selects
 ZOOM = (1.5, 10.0)
 FAR_ZOOM = (5.0, 12.0)
-MAX_NEIGHBOURS = 8  # views of other images around the shrunk one
+MAX_NEIGHBOURS = 8  # largest number of views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
 # separate streams of random numbers
@@ -64,12 +64,13 @@ class Augmentation(NamedTuple):
 
     @classmethod
     def of(cls, train: TrainParams) -> Augmentation:
-        """The changes that the section `train` of the parameters asks for, by their keys."""
+        """Return the changes that the section `train` of the parameters asks for, by their keys."""
         return cls(**train.model_dump(include=set(cls._fields)))
 
     def second_image(self, image: int, images: int, seed: int) -> int:
-        """Image of the second view: `image` itself, or in a negative pair another of the
-        `images`.
+        """Return the image of the second view.
+
+        It is `image` itself. In a negative pair it is another of the `images` images.
         """
         if images < 2 or self.negatives == 0:
             return image
@@ -79,8 +80,10 @@ class Augmentation(NamedTuple):
         return (image + further) % images
 
     def kind(self, image: int, images: int, seed: int) -> str:
-        """The kind of a pair of this image in a set of `images` images: "stored" (shown as it is),
-        "negative", "zoomed", or "changed", any other augmented pair.
+        """Return the kind of a pair of this image in a set of `images` images.
+
+        The kind is "stored" for a pair that is not augmented, and otherwise "negative", "zoomed",
+        or "changed" for any other augmented pair.
         """
         if seed == NO_AUGMENTATION:
             return "stored"
@@ -89,7 +92,7 @@ class Augmentation(NamedTuple):
         return "zoomed" if _zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
 
     def counts(self, limit: int, *seed: int) -> Tuple[int, int]:
-        """Numbers of keypoints that the two views keep."""
+        """Draw the numbers of keypoints that the two views keep, at most `limit` each."""
         if not 0 < self.min_keypoints < limit:
             return limit, limit
         low = math.log(self.min_keypoints)
@@ -101,9 +104,10 @@ class Augmentation(NamedTuple):
     def apply(
         self, view: View, seed: int, which: int, others: Others, min_scale: float, limit: int
     ) -> View:
-        """The changed view 0 or 1 of a pair.
+        """Return the changed view 0 or 1 of a pair.
 
         Args:
+            seed: the seed of the pair's sample.
             which: 0 or 1, the view of the pair.
             others: draws the views that surround a shrunk one.
             min_scale: smallest scale (px) at which keypoints are detected. If 0, it is the smallest
@@ -111,7 +115,7 @@ class Augmentation(NamedTuple):
             limit: number of keypoints to keep.
         """
         given = view.records
-        # Creating a generator is slow
+        # The generator is created only if it is needed, because that is slow
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, which))
         if self.keypoint_drop > 0:
@@ -119,11 +123,11 @@ class Augmentation(NamedTuple):
             view = view._replace(records=_keep(view.records, kept))
         zoomed, factor = _zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
         if factor > 1.0 and which == zoomed:
-            # from a separate stream: the rotation is the same with and without zoom
+            # The zoom draws from its own stream, so the rotation is the same with and without zoom
             stream = np.random.default_rng((seed, _ZOOM, which))
             view = make_mosaic(view, factor, min_scale, others, stream)
         copied = view.records is not given
-        # before the rotation, which keeps the order of the keypoints
+        # The limit comes before the rotation, which keeps the order of the keypoints
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
             view = view._replace(records=_keep(view.records, np.arange(len(view.records))))
@@ -137,9 +141,9 @@ class Augmentation(NamedTuple):
 NO_CHANGE = Augmentation()
 
 
-@functools.lru_cache(maxsize=1024)  # called for both views of a pair
+@functools.lru_cache(maxsize=1024)  # it is called for both views of a pair
 def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
-    """Which view of the pair shrinks, and its factor. With a factor of 1 neither does."""
+    """Draw which view of the pair shrinks, and its factor. With a factor of 1 neither shrinks."""
     random = np.random.default_rng((seed, _ZOOM))
     if random.random() >= fraction:
         return 0, 1.0
@@ -149,16 +153,20 @@ def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
 
 
 def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """`records[chosen]`, copied as opaque bytes, which is eight times as fast as by fields."""
+    """Return `records[chosen]`. It copies opaque bytes, which is eight times as fast as fields."""
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
 
 
 def _rotate(view: View, degrees: float, in_place: bool) -> View:
-    """The keypoints rotated clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
+    """Rotate the keypoints clockwise by `degrees` (as SIFT counts angles: x right, y down).
+
+    If `in_place`, the records of the view may be overwritten.
+    """
     records = view.records
     size = view.size
     c = math.cos(math.radians(degrees))
     s = math.sin(math.radians(degrees))
+    # the smallest canvas (width, height) that holds the rotated view, and the shift of its centre
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
@@ -178,19 +186,20 @@ def _rotate(view: View, degrees: float, in_place: bool) -> View:
 def make_mosaic(
     view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator
 ) -> View:
-    """The view shrunk by `factor` and placed at random among others shrunk alike, on a canvas of
-    its own size.
+    """Shrink the view by `factor` and place it at random among others that are shrunk alike.
 
-    Keypoints outside the canvas are dropped, and those below the scale `min_scale` (px), which no
-    detector would find. The rest stay ordered by falling rank. Descriptors and angles do not
-    change. The truth needs the `cell` of the view: its homography also maps points onto the other
-    photographs.
+    The canvas keeps the size of the view. Keypoints outside the canvas are dropped. So are
+    keypoints below the scale `min_scale` (px), which no detector would find. The rest stay ordered
+    by falling rank. Descriptors and angles do not change. The truth needs the `cell` of the view,
+    because its homography also maps points onto the other photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
+    # the place of the shrunk view: a cell (width, height) with its upper left corner at `corner`
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrink(view, factor, min_scale, corner, cell)]
+    # cells around it, as many as the canvas has room for, filled with views of other images
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
@@ -200,12 +209,14 @@ def make_mosaic(
         other = others(random)
         if other is not None:
             records.append(_shrink(other, factor, min_scale, corner + around[place] * cell, cell))
+    # keypoints on the canvas, ordered by falling rank
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     seen = _keep(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
+    # homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
@@ -216,8 +227,9 @@ def make_mosaic(
 def _shrink(
     view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray
 ) -> np.ndarray:
-    """The keypoints of the view shrunk by `factor`, its upper left corner at `corner`, inside its
-    cell (px).
+    """Return the keypoints of the view shrunk by `factor` that lie inside its cell.
+
+    `corner` is the upper left corner of the cell, and `cell` its width and height, all in px.
     """
     records = view.records
     kept = _keep(records, records["scale"] >= min_scale * factor)

@@ -35,9 +35,9 @@ from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_
 BEST = "best.safetensors"
 PLAIN = ("step", "best", "best_step", "best_metrics", "skipped", "validated", "averaged")
 CODE = "code"  # the commit, among the versions of a checkpoint
-# How often the launcher, torchrun, or SLURM's requeue, has started this training again
+# Environment variables: how often the launcher, torchrun, or SLURM has started this training again
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-# Keys of `train` that change no weight of a step, and those that `--continue` may change
+# Keys of `train` that change no weight of a step, and keys that `--continue` may change
 FREE = {"train.val_every", "train.val_pairs"}
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 
@@ -55,15 +55,17 @@ class TrainState:
     step: int = 0  # optimiser steps done
     best: Optional[float] = None  # best validation f1 so far
     best_step: int = 0
-    best_metrics: Dict[str, float] = field(default_factory=dict)  # of that validation
-    best_weights: Dict[str, Tensor] = field(default_factory=dict)  # on the host
-    average: Dict[str, Tensor] = field(default_factory=dict)  # mean of the last weights
-    averaged: int = 0  # steps in the average
+    best_metrics: Dict[str, float] = field(default_factory=dict)  # metrics of that validation
+    # weights of the best validation, in the memory of the host
+    best_weights: Dict[str, Tensor] = field(default_factory=dict)
+    # mean of the weights of the last steps
+    average: Dict[str, Tensor] = field(default_factory=dict)
+    averaged: int = 0  # number of steps in the average
     validated: int = -1  # step of the last validation
     skipped: int = 0  # steps not applied because the gradient was not finite
 
     def tensors(self) -> Dict[str, Tensor]:
-        """Everything that is a tensor, by name."""
+        """Return everything in the state that is a tensor, by name."""
         kinds = {
             "model.": self.model.state_dict(),
             "optimizer.": optimizer_tensors(self.optimizer),
@@ -78,16 +80,16 @@ class TrainState:
         }
 
     def info(self) -> Dict[str, Any]:
-        """Everything else, as JSON values."""
+        """Return everything in the state that is no tensor, as JSON values."""
         plain = {name: getattr(self, name) for name in PLAIN}
         return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
-        """Load a saved state."""
+        """Load the state from what `tensors` and `info` returned."""
         self.model.load_state_dict(part(tensors, "model."))
         restore_optimizer(self.optimizer, part(tensors, "optimizer."))
         torch.set_rng_state(tensors["rng.cpu"])
-        if info["scaler"]:  # empty if saved in a precision without scaling
+        if info["scaler"]:  # it is empty if the checkpoint was saved in a precision without scaling
             self.scaler.load_state_dict(info["scaler"])
         self.best_weights = part(tensors, "best.")
         device = self.model.dustbin.device
@@ -96,7 +98,7 @@ class TrainState:
             setattr(self, name, info[name])
 
     def add_to_average(self) -> None:
-        """Add the weights to the mean of the last weights."""
+        """Add the current weights to the mean of the weights of the last steps."""
         weights = {n: t for n, t in self.model.state_dict().items() if t.is_floating_point()}
         self.averaged += 1
         if self.averaged == 1:
@@ -109,9 +111,8 @@ class TrainState:
         self.averaged = 0
 
     def keep_best(self, metrics: Dict[str, float]) -> bool:
-        """Keep a copy of the weights if this validation is the best so far. Returns whether it
-        is.
-        """
+        """Keep a copy of the weights if this validation is the best so far. Return whether it
+        is."""
         if self.best is not None and metrics["f1"] <= self.best:
             return False
         self.best = metrics["f1"]
@@ -122,9 +123,9 @@ class TrainState:
         return True
 
     def compare_ranks(self, is_main: bool) -> None:
-        """Compare weights and optimiser of all ranks, to the bit. All ranks call it.
+        """Compare weights and optimiser of all ranks, bit by bit. All ranks call this together.
 
-        Raises WorkError on rank 0, SystemExit on the others, if they differ.
+        If they differ, raises WorkError on rank 0 and SystemExit on the other ranks.
         """
         own = self._checksum() if distributed.several() else 0
         first, *others = distributed.all_gather(own)
@@ -139,8 +140,9 @@ class TrainState:
             )
 
     def _checksum(self) -> int:
-        """CRC-32 of parameters and optimiser. Buffers may differ: statistics are not always
-        synchronised.
+        """Return the CRC-32 of parameters and optimiser.
+
+        Buffers are left out, because the ranks do not always synchronise their statistics.
         """
         tensors = {**dict(self.model.named_parameters()), **optimizer_tensors(self.optimizer)}
         crc = 0
@@ -150,7 +152,7 @@ class TrainState:
 
 
 def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, without it."""
+    """Return the tensors whose names begin with `prefix`. Remove the prefix from the names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
@@ -158,11 +160,12 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
 
 
 def save(folder: Path, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write the checkpoint of `step`, then delete all but the newest two.
+    """Write the checkpoint of `step`, then delete all but the newest two checkpoints.
 
-    One process at a time writes in the folder.
+    Only one process at a time may write in the folder.
     """
-    for partial in folder.glob(".*.tmp"):  # killed writers leave these, which would fill the disk
+    # a killed writer leaves such files, which would fill the disk
+    for partial in folder.glob(".*.tmp"):
         partial.unlink(missing_ok=True)
     save_model_file(folder / f"step-{step:08d}.safetensors", tensors, info)
     for old in _newest_first(folder)[2:]:
@@ -171,12 +174,12 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], info: Mapping[s
 
 
 def save_best(folder: Path, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Replace the best model."""
+    """Replace the best model in `folder` by these tensors, described by `info`."""
     save_model_file(folder / BEST, tensors, info)
 
 
 def load_newest(folder: Path) -> Tuple[Optional[Saved], List[str]]:
-    """The newest undamaged checkpoint, or None, and one line for each newer damaged one."""
+    """Return the newest undamaged checkpoint, or None, and a warning for each newer damaged one."""
     warnings: List[str] = []
     for path in _newest_first(folder):
         try:
@@ -191,7 +194,7 @@ def _newest_first(folder: Path) -> List[Path]:
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Copy the best model in `folder`, its description and list of photographs, to `out`."""
+    """Copy the best model in `folder`, its description and its list of photographs to `out`."""
     for partial in out.glob(".*.tmp"):
         partial.unlink(missing_ok=True)
     best = folder / BEST
@@ -206,18 +209,19 @@ def publish(folder: Path, out: Path) -> None:
 
 
 def describe(train: TrainParams) -> Dict[str, Any]:
-    """The section as JSON values. `init_from` is the name of the file, whose digest is beside it in
-    the fingerprint.
+    """Return the section as JSON values.
+
+    `init_from` becomes the name of the file. The fingerprint has the digest of its content as well.
     """
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
 def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) -> Fingerprint:
-    """Parameters and data (their digest), by which runs of one training are compared.
+    """Return parameters and the digest of the data, by which runs of one training are compared.
 
-    Keys of `run` are included only where they decide more than rounding: those that determine the
-    pairs of a step and the learning rate, with the number of processes, and the parts over which
-    BatchNorm takes its statistics.
+    A key of `run` is included only where it decides more than rounding. Such keys determine the
+    pairs of a step and the learning rate (together with the number of processes), or the parts over
+    which BatchNorm takes its statistics.
     """
     values = {f"train.{key}": value for key, value in describe(train).items()}
     values["data"] = data
@@ -232,19 +236,19 @@ def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) 
 
 
 def name_of(values: Fingerprint) -> str:
-    """The name of a training, on any machine and for any version of the code."""
+    """Return the name of a training, the same on any machine and for any version of the code."""
     return json_digest({key: value for key, value in values.items() if key not in FREE})
 
 
 def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
-    """The keys that differ."""
+    """Return the keys whose values differ between the two fingerprints, sorted."""
     return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
 
 
 def agree(ours: Fingerprint, is_main: bool) -> None:
-    """Compare parameters, data and code of all ranks.
+    """Check that parameters, data and code of all ranks are equal.
 
-    Raises RequestError on rank 0, SystemExit on the others, if they differ.
+    If they differ, raises RequestError on rank 0 and SystemExit on the other ranks.
     """
     first, *others = distributed.all_gather(ours)
     for rank, other in enumerate(others, 1):
@@ -258,13 +262,14 @@ def agree(ours: Fingerprint, is_main: bool) -> None:
 
 
 def versions() -> Dict[str, str]:
-    """Versions of the packages that compute, and of this code."""
+    """Return the versions of the packages that compute, and of this code."""
     return {**provenance.pin(provenance.COMPUTING), CODE: provenance.code_version()}
 
 
 def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Versions of the packages alone: the best model is the same file at any commit that computes
-    the same.
+    """Return the versions of the packages, without the version of the code.
+
+    The best model is then the same file at any commit that computes the same.
     """
     kept: List[Dict[str, Any]] = []
     for each in versions:
@@ -275,8 +280,9 @@ def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 
 def other_versions(info: Dict[str, Any]) -> str:
-    """How the last `versions` of a checkpoint or best model differ from ours: `torch 2.4.0 (now
-    2.13.0)`, or "".
+    """Say how the last `versions` of a checkpoint or best model differ from the installed ones.
+
+    Returns a text such as `torch 2.4.0 (now 2.13.0)`, or "" if they do not differ.
     """
     now = versions()
     before = info["versions"][-1]
@@ -290,20 +296,23 @@ def other_versions(info: Dict[str, Any]) -> str:
 def find_start(
     args: argparse.Namespace, ours: Fingerprint, writes: bool
 ) -> Tuple[Path, Optional[Dict[str, Any]], Optional[Saved]]:
-    """The folder of the training that `args` ask for, and what it starts from. All ranks call it.
+    """Find the folder of the training that `args` ask for, and what the training starts from.
 
-    Nodes may have folders of their own: all ranks take the checkpoint of most steps.
+    All ranks call this together. Nodes may have folders of their own: all ranks take the
+    checkpoint with the most steps.
 
     Args:
+        ours: the fingerprint of the training.
         writes: whether this rank writes the checkpoints in `args.out`.
 
     Returns:
-        The folder; the description of its best model if it is finished; and the checkpoint to start
-        from, or None.
+        The folder; the description of its best model if the training is finished, or None; and the
+        checkpoint to start from, or None.
     """
+    # the folder, and whether its training is finished
     name = name_of(ours)
     number = max(distributed.all_gather(_last_number(args.out, name)))
-    # In a restarted training `--fresh` has taken effect already
+    # A restarted training has its new folder already, so `--fresh` must not make another
     restarted = any(int(os.environ.get(count, "0")) for count in RESTARTS)
     fresh = args.fresh and not distributed.any_rank(restarted)
     number = number + 1 if fresh else max(number, 1)
@@ -311,6 +320,7 @@ def find_start(
     best = distributed.broadcast(None if fresh else _find_finished(folder, args, name))
     if best:
         return folder, best, None
+    # the newest checkpoint of any rank, or the checkpoint of the training to continue
     saved, warnings = load_newest(folder) if writes else (None, [])
     for warning in warnings:
         print(f"warning: {warning}; {'the previous one is used' if saved else 'there is no other'}")
@@ -321,24 +331,26 @@ def find_start(
         saved = load_to_continue(args.continued, ours) if writes else None
         source = _find_furthest(saved)
     if writes:
-        # also before the first checkpoint: a restart goes on in it
+        # The folder is made before the first checkpoint, so that a restart finds it
         folder.mkdir(parents=True, exist_ok=True)
     if source is None:
         return folder, None, None
     tensors, info = saved or ({}, {})
-    # copies: what is sent of a tensor is all of its memory, which may be the whole file's
+    # Clone them: sending a tensor sends all of its memory, which may be the memory of the whole
+    # file
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors, info = distributed.broadcast((tensors, info), source)
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
-        # the checkpoint is another training's, or this node with a folder of its own lacks it
+        # The checkpoint belongs to another training, or this node has a folder of its own and lacks
+        # it
         save(folder, info["step"], tensors, info)
     return folder, None, (tensors, info)
 
 
 def load_to_continue(folder: Path, ours: Fingerprint) -> Saved:
-    """The newest checkpoint in the folder of another training, which ours continues.
+    """Return the newest checkpoint in the folder of another training, which `ours` continues.
 
-    Raises RequestError if there is none, or if more than the schedule differs.
+    Raises RequestError if there is no checkpoint, or if more than the schedule differs.
     """
     saved, _ = load_newest(folder)
     if saved is None:
@@ -365,14 +377,17 @@ def _folder(out: Path, name: str, number: int) -> Path:
 
 
 def _last_number(out: Path, name: str) -> int:
-    """How often the training was begun in `out`."""
+    """Return how often the training was begun in `out`, 0 if never."""
     found = [re.fullmatch(rf"{name}(?:-(\d+))?", path.name) for path in out.glob(f"{name}*/")]
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 
 
 def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optional[Dict[str, Any]]:
-    """Description of the finished best model in `folder`, or of the published one, or None."""
-    if not folder.is_dir():  # as after `dvc pull`: outputs are there, checkpoints are not
+    """Return the description of the finished best model, or None.
+
+    It is searched in `folder`, or among the published files if that folder does not exist.
+    """
+    if not folder.is_dir():  # after `dvc pull` the outputs are there, but the checkpoints are not
         if not (args.reports / "curves").is_dir():
             return None
         folder = args.out
@@ -384,6 +399,6 @@ def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optiona
 
 
 def _find_furthest(saved: Optional[Saved]) -> Optional[int]:
-    """The first rank with the checkpoint of most steps; None if no rank has one."""
+    """Return the first rank whose checkpoint has the most steps, or None if no rank has one."""
     steps = distributed.all_gather(saved[1]["step"] if saved else -1)
     return steps.index(max(steps)) if max(steps) >= 0 else None

@@ -49,20 +49,22 @@ Made = TypeVar("Made")
 _SHUFFLE = 1
 _DRAW = 2
 _VALIDATION = 3
-# The homography of a negative pair: it maps every point far outside the other view.
+# The homography of a negative pair. It maps every point far outside the other view, so that no
+# keypoint has a true match.
 APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 
-# Processes that load batches for a GPU, and the steps that each loads in advance
+# Largest number of processes that load batches for a GPU, and the steps that each loads in advance
 MAX_PROCESSES = 4
 AHEAD = 2
-# Steps that the training holds: the current one and the next, which it takes before it frees the
-# current
+# Steps whose batches the training itself holds: the current step and the next one, because it takes
+# the next before it frees the current
 HELD = 2
-TENSORS = 8  # of a PairBatch; each is a file in shared memory, of whole pages
-PAGE = 4096
-OTHER_FILES = 128
+TENSORS = 8  # tensors of a PairBatch; each is a file in shared memory and fills whole pages
+PAGE = 4096  # bytes of a page of memory
+OTHER_FILES = 128  # files that the rest of the training may have open
 SHARED = "/dev/shm"
-# Environment: processes of each rank; 0: a thread; auto or unset: MAX_PROCESSES for a GPU
+# Environment variable: the number of loading processes of each rank. 0 means that a thread loads.
+# "auto" or unset means up to MAX_PROCESSES for a GPU, and a thread for a CPU.
 NUMBER = "SG_LOADER_PROCESSES"
 # The processes inherit the mapped store and start in milliseconds. Python 3.14's default is
 # forkserver, whose server dies of a SIGTERM to all processes and loses their exit codes.
@@ -81,10 +83,11 @@ class Sample(NamedTuple):
 def training_pairs(
     seed: int, images: int, views: int, start: int, stop: Optional[int] = None
 ) -> List[Sample]:
-    """The pairs at the positions `start` to `stop` (one pair without it) of an endless sequence.
+    """Return the pairs at the positions `start` to `stop` - 1 of an endless sequence.
 
-    Position p is in epoch p // images. Each epoch shuffles the images, and in every epoch each
-    image gives one ordered pair of its `views`, drawn by (seed, epoch, image).
+    Without `stop`, return only the pair at `start`. Position p belongs to epoch p // images. Each
+    epoch shuffles the images. In every epoch each image gives one ordered pair of its `views`,
+    drawn by (seed, epoch, image).
     """
     samples = []
     for position in range(start, start + 1 if stop is None else stop):
@@ -97,16 +100,18 @@ def training_pairs(
 
 
 def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
-    """A fixed list of at most `count` pairs, spread evenly over the images.
+    """Return a fixed list of at most `count` pairs, spread evenly over the images.
 
-    Every second pair is augmented, so that they show what is trained on and what is stored.
+    Every second pair is augmented. The validation thus shows both augmented pairs, as in training,
+    and pairs as they are stored.
     """
     samples = []
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
-        # over the rounds, too, each image has both kinds
+        # An image may give pairs in several rounds. It then has both kinds of pairs over the
+        # rounds.
         augmented = (i % images + i // images) % 2 == 1
         own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), own))
@@ -117,19 +122,19 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-@functools.lru_cache(maxsize=1)  # of the epoch shuffled last
+@functools.lru_cache(maxsize=1)  # keeps the order of the latest epoch only
 def _shuffle(seed: int, epoch: int, images: int) -> np.ndarray:
-    """The images in the order of this epoch, (images,) int64."""
+    """Return the indices of all images in the order of this epoch, (images,) int64."""
     return _generator(seed, _SHUFFLE, epoch).permutation(images)
 
 
 def rank_slice(count: int, rank: int, world_size: int) -> slice:
-    """The contiguous part of `count` items for `rank`; sizes of parts differ by at most one."""
+    """Return the contiguous part of `count` items for `rank`. Sizes differ by at most one."""
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
-    """`samples` in `parts` contiguous groups whose sizes differ by at most one (micro-batches)."""
+    """Split `samples` into `parts` contiguous micro-batches whose sizes differ by at most one."""
     return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
 
 
@@ -139,13 +144,16 @@ def load_batch(
     keypoints: Union[int, Tuple[int, int]],
     augmentation: Augmentation = NO_CHANGE,
 ) -> PairBatch:
-    """The PairBatch of these samples, in order, with homographies; no samples give an empty batch.
+    """Load the PairBatch of these samples, in order, with their homographies.
+
+    If there are no samples, the batch is empty.
 
     Args:
-        keypoints: largest numbers of keypoints of the two views of every pair, or one number, up to
-            which the augmentation draws those of each pair. The first keypoints are kept.
-        augmentation: random changes of each pair, by its `sample.seed`, unless that is
-            NO_AUGMENTATION.
+        keypoints: largest numbers of keypoints of the two views, the same for every pair. If it is
+            one number, the augmentation draws the numbers of each pair, up to this one. A view
+            keeps its first keypoints.
+        augmentation: random changes of each pair, determined by its `sample.seed`. A pair with the
+            seed NO_AUGMENTATION is not changed.
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
@@ -165,10 +173,12 @@ def load_batch(
         )
         pairs.append((view0, view1))
         negative.append(image1 != sample.image)
-    # one call for all: one by one, 64 of them take 1 ms of a batch
+    # One call composes all homographies (B, 3, 3). Calls for single pairs take 1 ms for a batch of
+    # 64.
     to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in zip(*pairs))
     H_0to1 = compose(to1, inverse(to0))
     H_0to1[negative] = APART
+    # (B, 2, 3, 3): the cell of each view of each pair
     cells = np.array([[one.cell, other.cell] for one, other in pairs])
     both = [Pair(one.records, other.records, one.size, other.size) for one, other in pairs]
     return from_pairs(both, H_0to1, cells=cells)
@@ -177,16 +187,16 @@ def load_batch(
 def _another_view(
     store: Store, shown: Tuple[int, int], random: np.random.Generator
 ) -> Optional[View]:
-    """A random view of a random image; None if it is one of those `shown`."""
+    """Return a random view of a random image, or None if that image is in `shown`."""
     image = int(random.integers(len(store)))
     view = int(random.integers(store.views_per_image))
     return None if image in shown else store.view(image, view)
 
 
 class StepBatches:
-    """The micro-batches of every step on this rank, each a function of the step alone.
+    """The micro-batches of every step on this rank. Each is a function of the step alone.
 
-    pairs: of a step over all ranks.
+    pairs: number of pairs of a step over all ranks.
     """
 
     def __init__(
@@ -204,7 +214,7 @@ class StepBatches:
         self._processes = choose_processes(context.device, bytes_of_step, self.parts * TENSORS)
 
     def samples(self, step: int) -> List[List[Sample]]:
-        """This rank's pairs of global step `step`, in micro-batches."""
+        """Return this rank's pairs of global step `step`, split into micro-batches."""
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
         pairs = training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
@@ -212,10 +222,10 @@ class StepBatches:
         return split_evenly(pairs[mine], self.parts)
 
     def load(self, step: int) -> List[PairBatch]:
-        """The PairBatches of `samples`, on the host.
+        """Load the PairBatches of `samples(step)` in the memory of the host.
 
-        All pairs of a step have the same numbers of keypoints: a GPU computes them padded to the
-        largest, which would be seven times the work if each pair had its own.
+        All pairs of a step have the same numbers of keypoints. A GPU pads all pairs to the largest
+        number, which would be seven times the work if each pair had its own number.
         """
         limit = self.train.max_keypoints
         counts = self._augmentation.counts(limit, self.train.seed, step)
@@ -224,9 +234,10 @@ class StepBatches:
         ]
 
     def prefetch(self, steps: Sequence[int]) -> Generator[List[PairBatch], None, None]:
-        """`load` of each of `steps`, in advance, on the device of this rank.
+        """Load the batches of each of `steps` in advance, and move them to the device of this rank.
 
-        Processes load for a GPU, otherwise a thread does. Closing the generator ends them.
+        For a GPU processes load the batches, otherwise a thread does. Closing the generator ends
+        them.
         """
         if self._processes:
             ahead = prefetch_by_processes(self.load, steps, self._processes)
@@ -237,7 +248,7 @@ class StepBatches:
                 yield [batch.to(self.context.device) for batch in batches]
 
     def _load_for_device(self, step: int) -> List[PairBatch]:
-        """`load`, for a GPU into page-locked memory: the step does not wait for the copy."""
+        """Load a step. For a GPU, use page-locked memory, so that no step waits for the copy."""
         batches = self.load(step)
         if self.context.device.type == "cuda":
             return [batch.pin_memory() for batch in batches]
@@ -251,27 +262,33 @@ class StepBatches:
 
 
 def size_of_step(pairs: int, keypoints: int, record: int, parts: int = 1) -> int:
-    """Bytes of shared memory of one rank's step: for each pair keypoints of `record` bytes of two
-    views, counts, sizes, homography and cells, in `parts` micro-batches.
+    """Return the bytes of shared memory that one step of one rank takes.
+
+    Each pair has two views of `keypoints` keypoints with `record` bytes each, their counts and
+    sizes, a homography and two cells. The pairs are in `parts` micro-batches.
     """
+    # A view adds its count and size (8 bytes each) and its cell (3 x 3 float64), a pair its
+    # homography.
     return pairs * (2 * (keypoints * record + 8 + 8 + 72) + 72) + parts * TENSORS * PAGE
 
 
 def steps_in_memory(processes: int) -> int:
-    """Largest number of steps whose batches are in shared memory at the same time."""
+    """Return the largest number of steps whose batches are in shared memory at the same time."""
     return processes * AHEAD + HELD
 
 
 def fit(wanted: int, step_bytes: int, step_files: int, memory: int, files: int) -> int:
-    """The number of processes, up to `wanted`, whose batches fit into `memory` bytes of shared
-    memory and `files` open files. If it is 0, a thread loads the batches.
+    """Return how many processes, at most `wanted`, can load batches on this machine.
+
+    Their batches must fit into `memory` bytes of shared memory and `files` open files. If the
+    result is 0, a thread loads the batches.
     """
     steps = min(memory // step_bytes, (files - OTHER_FILES) // step_files)
     return max(min(wanted, (steps - HELD) // AHEAD), 0)
 
 
 def memory_of_rank(on_gpu: bool, ranks: int) -> int:
-    """Bytes of shared memory for the batches of each of `ranks` ranks on this machine."""
+    """Return the bytes of shared memory for the batches of each of the machine's `ranks` ranks."""
     with contextlib.suppress(OSError):
         needed = shared_memory_needed(ranks * on_gpu)
         return max(shutil.disk_usage(SHARED).free - needed, 0) // ranks
@@ -279,9 +296,9 @@ def memory_of_rank(on_gpu: bool, ranks: int) -> int:
 
 
 def wanted_processes(on_gpu: bool, ranks: int) -> int:
-    """Processes of each of `ranks` ranks on this machine, before memory limits them.
+    """Return how many processes each of `ranks` ranks wants, before memory limits them.
 
-    There are none on a CPU: the step needs the cores, and handing a batch between processes takes
+    On a CPU the answer is 0: the step needs the cores, and handing a batch between processes takes
     longer than loading it. Raises RequestError if SG_LOADER_PROCESSES is not a number.
     """
     if os.environ.get(NUMBER, "") not in ("", "auto"):
@@ -290,8 +307,9 @@ def wanted_processes(on_gpu: bool, ranks: int) -> int:
 
 
 def choose_processes(device: torch.device, step_bytes: int, step_files: int) -> int:
-    """How many processes load this rank's batches; 0 stands for a thread. Prints a line if shared
-    memory or open files limit them.
+    """Choose how many processes load this rank's batches. If the result is 0, a thread loads them.
+
+    Prints a line if shared memory or the limit of open files reduces the number.
     """
     on_gpu = device.type == "cuda"
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -309,8 +327,10 @@ def choose_processes(device: torch.device, step_bytes: int, step_files: int) -> 
 
 
 class _Flag:
-    """A multiprocessing.Event without the lock, which a process killed in `is_set` would keep: the
-    main process would wait for it for ever.
+    """A multiprocessing.Event without its lock.
+
+    A process that is killed in `is_set` would keep the lock, and the main process would wait for it
+    for ever.
     """
 
     def __init__(self, context: Any) -> None:
@@ -352,17 +372,21 @@ def prefetch_by_processes(
     processes: int,
     start_method: str = START_METHOD,
 ) -> Generator[Made, None, None]:
-    """`make(step)` for each of `steps`, computed in advance by processes, in page-locked memory if
-    there is a GPU.
+    """Yield `make(step)` for each of `steps`, computed in advance by processes.
 
-    start_method: fork, or spawn, which serialises `make`: a `Store` in it opens its files again.
+    The tensors are in page-locked memory if there is a GPU.
 
-    If a process is killed, RuntimeError (see `a_process_died`) is raised anywhere in the main
-    thread.
+    Args:
+        start_method: "fork", or "spawn", which serialises `make`. A `Store` in it then opens its
+            files again.
+
+    Raises:
+        RuntimeError: a process was killed (see `a_process_died`). It may be raised anywhere in the
+            main thread.
     """
     before = set(multiprocessing.active_children())
     context: Any = copy.copy(multiprocessing.get_context(start_method))
-    context.Event = functools.partial(_Flag, context)  # it tells the processes to end
+    context.Event = functools.partial(_Flag, context)  # the flag that tells the processes to end
     loader = DataLoader(
         _Steps(make),
         sampler=steps,
@@ -372,7 +396,8 @@ def prefetch_by_processes(
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=context,
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
-        # A draw from the global generator would change the checkpoint at each start
+        # A draw from the global generator would change the random state in the checkpoint at each
+        # start
         generator=torch.Generator(),
     )
     with signals.block():
@@ -381,9 +406,10 @@ def prefetch_by_processes(
     try:
         yield from batches
     finally:
-        batches._shutdown_workers()  # not left to __del__, which the traceback of an error delays
+        # `__del__` would run later, when the traceback of an error is freed
+        batches._shutdown_workers()
         for process in started:
-            process.kill()  # one that hangs in a read ignores SIGTERM
+            process.kill()  # a process that hangs in a read ignores SIGTERM
 
 
 def a_process_died(error: BaseException) -> bool:

@@ -27,10 +27,10 @@ from pipeline.keypoints.store import Store
 from pipeline.train.checkpoint import Saved, TrainState, part
 from superglue_sift.progress import Progress
 
-SMOOTHING = 0.9  # of the printed loss from step to step
-# In reports/train/curves, and in every checkpoint
+SMOOTHING = 0.9  # weight of the previous steps in the printed loss
+# Names of the files in reports/train/curves, whose text is also in every checkpoint
 CURVES = {"train": "train.csv", "val": "validation.csv"}
-PREFIX = "curve."  # of the tensors of a checkpoint that hold the text of a curve
+PREFIX = "curve."  # how names of tensors begin that hold the text of a curve in a checkpoint
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
 OURS = "#10a070"
@@ -39,11 +39,11 @@ GRAY = "#888888"
 
 
 class Curve:
-    """A CSV file with the column `step` and one column for each metric, appended to.
+    """A CSV file with the column `step` and one column for each metric, to which points are added.
 
-    path: the file, or None if another process writes it. text: what it begins with, of the steps
-    done before; it replaces whatever else the file holds. Without text there is no file until the
-    first point.
+    If `path` is None, another process writes the file. The file begins with `text`, the points of
+    the steps done before, which replaces whatever else the file holds. Without `text` there is no
+    file until the first point.
     """
 
     def __init__(self, path: Optional[Path], text: str = "") -> None:
@@ -55,7 +55,10 @@ class Curve:
             path.unlink(missing_ok=True)
 
     def append(self, step: int, point: Mapping[str, float]) -> None:
-        """Append a point, with the metrics of the first one. Raises OSError (a full disk)."""
+        """Append a point, with the same metrics as the first point.
+
+        A metric that is missing becomes nan. Raises OSError, for example if the disk is full.
+        """
         lines = "" if self.text else ",".join(["step", *point]) + "\n"
         names = (self.text or lines).split("\n")[0].split(",")[1:]
         lines += ",".join([str(step), *(f"{point.get(name, math.nan):.6g}" for name in names)])
@@ -68,7 +71,7 @@ class Curve:
 
 
 def curve_tensors(curves: Mapping[str, Curve]) -> Dict[str, Tensor]:
-    """The text of the curves, for a checkpoint."""
+    """Return the text of each curve as a tensor (bytes,) uint8, to put into a checkpoint."""
     return {
         f"{PREFIX}{kind}": torch.tensor(list(curve.text.encode()), dtype=torch.uint8)
         for kind, curve in curves.items()
@@ -77,27 +80,28 @@ def curve_tensors(curves: Mapping[str, Curve]) -> Dict[str, Tensor]:
 
 
 def curve_texts(tensors: Mapping[str, Tensor]) -> Dict[str, str]:
-    """The text of each curve in a checkpoint."""
+    """Return the text of each curve in the tensors of a checkpoint."""
     texts = part(tensors, PREFIX).items()
     return {kind: bytes(tensor.tolist()).decode() for kind, tensor in texts}
 
 
 def draw_curves(path: Path, texts: Mapping[str, str], best_step: int) -> None:
-    """Draw the loss of training and validation, and the F1 of validation with that of the ratio
-    test, as an SVG file. A line marks the step of the best model.
+    """Draw the curves as an SVG file: the losses, and F1 on the validation pairs.
 
-    Equal curves give equal bytes. texts: of the CURVES.
+    The loss is drawn for training and validation, F1 for the network and the ratio test. A line
+    marks the step of the best model. `texts` holds the text of each of the CURVES. Equal curves
+    give equal bytes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    nothing = "step,loss\nnan,nan\n"  # before the first point of the training
+    nothing = "step,loss\nnan,nan\n"  # the curves before the first point of the training
     train, val = (
         np.genfromtxt(io.StringIO(texts.get(kind, nothing)), delimiter=",", names=True, ndmin=1)
         for kind in ("train", "val")
     )
-    # Text as text, and no random names in the file. The colours are those of the report, readable
-    # on a light and on a dark page.
+    # Letters stay text, and the file contains no random names. The colours are the same as in the
+    # report. They are readable on a light and on a dark page.
     parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
     ink: Dict[Any, Any] = dict.fromkeys(parts, GRAY)
     style = {"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}
@@ -121,7 +125,7 @@ def draw_curves(path: Path, texts: Mapping[str, str], best_step: int) -> None:
 
 
 def write_curves(reports: Path, tensors: Mapping[str, Tensor], best_step: int) -> None:
-    """Write the curves in a checkpoint, and their picture, to the folder of reports."""
+    """Write the curves that a checkpoint holds, and their picture, to the folder of reports."""
     texts = curve_texts(tensors)
     for kind, text in texts.items():
         write_atomic(reports / "curves" / CURVES[kind], text)
@@ -129,8 +133,9 @@ def write_curves(reports: Path, tensors: Mapping[str, Tensor], best_step: int) -
 
 
 def text_of_metrics(best: Dict[str, Any]) -> str:
-    """metrics.json of a finished training, from the JSON of its best model. Fractions are in
-    percent.
+    """Return metrics.json of a finished training, made from the JSON of its best model.
+
+    F1, precision and recall are in percent.
     """
     figures = best["validation"]
     names = ("f1", "f1_ratio_test", "precision", "recall")
@@ -145,22 +150,22 @@ def text_of_metrics(best: Dict[str, Any]) -> str:
 
 
 def has_metrics(reports: Path, best: Dict[str, Any]) -> bool:
-    """Whether metrics.json is that of this training."""
+    """Return whether metrics.json exists and belongs to this training."""
     path = reports / METRICS
     return path.is_file() and path.read_text() == text_of_metrics(best)
 
 
 class TrainingLogger:
-    """The record of one run; a context manager that closes the run as FINISHED, FAILED or KILLED.
+    """The reports of one run. As a context manager it closes the run as FINISHED, FAILED or KILLED.
 
     Args:
-        sections: of params.yaml.
+        sections: the sections of params.yaml.
         writes: whether this rank writes curves; one rank does in each folder of reports.
         identity: the name of the training.
-        tags: of the run in MLflow.
-        pairs: of a step, over all ranks.
-        saved: the checkpoint that the training resumes from. Without one it starts from scratch, in
-            a new run.
+        tags: tags of the run in MLflow.
+        pairs: number of pairs of a step, over all ranks.
+        saved: the checkpoint that the training resumes from. Without it the training starts from
+            scratch, in a new run.
     """
 
     bar: Progress  # set by `log_start`
@@ -200,7 +205,7 @@ class TrainingLogger:
             kind: Curve(args.reports / "curves" / name if writes else None, before.get(kind, ""))
             for kind, name in CURVES.items()
         }
-        self._loss = math.nan  # on the line of progress
+        self._loss = math.nan  # the smoothed loss on the line of progress
         self._validation = ""
 
     def __enter__(self) -> TrainingLogger:
@@ -216,7 +221,8 @@ class TrainingLogger:
     ) -> None:
         """Print what is trained on which data.
 
-        steps: of the whole training. baseline: F1 of the ratio test on the validation pairs.
+        `steps` is the number of steps of the whole training. `baseline` is the F1 of the ratio test
+        on the validation pairs.
         """
         is_main = self.context.is_main
         if is_main:
@@ -234,7 +240,8 @@ class TrainingLogger:
         self._baseline = baseline
 
     def add_step(self, sums: Mapping[str, float], waited: float) -> None:
-        """Add a step that waited `waited` seconds for its batch to the next point."""
+        """Add the sums of a step to the next point. The step waited `waited` seconds for its
+        batch."""
         _add(self.sums, sums)
         self.waited += waited
         self.timed_steps += 1
@@ -246,13 +253,14 @@ class TrainingLogger:
         self.bar.update(1)
 
     def log_point(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A point on the curves: means since the last one, and `metrics` of this step. All ranks
-        call it.
+        """Add a point to the curves: the means since the last point, and `metrics` of this step.
+
+        All ranks call this together, because the means are over all ranks.
         """
         weight = self.sums.pop("pairs", 0.0)
         self._log("train", step, {**distributed.weighted_means(self.sums, weight), **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        # on no curve: it differs on every machine
+        # Speed and memory are on no curve, because they differ on every machine
         timing = {
             "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
             "train/data_wait": self.waited / seconds,
@@ -263,9 +271,9 @@ class TrainingLogger:
         self.sums = {}
 
     def log_validation(self, state: TrainState, metrics: Dict[str, float], untrained: bool) -> None:
-        """A point of the validation curves, also on the line of progress, and a printed line.
+        """Add a point to the validation curves, print a line, and show it on the line of progress.
 
-        state: with the best score before. untrained: these weights are not kept.
+        `state` has the best score before this validation. If `untrained`, the weights are not kept.
         """
         point = {name: value for name, value in metrics.items() if name != "pairs"}
         for name in point:
@@ -291,28 +299,30 @@ class TrainingLogger:
             draw_curves(self.args.reports / PICTURE, texts, best_step)
 
     def _show(self) -> None:
-        baseline = f"ratio test {100 * self._baseline:.1f}"  # 80 columns cut the end
+        # the baseline comes last, because a terminal of 80 columns cuts the end
+        baseline = f"ratio test {100 * self._baseline:.1f}"
         self.bar.show(f"loss {self._loss:.2f}, {self._validation}{baseline}")
 
     def window(self) -> List[Dict[str, float]]:
-        """Each rank's sums since the last point, for the checkpoint. All ranks call it.
+        """Return each rank's sums since the last point, to be saved in a checkpoint.
 
-        They make the next point after a resume equal that of an uninterrupted run.
+        All ranks call this together. With these sums the next point after a resume equals the point
+        of an uninterrupted run.
         """
         window = distributed.all_gather(self.sums)
         return window if any(window) else []
 
     def log_stop(self, step: int) -> None:
-        """Report that the run stops on request. Its checkpoint is saved."""
+        """Report that the run stops on request. Its checkpoint is saved already."""
         self.status = "KILLED"
         if self.context.is_main:
             without = " without --fresh" if self.args.fresh else ""
             print(f"stopped at step {step}; the same command{without} resumes there", flush=True)
 
     def log_finish(self, state: TrainState, init_from: str = "") -> None:
-        """Write metrics.json, register the model, print the metrics of its validation.
+        """Write metrics.json, register the model and print the metrics of its validation.
 
-        init_from: the initial weights. A line reports if they stayed the best.
+        `init_from` is the file of the initial weights. If they stayed the best, a line says so.
         """
         self.status = "FINISHED"
         if not self.context.is_main:
@@ -341,13 +351,13 @@ class TrainingLogger:
         self.timed_steps = 0
 
     def _log(self, kind: str, step: int, point: Dict[str, float]) -> None:
-        """A point of a curve, to its file and to MLflow."""
+        """Add a point to a curve: to its file, and to the log and MLflow."""
         self.curves[kind].append(step, point)
         self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
 
 
 def _describe(metrics: Mapping[str, float]) -> str:
-    """F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581: a validation, for a person."""
+    """Describe a validation: "F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581"."""
     return (
         f"F1 {100 * metrics['f1']:.1f} %, precision {100 * metrics['precision']:.1f} %,"
         f" recall {100 * metrics['recall']:.1f} %, loss {metrics['loss']:.3f}"
@@ -355,7 +365,10 @@ def _describe(metrics: Mapping[str, float]) -> str:
 
 
 def _own_share(window: List[Dict[str, float]], context: distributed.Context) -> Dict[str, float]:
-    """This rank's sums. Rank 0 takes all of them if another number of ranks saved them."""
+    """Return this rank's sums from a checkpoint.
+
+    If another number of ranks saved them, rank 0 takes all sums and the other ranks take none.
+    """
     if len(window) == context.world_size:
         return dict(window[context.rank])
     totals: Dict[str, float] = {}
@@ -370,7 +383,8 @@ def _add(totals: Dict[str, float], values: Mapping[str, float]) -> None:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """Peak memory of this process: on the GPU if there is one, else resident."""
+    """Return the peak memory of this process in GiB: on the GPU if it uses one, otherwise
+    resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -1,10 +1,11 @@
 """The loss of a batch, and the metrics of a validation.
 
 The loss of a pair is the negative log-likelihood of its true assignment (SuperGlue, equation 10),
-divided by the number of terms of the sum: the mean of -log P_ij over the matches, -log P_i,dustbin
-over the unmatched keypoints of image 0 and -log P_dustbin,j over those of image 1. Ignored
-keypoints do not count; without any term the loss is 0. A mean that gives the matches half of the
-weight teaches less (docs/recipe.md). Only these entries are gathered; there is no dense target.
+divided by the number of terms of the sum. The terms are -log P_ij of each true match,
+-log P_i,dustbin of each unmatched keypoint of image 0 and -log P_dustbin,j of each unmatched
+keypoint of image 1. Ignored keypoints do not count. Without any term the loss is 0. A mean that
+gives the matches half of the weight teaches less (docs/recipe.md). Only these entries of P are
+gathered; there is no dense target.
 """
 
 from __future__ import annotations
@@ -38,37 +39,37 @@ CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: ste
 # Validation pairs that are computed together. The number is fixed, so that metrics do not depend
 # on the number of processes.
 CHUNK = 8
-ALL = "all"  # the sums over pairs of every kind
+ALL = "all"  # the key of the sums over pairs of every kind
 Sums = Dict[str, np.ndarray]
 
 
 def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
-    """Loss of each pair, and its parts.
+    """Return the loss of each pair, and its two parts.
 
     Args:
         log_P: (B, M + 1, N + 1), log assignments from `SuperGlue`.
-        truth: of the batch, (B, M) and (B, N).
+        truth: ground truth of the batch, with `matches0` (B, M) and `matches1` (B, N).
 
     Returns:
-        (B,) float32 each: the loss, which is differentiable and 0 for a pair without keypoints;
-        the mean over the matches; and the mean over the unmatched keypoints, averaged over the two
-        images. The parts are detached.
+        Three tensors (B,) float32. The first is the loss, which is differentiable, and 0 for a pair
+        without keypoints. The second is the mean over the matches. The third is the mean over the
+        unmatched keypoints of each image, averaged over the two images. The last two are detached.
     """
     columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
-    # (B, M): the match, or the dustbin. Gathered from one dimension: before torch 1.13 the gradient
-    # of a gather from more dimensions has no deterministic form on a GPU.
+    # (B, M): the column of the match, or of the dustbin. The gather has one dimension: before torch
+    # 1.13 the gradient of a gather from more dimensions has no deterministic form on a GPU.
     B, M = columns.shape
     rows = torch.arange(B * (M + 1), device=columns.device).view(B, M + 1)[:, :M]
     places = rows * log_P.shape[2] + columns
     losses0 = -log_P.flatten().gather(0, places.flatten()).view(B, M)
-    losses1 = -log_P[:, -1, :-1]  # (B, N): the dustbin
+    losses1 = -log_P[:, -1, :-1]  # (B, N): the loss if keypoint j goes to the dustbin
     none = losses0.new_zeros(())
     terms = (
         (losses0, truth.matches0 >= 0),
         (losses0, truth.matches0 == UNMATCHED),
         (losses1, truth.matches1 == UNMATCHED),
     )
-    # (3, B)
+    # (3, B): sums of the losses and numbers of the terms, for the three kinds of terms
     sums = torch.stack([torch.where(counted, losses, none).sum(1) for losses, counted in terms])
     numbers = torch.stack([counted.sum(1) for _, counted in terms])
     positive, unmatched0, unmatched1 = (sums / numbers.clamp(min=1)).detach()
@@ -77,8 +78,9 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor
 
 
 class MatchingObjective(nn.Module):
-    """SuperGlue with its ground truth and loss, in one module: DistributedDataParallel has to see
-    the whole forward pass.
+    """SuperGlue with its ground truth and its loss in one module.
+
+    They are one module because DistributedDataParallel has to see the whole forward pass.
     """
 
     def __init__(self, model: SuperGlue, precision: str = "float32") -> None:
@@ -91,21 +93,22 @@ class MatchingObjective(nn.Module):
         self.fixed_size: Optional[Tuple[int, int]] = None
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
-        """Loss of a batch with homographies. The batch may be empty.
+        """Compute the loss of a batch with homographies. The batch may be empty.
 
         Args:
-            wait: compute pairs that overflow float32 in the log domain, for which the host waits
-                for the GPU. If False, their loss and the gradient are nan.
+            wait: whether to compute pairs that overflow float32 again in the log domain. The host
+                then waits for the GPU. If False, the loss and the gradient of such pairs are nan.
 
         Returns:
-            The sum (not the mean) of the pairs' losses, (1,) float32, because this rank does not
-            know the number of pairs of the whole step; and the values of each pair by name, (B,).
+            The sum of the losses of the pairs, (1,) float32, and the values of each pair by name,
+            (B,) each. It is not the mean, because this rank does not know the number of pairs of
+            the whole step.
         """
         if self.fixed_size:  # the batch may end with empty pairs
             order, batches = [], [batch.pad(*self.fixed_size)]
         else:
             order, batches = batch.size_classes()
-        # before the network: its large matrices are freed before activations take memory
+        # The ground truth comes first: its large matrices are freed before activations take memory
         truths = [ground_truth(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
         parts = [assignment_loss(*each) for each in zip(log_P, truths)]
@@ -115,17 +118,17 @@ class MatchingObjective(nn.Module):
         values = {"loss": total.detach(), "loss_positive": positive, "loss_unmatched": unmatched}
         if order == sorted(order):
             values = {name: value[: len(batch)] for name, value in values.items()}
-        else:  # from the order of the size classes to that of the batch
+        else:  # the size classes have another order than the batch
             places = torch.tensor(order).argsort()
             values = {name: value[places] for name, value in values.items()}
         return total.sum().reshape(1), values
 
 
 class Validation:
-    """The held-out pairs of a training, and what their metrics are.
+    """The held-out pairs of a training, and how their metrics are computed.
 
-    The ranks share the pairs: each computes sums, which are exchanged once and divided, so metrics
-    are the same for any number of processes.
+    The ranks share the pairs. Each rank computes sums, which are exchanged once and then divided,
+    so the metrics are the same for any number of processes.
     """
 
     def __init__(
@@ -136,7 +139,10 @@ class Validation:
         context: distributed.Context,
         augmentation: Augmentation = NO_CHANGE,
     ) -> None:
-        """max_keypoints: largest number of keypoints of a view. augmentation: see `load_batch`."""
+        """Prepare the pairs `samples` of `store`.
+
+        max_keypoints is the largest number of keypoints of a view; augmentation as in `load_batch`.
+        """
         self.store = store
         self.samples = samples
         self.context = context
@@ -146,13 +152,13 @@ class Validation:
         self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs do not compare
 
     def metrics(self, objective: MatchingObjective) -> Dict[str, float]:
-        """Mean loss with its parts, and precision and recall, over all pairs, on every rank.
+        """Return the mean loss with its parts, precision and recall over all pairs, on every rank.
 
         `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences
         drift during a training, which would move F1 at a fixed threshold. `threshold`, `precision`
-        and `recall` belong to it. If there are several kinds of pairs, `f1_zoomed` and so on are
-        those of one kind, and `matches_negative` is the mean number of matches above `threshold`
-        of pairs that have none. `pairs` is the number of pairs.
+        and `recall` are the values at that maximum. If there are several kinds of pairs, keys such
+        as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
+        above `threshold` in pairs without any true match. `pairs` is the number of pairs.
         """
         model = objective.model
         was_training = model.training
@@ -173,16 +179,17 @@ class Validation:
         return metrics
 
     def ratio_test_f1(self, objective: MatchingObjective) -> float:
-        """`f1` of the ratio test on the same pairs, over all ratios: the baseline of a training.
+        """Return the largest F1 of the ratio test on the same pairs: the baseline of a training.
 
         Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest
-        distance (Lowe 2004).
+        distance (Lowe 2004). The largest F1 is over all ratios.
         """
         return best_f1(self._sums(lambda batch: ratio_test_sums(objective, batch))[ALL])["f1"]
 
     def _sums(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
-        """The values of `sums_of` by name, added over the pairs of each kind and over ALL of them,
-        on every rank; each rank computes a part.
+        """Add the values of `sums_of` over the pairs of each kind, and over ALL pairs.
+
+        Each rank computes a part of the pairs. The result is the same on every rank.
         """
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
@@ -199,8 +206,8 @@ class Validation:
             for part in self._load(samples).to(self.context.device).size_classes()[1]
         ]
         sums: Dict[str, Sums] = {ALL: {}}
-        # every rank adds the same chunks in the same order: the bits do not depend on the number of
-        # processes
+        # Every rank adds the same chunks in the same order, so the bits of the sums do not depend
+        # on the number of processes
         for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
             for total in (sums[ALL], sums.setdefault(kind, {})):
                 for name, value in part.items():
@@ -240,12 +247,11 @@ def choose_pairs(
 
 @torch.no_grad()
 def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
-    """Sums of a batch that give the loss, and precision and recall at any threshold, of any set of
-    batches.
+    """Compute the sums of a batch from which the metrics of any set of batches follow.
 
     Returns:
-        () float64 each: `pairs`, `true` (number of true matches), and the sums of the losses of
-        `MatchingObjective.forward`; and the histograms of `count_matches`.
+        Arrays () float64: the number of pairs, the number of `true` matches, and the sums of the
+        losses of `MatchingObjective.forward`. Also the histograms of `count_matches`.
     """
     log_P = objective.model(batch)
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
@@ -261,7 +267,7 @@ def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
 
 @torch.no_grad()
 def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
-    """`count_matches` of the ratio test, on the descriptors that the network gets."""
+    """Return `count_matches` of the ratio test, on the same descriptors as the network gets."""
     batch = choose_orientations(batch)
     kind = objective.model.config.descriptor
     units = [unit_vectors(batch.descriptors(view), kind).cpu().numpy() for view in (0, 1)]
@@ -269,6 +275,7 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
+        # m and n are the numbers of real keypoints of this pair; the rest is padding
         found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
         dense = found.only(mutual).to_dense(m)
         matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
@@ -276,9 +283,16 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
 
 
 def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
-    """The number of `true` matches, () float64, and histograms over the confidence,
-    (CONFIDENCE_BINS,) float64, of mutual matches (B, M) with scores (B, M): `predicted`, those
-    whose keypoint in image 0 is not ignored by the truth, and `correct`, those that equal it.
+    """Count the true matches, and the mutual matches by confidence.
+
+    Args:
+        matches0, scores: (B, M), the matches of the keypoints of image 0, -1 where there is none,
+            and their confidence.
+
+    Returns:
+        `true`, () float64, the number of true matches, and two histograms over the confidence,
+        (CONFIDENCE_BINS,) float64. `predicted` counts matches whose keypoint in image 0 the truth
+        does not ignore. `correct` counts matches that equal the truth.
     """
     counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
     chosen = {"predicted": counted, "correct": counted & (matches0 == truth.matches0)}
@@ -291,8 +305,8 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
 
 
 def best_f1(sums: Sums) -> Dict[str, float]:
-    """The largest F1 over all thresholds, with its precision, recall and threshold."""
-    # for a threshold at the lower edge of each bin
+    """Return the largest F1 over all thresholds, with its precision, recall and threshold."""
+    # (CONFIDENCE_BINS,): how many matches there are from the lower edge of each bin upwards
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))
     precision = correct / np.maximum(predicted, 1.0)
     recall = correct / max(float(sums["true"]), 1.0)

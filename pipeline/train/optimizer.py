@@ -23,11 +23,11 @@ from pipeline.params import RunParams, TrainParams
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import sqrt
 
-# The paper's decay, 0.999998 per step after step 200,000: by this factor in `decay_start` steps.
+# The factor of the paper's decay in `decay_start` steps: 0.999998 per step after step 200,000
 DECAY = math.exp(-0.4)
 
-# Newton-Schulz iteration of degree five, coefficients of Jordan's report: singular values end
-# between 0.7 and 1.2.
+# Coefficients of a Newton-Schulz iteration of degree five, from Jordan's report. Singular values
+# end between 0.7 and 1.2.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 ADAM_RMS = 0.2  # root mean square of a typical step of Adam, divided by its learning rate
@@ -35,12 +35,12 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
-# The precisions that a device supports, before the one that is fast on it
+# Precisions by the number of devices that support them. The first is supported everywhere.
 BY_SUPPORT = ("float32", "float16", "bfloat16")
-# Compute capabilities from which bfloat16 and float16 have matrix units
+# Compute capabilities from which GPUs have matrix units for bfloat16 and for float16
 AMPERE = (8, 0)
 VOLTA = (7, 0)
-# CPU flags: products of bfloat16 in matrix units, in vector units
+# CPU flags of products of bfloat16 in matrix units and in vector units
 AMX = "amx_bf16"
 AVX512 = "avx512_bf16"
 AUTO = "auto: "  # how the reason of `auto` begins
@@ -53,12 +53,12 @@ Precision = Tuple[str, str]  # float32, bfloat16 or float16 (whose loss is scale
 
 
 def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int = 1) -> float:
-    """Learning rate of global step 0, 1, 2, ..., a function of the step alone.
+    """Return the learning rate of global step 0, 1, 2, ..., a function of the step alone.
 
-    It starts with a linear warm-up over `warmup_steps`. Then `constant_decay` is the paper's:
-    constant, then exponential from `decay_start` on. `cosine` falls to 0 at the last step; `wsd` is
-    constant until `decay_start`, then falls linearly to 0. `run.lr_scaling` scales the rate with
-    the number of processes (linear: Goyal 2017), for `run.batch_per_rank`.
+    It starts with a linear warm-up over `warmup_steps`. The schedule `constant_decay` is the one of
+    the paper: constant, then exponential from `decay_start` on. `cosine` falls to 0 at the last
+    step. `wsd` is constant until `decay_start`, then falls linearly to 0. `run.lr_scaling` scales
+    the rate with the number of processes (linear: Goyal 2017), for `run.batch_per_rank`.
     """
     scales = {"none": 1.0, "linear": world_size, "sqrt": math.sqrt(world_size)}
     lr = train.lr * scales[run.lr_scaling]
@@ -68,13 +68,15 @@ def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int
         return lr * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
     if train.schedule == "wsd":
         return lr * min(1.0, (train.steps - step) / max(1, train.steps - train.decay_start))
+    # cosine
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
-    """Freeze the parameters whose names match one of the shell-style `patterns`, and return their
-    names. Raises RequestError if a pattern matches no parameter.
+    """Freeze the parameters whose names match one of the shell-style `patterns`.
+
+    Returns their names, sorted. Raises RequestError if a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
     frozen = set()
@@ -92,7 +94,10 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
 
 
 def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
-    """Adam, Muon or SGD (momentum 0.9) over the parameters that are not frozen."""
+    """Make Adam, Muon or SGD (momentum 0.9) for the parameters that are not frozen.
+
+    Raises RequestError if all parameters are frozen.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:
         raise RequestError("train.freeze: no parameter is left to train")
@@ -105,7 +110,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
-    """The optimiser's state as named tensors: `<parameter index>.<name>`."""
+    """Return the optimiser's state as named tensors. A name is `<parameter index>.<name>`."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
         for index, values in optimizer.state_dict()["state"].items()
@@ -128,8 +133,12 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Approximately the nearest (semi-)orthogonal matrices, (K, A, B): singular values near 1."""
+    """Return approximately the nearest (semi-)orthogonal matrix of each matrix (K, A, B).
+
+    The singular values of the result lie near 1.
+    """
     tall = matrices.shape[1] > matrices.shape[2]
+    # the iteration converges for singular values of at most 1, which division by the norm ensures
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = COEFFICIENTS
@@ -140,26 +149,29 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def blocks(matrix: Tensor, width: int) -> Tensor:
-    """Cut matrices (..., A, B) into squares (K, width, width), row by row. `width` divides A, B."""
-    # (..., rows, width, columns, width)
+    """Cut matrices (..., A, B) into squares (K, width, width), row by row. `width` divides A and
+    B."""
+    # (..., A, B) to (..., rows, width, columns, width)
     cut = matrix.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
     return cut.transpose(-3, -2).reshape(-1, width, width)
 
 
 def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
-    """Inverse of `blocks`: the matrices of `shape` (..., A, B)."""
+    """Join squares (K, width, width) to matrices of `shape` (..., A, B), the inverse of
+    `blocks`."""
     width = squares.shape[1]
     cut = squares.view(*shape[:-2], shape[-2] // width, shape[-1] // width, width, width)
     return cut.transpose(-3, -2).reshape(shape)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the weights of a SuperGlue's attention layers, Adam for the rest, both with the
-    learning rate `lr`. The ranks share the work of Muon.
+    """Muon for the weights of a SuperGlue's attention layers, and Adam for all other parameters.
+
+    Both use the learning rate `lr`. The ranks share the work of Muon.
     """
 
     def __init__(self, model: SuperGlue, lr: float) -> None:
-        self.width = model.config.dim  # the matrices of the layers consist of squares of it
+        self.width = model.config.dim  # the matrices of the layers consist of squares of this side
         kinds: Dict[bool, List[nn.Parameter]] = {True: [], False: []}
         for name, p in model.named_parameters():
             if p.requires_grad:
@@ -169,7 +181,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """One step of all parameters that have a gradient."""
+        """Do one step of all parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if not parameters:
@@ -188,10 +200,11 @@ class Muon(torch.optim.Optimizer):
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
-        for alike in by_shape.values():  # a few launches for each shape instead of each parameter
+        for alike in by_shape.values():  # one group for each shape needs fewer kernel launches
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
             nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.width))
+        # (K, width, width): squares of all shapes together; each rank orthogonalises a part of them
         steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
         sizes = [len(squares) for squares in directions]
         for alike, squares in zip(by_shape.values(), steps.split(sizes)):
@@ -203,10 +216,11 @@ class Muon(torch.optim.Optimizer):
     def _adam(self, parameters: Parameters, lr: float) -> None:
         gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
+        # the first and second moments of Adam
         for p, state in zip(parameters, states):
             if not state:
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            # A tensor after `load_state_dict`
+            # The step is a tensor after `load_state_dict`
             state["step"] = float(state["step"]) + 1
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         compat.lerp_(means, gradients, 1 - BETAS[0])
@@ -215,7 +229,7 @@ class Muon(torch.optim.Optimizer):
         denominators = FOREACH._foreach_div(
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
-        # as one tensor, and not by `_foreach_sqrt_`, whose bits differ between processors
+        # One tensor, because the bits of `_foreach_sqrt_` differ between processors
         roots = sqrt(torch.cat([each.flatten() for each in denominators]))
         parts = roots.split([each.numel() for each in denominators])
         denominators = [part.view_as(each) for part, each in zip(parts, denominators)]
@@ -231,16 +245,17 @@ class Muon(torch.optim.Optimizer):
 def choose_precision(
     asked: str, device: torch.device, before: str = "", flags: Optional[AbstractSet[str]] = None
 ) -> Precision:
-    """What `train.precision` (auto, portable, float32, bfloat16, float16) means on a device.
+    """Return what `train.precision` means on a device, and why.
 
     Args:
+        asked: "auto", "portable", "float32", "bfloat16" or "float16".
         before: precision of the checkpoint from which the training resumes. `auto` keeps it on a
             CPU that can multiply in it: what is fast on a GPU or on another CPU is no reason to
             round differently.
-        flags: of /proc/cpuinfo, read if None.
+        flags: CPU flags of /proc/cpuinfo. If None, read them.
 
     Raises:
-        RequestError: bfloat16 on a GPU before Ampere.
+        RequestError: bfloat16 was asked for on a GPU before Ampere.
     """
     flags = compat.cpu_flags() if flags is None else flags
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
@@ -250,9 +265,10 @@ def choose_precision(
     if capability is None and asked == "float16":
         return "float32", "train.precision: float16 does nothing on a CPU; set auto"
     if capability is None:
-        # AMX multiplies bfloat16 faster. Vector units (AVX512) do so on some processors and take
-        # 1.5 times as long on others (docs/performance.md). A rule and no measurement at the start:
-        # on a busy machine that comes out differently each time, and then so do the weights.
+        # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
+        # processors and take 1.5 times as long on others (docs/performance.md). This is a rule and
+        # no measurement at the start: on a busy machine a measurement comes out differently each
+        # time, and so would the weights.
         amx = AMX in flags
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"

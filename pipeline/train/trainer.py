@@ -49,7 +49,7 @@ MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training
 # Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
 # initial weights is kept.
 MIN_IMAGES = 16
-# Keys that should fit initial weights
+# Keys of `train` that must be equal for initial weights to fit entirely
 SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
 
 
@@ -57,13 +57,14 @@ SHAPE = ("dim", "layers", "heads", "norm", "neighbours", "rotary")
 
 
 def global_batch(train: TrainParams, run: RunParams, world_size: int) -> int:
-    """Pairs of one step over all ranks."""
+    """Return the number of pairs of one step over all ranks."""
     return run.batch_per_rank * world_size or train.batch
 
 
 def check(train: TrainParams, run: RunParams, store: Store) -> None:
-    """Raises RequestError if this machine or the keypoints of `store` lack what the training
-    needs.
+    """Check that this machine and the keypoints of `store` have what the training needs.
+
+    Raises RequestError if they do not.
     """
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     choose_precision(train.precision, torch.device(kind))
@@ -79,8 +80,9 @@ def check(train: TrainParams, run: RunParams, store: Store) -> None:
 
 
 def read_model(path: str, asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
-    """Tensors and description of a model file. Raises RequestError, which begins with `asked_by`,
-    when the file cannot be read.
+    """Return the tensors and the description of a model file.
+
+    Raises RequestError, whose text begins with `asked_by`, if the file cannot be read.
     """
     try:
         return load_model_file(path)
@@ -91,12 +93,13 @@ def read_model(path: str, asked_by: str) -> Tuple[Dict[str, Tensor], dict]:
 def precision_of_ranks(
     train: TrainParams, context: distributed.Context, before: str = ""
 ) -> Precision:
-    """One precision for all ranks, whose devices may differ, and why.
+    """Choose one precision for all ranks, whose devices may differ. Return it with its reason.
 
-    before: precision of the checkpoint from which the training resumes, or "".
+    Args:
+        before: precision of the checkpoint from which the training resumes, or "".
 
     Raises:
-        RequestError: `portable` in a process on a CPU that was not prepared for it.
+        RequestError: `portable` was asked for, but this process on a CPU was not prepared for it.
     """
     on_cpu = context.device.type == "cpu"
     if train.precision == PORTABLE and on_cpu and not environment.is_prepared():
@@ -105,15 +108,16 @@ def precision_of_ranks(
             " the training by `python -m pipeline.train`, or set float32"
         )
     choices = distributed.all_gather(choose_precision(train.precision, context.device, before))
+    # every device supports the smallest of the choices
     return min(choices, key=lambda choice: BY_SUPPORT.index(choice[0]))
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seed Python, NumPy and torch (every device). `deterministic` also asks torch and cuBLAS for
-    reproducible kernels, which are slower on a GPU.
+    """Seed the generators of Python, NumPy and torch on every device.
 
-    A training draws from its own generators (seed, epoch, index). This covers libraries that draw
-    from the global ones.
+    With `deterministic`, also ask torch and cuBLAS for reproducible kernels, which are slower on a
+    GPU. A training draws from its own generators (seed, epoch, index). These seeds are for
+    libraries that draw from the global generators.
     """
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -127,7 +131,8 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
-    """The untrained network for the keypoints of `store`, or for SIFT's."""
+    """Return the untrained network for the keypoints of `store`. Without it, use SIFT's
+    keypoints."""
     values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
@@ -143,15 +148,18 @@ def build(
     precision: str,
     store: Optional[Store] = None,
 ) -> Tuple[MatchingObjective, nn.Module, TrainState, Optional[float], List[str]]:
-    """The parts of a training on `store` (None: SIFT keypoints), equal on every rank.
+    """Build the parts of a training on `store`, which are equal on every rank.
 
-    precision: float32, bfloat16 or float16, the same on every rank.
+    Args:
+        precision: "float32", "bfloat16" or "float16", the same on every rank.
+        store: the training keypoints. If None, build the network for SIFT keypoints.
 
     Returns:
         The objective; its parallel wrapper, which a step calls; the state to save; the match
-        threshold of `train.init_from`, if there is one; and lines to print.
+        threshold of `train.init_from`, or None; and lines to print.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
+    # model: fresh, initial, or partly frozen weights
     seed_everything(train.seed, run.deterministic or portable_gpu)
     model = network(train, store)
     messages: List[str] = []
@@ -161,9 +169,11 @@ def build(
     model.to(context.device)
     model.recompute = run.checkpoint_layers
     synchronize(model, distributed.differentiable_sum)
+    # loss, and the parallel wrapper around it
     objective = MatchingObjective(model, precision)
     if run.compile:
         model.compile_layers()
+        # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
         pairs = -(-global_batch(train, run, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
     scaler = compat.grad_scaler(precision == "float16")
@@ -172,9 +182,9 @@ def build(
 
 
 def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[float]:
-    """Load what fits of the model file `path`, and append what did not to `messages`.
+    """Load the tensors of the model file `path` that fit, and say in `messages` which do not.
 
-    Returns the file's match threshold, if it has one.
+    Returns the file's match threshold, or None if it has none.
     """
     tensors, info = read_model(path, "train.init_from")
     given = weights_of(tensors)
@@ -212,7 +222,7 @@ def train_step(
     pairs: int,
     world_size: int,
 ) -> Tuple[Dict[str, float], float, List[int]]:
-    """One step over this rank's micro-batches. A gradient that is not finite is not applied.
+    """Do one step over this rank's micro-batches. A gradient that is not finite is not applied.
 
     Each rank computes the gradient of (sum of its losses) * world size / (pairs of all ranks), and
     DistributedDataParallel averages these. The result is the gradient of one process with the whole
@@ -223,14 +233,14 @@ def train_step(
         scaler: torch's GradScaler, enabled for float16 only.
         micro_batches: one or more PairBatches, on the device. Gradients are exchanged with the
             last.
-        pairs: pairs in this step over all ranks and micro-batches.
+        pairs: number of pairs in this step over all ranks and micro-batches.
 
     Returns:
-        This rank's sums by name (see MatchingObjective) and its number of `pairs`; the norm of the
-        gradient before clipping, which tells whether it was applied; and if it was not, the indices
-        of this rank's pairs with a loss that was not finite.
+        This rank's sums by name (see MatchingObjective), with its number of `pairs`. Then the norm
+        of the gradient before clipping; if it is finite, the gradient was applied. Last, the
+        indices of this rank's pairs whose loss was not finite, if the gradient was not applied.
     """
-    # running statistics of `norm: batch`, which a gradient that is not finite leaves as they were
+    # The running statistics of `norm: batch`. A gradient that is not finite must not change them.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
     before = [b.clone() for b in statistics]
     for wait in _attempts(micro_batches[0].device):
@@ -238,42 +248,46 @@ def train_step(
         names, values = backward(objective, scaler, micro_batches, world_size / pairs, wait)
         totals = clip_and_sum(values, optimizer, scaler)
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
-        # the norm is taken after the exchange, so that all ranks decide alike
+        # The norm is taken after the exchange of gradients, so all ranks decide alike
         applied = math.isfinite(grad_norm)
         if applied:
-            optimizer.step()  # `scaler.step` would read whether the gradient is finite once more
+            optimizer.step()  # `scaler.step` would wait for the GPU once more
         else:
             for statistic, old in zip(statistics, before):
                 statistic.copy_(old)
         scaler.update()
         if applied:
             break
+    # (B,): the loss of each pair, over all micro-batches
     losses = values[names.index("loss")]
     bad = [] if applied else torch.nonzero(~torch.isfinite(losses))[:, 0].tolist()
     return {**dict(zip(names, sums)), "pairs": float(losses.numel())}, grad_norm, bad
 
 
 def _attempts(device: torch.device) -> Tuple[bool, ...]:
-    """`wait` of each attempt: a GPU waits only if the gradient of the first is not finite."""
+    """Return `wait` of each attempt. A GPU waits only if the first gradient is not finite."""
     return (True,) if device.type == "cpu" else (False, True)
 
 
 def backward(
     objective: nn.Module, scaler: Any, micro_batches: Sequence[PairBatch], weight: float, wait: bool
 ) -> Tuple[List[str], Tensor]:
-    """Add the gradient of the sum of losses, times `weight`, of all micro-batches.
+    """Add the gradient of the sum of all losses, times `weight`.
 
-    Returns the names of the V values of a pair (see MatchingObjective), and the values, (V, B).
+    Returns the names of the V values of a pair (see MatchingObjective), and the values, (V, B),
+    where B is the number of pairs of all micro-batches.
     """
     values: Dict[str, List[Tensor]] = {}
     no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
     for number, batch in enumerate(micro_batches, 1):
         last = number == len(micro_batches)
+        # only the last micro-batch exchanges gradients between the ranks
         with contextlib.nullcontext() if last else no_sync():
             total, parts = objective(batch, wait)
             scaler.scale(total.sum() * weight).backward()
         for name, value in parts.items():
             values.setdefault(name, []).append(value)
+    # one tensor (V, B), so that the host reads the GPU once
     joined = torch.cat([value for each in values.values() for value in each])
     return list(values), joined.view(len(values), -1)
 
@@ -290,7 +304,7 @@ def clip_and_sum(values: Tensor, optimizer: torch.optim.Optimizer, scaler: Any) 
 
 
 class Training:
-    """One rank of one training on the views of `store`, validated on those of `held_out`."""
+    """One rank of one training. It trains on the views of `store` and validates on `held_out`."""
 
     logger: TrainingLogger  # set by `run`
 
@@ -303,7 +317,11 @@ class Training:
         store: Store,
         held_out: Store,
     ) -> None:
-        """args: the command line. sections: of params.yaml."""
+        """Choose the validation pairs and name the training, without building the network.
+
+        args is the command line and sections are the sections of params.yaml. Raises RequestError
+        if no validation pair is left.
+        """
         self.args = args
         self.sections = sections
         self.context = context
@@ -320,16 +338,20 @@ class Training:
         self.trained_on = list_photographs(train, store)
         self.fingerprint = checkpoint.fingerprint(train, run, store.digest, context.world_size)
         self.name = checkpoint.name_of(self.fingerprint)
-        # of packages and code, from each step on
+        # The versions of packages and code, with the step from which they count
         self.versions = [{"step": 0, **checkpoint.versions()}]
 
     def run(self) -> int:
-        """Train to the last step, or until asked to stop. Returns 0, or 143 if asked to stop."""
+        """Train to the last step, or until a signal asks to stop.
+
+        Returns 0, or 143 after a signal. Raises RequestError or WorkError.
+        """
         context = self.context
         args = self.args
-        # One rank writes in each folder: nodes may share them or have their own
+        # One rank writes in each folder. Nodes may share the folders or have folders of their own.
         self.writes = distributed.writes(args.out, context)
         writes_curves = distributed.writes(args.reports, context)
+        # All ranks must have the same request. Then find the folder of the training.
         decisive = {
             **self.run_params.model_dump(),
             "validation pairs": json_digest(self.validation.samples),
@@ -341,6 +363,7 @@ class Training:
             if context.is_main:
                 self._publish_finished(best)
             return 0
+        # Build, and begin the reports
         self._build(saved)
         self.state.compare_ranks(context.is_main)
         precision, reason = self.precision
@@ -355,12 +378,13 @@ class Training:
             if not finished:
                 self.logger.log_stop(self.state.step)
                 return STOPPED
+            # The last step is done
             self._save_best(finished=True)
             self.logger.log_finish(self.state, self.train.init_from)
         return 0
 
     def validate_only(self) -> int:
-        """Print the metrics of `train.init_from`. Returns 0."""
+        """Print the metrics of the model `train.init_from`. Return 0."""
         self._build(None)
         metrics = self.validation.metrics(self.objective)
         if self.context.is_main:
@@ -383,10 +407,12 @@ class Training:
             self._restore(*saved)
 
     def _restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
+        # Tensors and numbers; then versions; then the best model, whose metrics may be of other
+        # pairs
         state = self.state
         state.restore(tensors, info)
         if state.step <= self.train.steps - self.train.average:
-            state.drop_average()  # that of a shorter training
+            state.drop_average()  # the checkpoint's average belongs to a shorter training
         self.versions = info["versions"]
         other = checkpoint.other_versions(info)
         if other:
@@ -399,6 +425,7 @@ class Training:
                 metrics = self._metrics_of(state.best_weights)
                 state.best_metrics = {**metrics, "f1_ratio_test": baseline}
                 state.best = state.best_metrics["f1"]
+            # the published file may belong to another training
             self._save_best()  # the published file may be another training's
 
     def _print_changes(self, info: Dict[str, Any], other_versions: str) -> None:
@@ -420,7 +447,10 @@ class Training:
     # Loop.
 
     def _loop_watched(self) -> bool:
-        """`_loop`; the death of a process that loads batches counts as that of this rank."""
+        """Run `_loop`. If a process that loads batches dies, kill this rank too.
+
+        The launcher then starts all ranks again, as after any lost rank.
+        """
         try:
             return self._loop()
         except RuntimeError as error:
@@ -431,19 +461,21 @@ class Training:
             print(" ".join(line.split()), file=sys.stderr)
             sys.stdout.flush()
             sys.stderr.flush()
-            os.kill(os.getpid(), signal.SIGKILL)  # the launcher starts all again
+            os.kill(os.getpid(), signal.SIGKILL)  # the launcher starts all ranks again
             raise
 
     def _loop(self) -> bool:
-        """Train. Returns True when the last step is done, False when stopped by a signal, after a
-        checkpoint.
+        """Train to the last step.
+
+        Returns True when the last step is done. Returns False when a signal stopped the training;
+        its checkpoint is then saved.
         """
         state = self.state
         train = self.train
         save_every = self.run_params.save_every or train.val_every
         steps = range(state.step, train.steps)
         with contextlib.closing(self.batches.prefetch(steps)) as loader:
-            # The curve begins at the initial weights, and a training may end where it was stopped
+            # The curve begins at the initial weights, and a resumed training may have no step left
             if state.step == 0 or (state.step == train.steps != state.validated):
                 self._validate()
             waiting = time.perf_counter()
@@ -455,7 +487,7 @@ class Training:
                 validating = last or state.step % train.val_every == 0
                 saving = last or stop or state.step % save_every == 0
                 if validating or saving:
-                    # Nothing is kept of ranks that differ
+                    # Ranks that differ end the training before anything is kept
                     state.compare_ranks(self.context.is_main)
 
                 # once in a while: validate, and keep the weights if they are the best
@@ -471,7 +503,7 @@ class Training:
         return True
 
     def _step(self, micro_batches: List[PairBatch], waited: float) -> None:
-        """One step of the optimiser. Its batches took `waited` seconds."""
+        """Do one step of the optimiser. The loop waited `waited` seconds for its batches."""
         state = self.state
         train = self.train
         world_size = self.context.world_size
@@ -492,7 +524,7 @@ class Training:
             state.add_to_average()
         self.logger.add_step(sums, waited)
 
-        # once in a while: a point on the curves, the mean over all ranks
+        # once in a while: add a point to the curves, the mean over all ranks
         if state.step % self.run_params.log_every == 0 or state.step == train.steps:
             metrics = {
                 "lr": lr,
@@ -503,7 +535,7 @@ class Training:
             self.logger.log_point(state.step, metrics)
 
     def _explain_memory(self) -> WorkError:
-        """The fix, in place of torch's error."""
+        """Return an error that names the fix, to raise in place of torch's error."""
         accumulate = self.run_params.accumulate
         at_a_time = -(-self.pairs // self.context.world_size // accumulate)
         return WorkError(
@@ -513,9 +545,9 @@ class Training:
         )
 
     def _skip(self, bad_pairs: List[int]) -> None:
-        """Print the pairs of a gradient that is not finite. All ranks call it.
+        """Print the pairs whose gradient is not finite. All ranks call this together.
 
-        Raises WorkError after too many such steps.
+        Raises WorkError after more than MAX_SKIPPED such steps.
         """
         state = self.state
         samples = [sample for part in self.batches.samples(state.step) for sample in part]
@@ -541,8 +573,9 @@ class Training:
     def _validate(self) -> None:
         """Validate the weights that would be shipped, and keep them if they are the best.
 
-        These are the mean of the last `train.average` steps, once there is one. Initial weights of
-        `init_from` may stay the best, an untrained network may not.
+        These are the mean of the weights of the last `train.average` steps, if that mean exists
+        already, and otherwise the current weights. The initial weights of `init_from` may stay the
+        best. An untrained network may not.
         """
         state = self.state
         metrics = self._metrics_of(state.average)
@@ -555,8 +588,9 @@ class Training:
         self.logger.draw(state.best_step)
 
     def _metrics_of(self, weights: Dict[str, Tensor]) -> Dict[str, float]:
-        """Metrics of the model with these weights, or with its own where there are none. Its own
-        are restored.
+        """Return the metrics of the model with `weights` in place of its own.
+
+        Names that `weights` lacks keep the model's own values. The model is restored afterwards.
         """
         model = self.state.model
         before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -568,7 +602,7 @@ class Training:
     # Save.
 
     def _save(self) -> None:
-        """Write a checkpoint. All ranks call it."""
+        """Write a checkpoint. All ranks call this together."""
         window = self.logger.window()
         if self.writes:
             info = {
@@ -610,7 +644,11 @@ class Training:
         checkpoint.publish(self.folder, self.args.out)
 
     def _threshold(self) -> float:
-        """The match threshold from validation; with few photographs that of the initial weights."""
+        """Return the match threshold of the best validation.
+
+        With fewer than MIN_IMAGES photographs, return the threshold of the initial weights instead,
+        if they have one.
+        """
         photographs = {sample.image for sample in self.validation.samples}
         if len(photographs) < MIN_IMAGES and self._init_threshold is not None:
             return self._init_threshold
@@ -619,8 +657,8 @@ class Training:
     def _publish_finished(self, best: Dict[str, Any]) -> None:
         """Publish a training that is finished already, and say so.
 
-        best: the description of its best model. Its folder need not exist if `args.out` has that
-        model. Raises RequestError if its curves are deleted.
+        `best` is the description of its best model. The folder of the training may be missing if
+        `args.out` has that model. Raises RequestError if its curves are deleted.
         """
         out = self.args.out
         reports = self.args.reports
@@ -647,8 +685,10 @@ class Training:
 
 
 def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str]]:
-    """The known photographs of a training on `store` and of its initial weights, or None if those
-    of either are not known at all.
+    """Return the photographs that the network has seen: those of `store` and of its initial
+    weights.
+
+    Returns None if the photographs of either are unknown.
     """
     known = frozenset(store.photographs) - {""}
     before = trained_on.read(Path(train.init_from)) if train.init_from else frozenset()
