@@ -62,16 +62,16 @@ from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import choose_device, shipped_weights
 from superglue_sift.progress import Progress
 
-BATCH = 8  # pairs in one pass of a network
-MAX_THREADS = 8
+BATCH = 8  # number of pairs in one pass of a network
+MAX_THREADS = 8  # largest number of threads that load, and of threads that score
 LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
-PICTURED = (OURS, RATIO_TEST)  # one above the other
+PICTURED = (OURS, RATIO_TEST)  # the matchers of a picture, one above the other
 KINDS = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """Options and their values. Raises RequestError for what cannot be asked together."""
+    """Parse the command line. Raises RequestError for options that exclude each other."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
     )
@@ -111,7 +111,10 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 
 
 def check_options(args: argparse.Namespace) -> argparse.Namespace:
-    """Add the models, the estimators and the file of parameters. Raises RequestError."""
+    """Check the options, and add the models, the estimators and the file of parameters.
+
+    Raises RequestError for a wrong option.
+    """
     if args.pairs is not None and args.poses is not None:
         raise RequestError("--pairs and --poses are two evaluations: run one at a time")
     if args.robustness and (args.pairs or args.poses):
@@ -139,8 +142,9 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 def models_of(
     args: argparse.Namespace,
 ) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], Matches]]]:
-    """All model files by name, ours first, and matchers by name. Raises RequestError for an invalid
-    or used name.
+    """Return all model files by name, the evaluated model first, and all matcher functions by name.
+
+    Raises RequestError if a name is invalid or used already.
     """
     models = {OURS: args.model or shipped_weights()}
     further = {}
@@ -164,11 +168,12 @@ def models_of(
 def choose_photographs(
     args: argparse.Namespace, models: Dict[str, Path]
 ) -> Tuple[List[Entry], Dict[str, Path], List[str]]:
-    """Held-out photographs that no compared model was trained on, the compared models, and notes.
+    """Return held-out photographs that no compared model was trained on, the models, and notes.
 
-    All rows of a table need the same pairs, so a photograph in the training of one model is left
-    out for all, unless `--allow-training-images` keeps it. Raises RequestError where ours was
-    trained on all of them; a further model that was trained on all that remain is left out.
+    All rows of a table need the same pairs. If one model was trained on a photograph, it is left
+    out for all models, unless `--allow-training-images` keeps it. Raises RequestError if the
+    evaluated model was trained on all photographs. A further model that was trained on all that
+    remain is left out itself.
     """
     images = dataset.open_manifest(args.images)
     left = images.entries("test")
@@ -179,6 +184,7 @@ def choose_photographs(
     if not left:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
+    # each model may remove photographs
     compared = {}
     notes = []
     for name, file in models.items():
@@ -204,7 +210,7 @@ def choose_photographs(
 def choose_source(
     args: argparse.Namespace, section: EvaluateParams, entries: Sequence[Entry], notes: List[str]
 ) -> Tuple[Source, str]:
-    """The source of pairs, by default held-out photographs, and the title of its tables."""
+    """Return the source of pairs, by default held-out photographs, and the title of its tables."""
     few = f"{args.network_keypoints} of " if args.network_keypoints else ""
     keypoints = f"{few}{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
@@ -225,8 +231,9 @@ def choose_source(
 
 
 def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
-    """The extractor of the evaluated model. Raises RequestError for one that params.yaml does not
-    name.
+    """Return the extractor of the evaluated model.
+
+    Raises RequestError if it is not SIFT and params.yaml does not name it.
     """
     name = network.model.config.extractor
     if name != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != name:
@@ -240,7 +247,10 @@ def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Ext
 def load_networks(
     args: argparse.Namespace, device: str
 ) -> Tuple[Dict[str, matchers.Network], List[str]]:
-    """The networks by name, and a note for each that matches other keypoints than ours."""
+    """Load the networks. Return them by name, with notes.
+
+    A network that matches other keypoints than the evaluated model is left out, with a note.
+    """
     networks: Dict[str, matchers.Network] = {}
     notes = []
     for name, file in args.models.items():
@@ -256,8 +266,9 @@ def load_networks(
 
 
 def divide(counts: Sequence[int], most: int) -> List[List[int]]:
-    """Group consecutive scenes, given by their numbers of pairs, into units of at most `most`
-    pairs, but of one scene at least.
+    """Group consecutive scenes, given by their numbers of pairs, into lists of scene numbers.
+
+    A group has at most `most` pairs, but at least one scene.
     """
     units: List[List[int]] = []
     held = most
@@ -273,10 +284,13 @@ def divide(counts: Sequence[int], most: int) -> List[List[int]]:
 def match_all(
     source: Source, matched: Matchers, settings: Settings, score: Score, bar: Progress
 ) -> Tuple[List[Tuple[KnownPair, Any]], List[Tuple[str, str]]]:
-    """Match and score all pairs of a source, in its order: the pairs without their images, with
-    what `score` returned, and (scene, reason) of what could not be read.
+    """Match and score all pairs of a source, in its order.
 
-    Threads load and score, the caller runs the networks.
+    Threads load and score, and the caller's thread runs the networks.
+
+    Returns:
+        A list with (`KnownPair.place`, what `score` returned) for each pair, and a list with
+        (scene, reason) for each scene that could not be read.
     """
 
     def load(scenes: List[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]], int]:
@@ -299,7 +313,7 @@ def match_all(
         return scores, bad, count
 
     counts = [count for _, count in source.scenes]
-    # Threads suffice: decoding, warping, SIFT and robust estimators release the GIL
+    # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
     threads = min(os.cpu_count() or 1, MAX_THREADS)
     answered = map(match, prefetch(load, divide(counts, BATCH), threads, threads))
     found = []
@@ -318,17 +332,19 @@ def draw_pictures(
     places: Sequence[Tuple[int, int]],
     settings: Settings,
 ) -> List[Tuple[str, str, np.ndarray]]:
-    """Draw the best, median and worst pairs: name, caption and pixels.
+    """Draw the best, median and worst pairs. Return name, caption and pixels of each picture.
 
-    The first is the median pair in which ours has most correct matches beyond the ratio test's.
+    The first picture is the median pair in which the network has the most correct matches more than
+    the ratio test.
     """
+    # which pairs, and which of them comes first
     wide = {name: _pair_values(only(table, matcher=name)) for name in PICTURED}
     chosen = choose_pictures(wide[OURS])
     more = wide[OURS]["correct"] - wide[RATIO_TEST]["correct"]
     middle = [number for name, number in chosen if name.startswith("median")] or [chosen[0][1]]
     first = max(middle, key=lambda number: more[number])
     drawn = []
-    # the results keep no images: each pair is loaded and matched again
+    # The results keep no images, so each pair is loaded and matched again
     for name, number in sorted(chosen, key=lambda each: each[1] != first):
         index, position = places[number]
         given = settings.params.max_keypoints, settings.extractor
@@ -339,6 +355,7 @@ def draw_pictures(
             source.in_color(index, end, image) for end, image in zip(ends, known.images or ())
         )
         shown = matched.above(matched.answers([known.pair], 1)[0])
+        # one panel for each matcher
         panels = []
         counts = []
         for matcher in PICTURED:
@@ -357,7 +374,7 @@ def draw_pictures(
 
 
 def _pair_values(own: pd.DataFrame) -> pd.DataFrame:
-    """Matches, correct matches and the first estimator's error of each pair of a matcher."""
+    """Return matches, correct matches and the first estimator's error of each pair of a matcher."""
     first = only(own, metric="error")["estimator"].tolist()[0]
     chosen = only(own, refined=False)
     return chosen[chosen["estimator"].isin(["", first])].pivot(
@@ -366,7 +383,10 @@ def _pair_values(own: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_pictures(ours: pd.DataFrame) -> List[Tuple[str, int]]:
-    """The pairs of the best, median and worst errors of ours, each once: [("best-1", 7), ...]."""
+    """Choose the pairs with the best, median and worst errors, each once: [("best-1", 7), ...].
+
+    `ours` has the columns `error` and `correct`. Of equal errors, more correct matches are better.
+    """
     errors = ours.assign(wrong=-ours["correct"]).sort_values(["error", "wrong"], kind="stable")
     ranked = [int(number) for number in errors.index]
     middle = max(len(ranked) // 2 - 1, 0)
@@ -379,7 +399,7 @@ def choose_pictures(ours: pd.DataFrame) -> List[Tuple[str, int]]:
 
 
 def describe(source: Source, where: str, matched: Matchers, settings: Settings) -> Dict[str, Any]:
-    """protocol.json: everything that must be quoted with a metric."""
+    """Return the content of protocol.json: everything that must be quoted with a metric."""
     params = settings.params
     views = f"shorter side {settings.resize} px" if settings.resize else "as they are"
     if isinstance(source, HeldOutPairs):
@@ -396,6 +416,7 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
             f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
             " directions"
         )
+    # what is known of every network
     robust = f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations"
     default = settings.extractor is extractors.DEFAULT
     few = matched.network_keypoints
@@ -430,7 +451,10 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
 
 
 def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
-    """Evaluate, and return the results and the description of the model. Raises WorkError."""
+    """Evaluate. Return the results and the description of the model.
+
+    Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
+    """
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
     section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
@@ -453,7 +477,10 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
 
 
 def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Results:
-    """Evaluate all pairs of a source, then its negative and its disturbed pairs."""
+    """Evaluate all pairs of a source, then its negative and its disturbed pairs.
+
+    Raises WorkError if no pair can be read.
+    """
 
     def score(known: KnownPair, answers: Mapping[str, Matches]) -> Any:
         return score_pair(known, answers, matched.thresholds, settings)
@@ -461,7 +488,7 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
     def count(_: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
         return {name: len(found) for name, found in matched.above(answers).items()}
 
-    # what there is to do, so that one bar shows all of it
+    # list all the work first, so that one bar shows all of it
     held_out = isinstance(source, HeldOutPairs)
     hard = list(levels(source, settings.robustness)) if held_out and settings.robustness else []
     negative = NegativePairs(source) if held_out else None
@@ -481,7 +508,7 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
         table = metrics.make_table([rows for _, (rows, _) in found])
-        # each disturbance at each level: only its means are kept
+        # the second views disturbed, each way at each level: only the means are kept
         for name, level, variant in hard:
             scores = [each for _, each in match(variant, score, f"{name} {level:g}")[0]]
             if scores:
@@ -492,7 +519,7 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
         if negative:
             counts = match(negative, count, "pairs of different photographs")[0]
             counted = metrics.count_negatives([each for _, each in counts])
-    # all metrics, read off the table
+    # all metrics, computed from the table
     scored = {name: [each[name] for _, (_, each) in found] for name in matched.networks}
     values, gains = metrics.compare(table, scored, matched.thresholds)
     places = [place for place, _ in found]
@@ -513,8 +540,10 @@ def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Re
 
 
 def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -> None:
-    """Add headline, files and description to the MLflow run of the training that the model's `info`
-    names, if any.
+    """Add headline, files and description to an MLflow run.
+
+    It is the run of the training that the model's `info` names. Without `--mlflow-run` nothing is
+    done.
     """
     if args.mlflow_run is None:
         return
@@ -525,7 +554,7 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
         sent.log(values, int(info.get("step") or 0))
         sent.artifact(args.out, prefix)
         sent.tags({f"{prefix}.processor": provenance.processor()})
-        if folder is None:  # of the data it was trained on
+        if folder is None:  # the pairs come from the data that the model was trained on
             sent.describe(report.result(results), report.note(results, prefix))
             sent.compare_with_champion(args.out / "pairs.csv")
 
@@ -533,10 +562,10 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
 def main(argv: Optional[List[str]] = None) -> int:
     started = time.monotonic()
     args = parse(argv)
-    cv2.setNumThreads(1)  # several images are worked on at a time
+    cv2.setNumThreads(1)  # the threads work on several images at a time
     results, info = evaluate(args)
     report.write(args.out, results, charts.render(results, args.curves))
-    # In a stage of DVC the whole report is printed at the end, by `python -m pipeline.report`
+    # A stage of DVC prints the whole report at the end, by `python -m pipeline.report`
     in_stage = "DVC_STAGE" in os.environ
     print(f"\n{report.verdict(results) if in_stage else report.text(results)}")
     print(f"\nwritten to {args.out}", flush=True)

@@ -1,6 +1,6 @@
 """The report as one HTML page that needs no other file, by matplotlib and jinja2."""
 
-# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pandas has no types. A type checker guesses them from its source, mostly wrongly.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
 
@@ -32,11 +32,11 @@ COLOURS = {
     "true_matches": "#8c8c8c",
     "superglue_scene": "#2aa5b5",
 }
-FURTHER = ("#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")  # of other matchers, in their order
+FURTHER = ("#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")  # colours of other matchers, in their order
 INK = "#888888"
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "charts",  # the same bytes each time
+    "svg.hashsalt": "charts",  # without it the file contains random names
     "font.family": "sans-serif",
     "font.size": 11,
     "axes.spines.top": False,
@@ -47,12 +47,12 @@ STYLE: Any = {
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
-Points = Tuple[Sequence[float], Sequence[float]]  # x and y, from 0 to 1
-Chart = Tuple[Markup, str]  # and its caption
+Points = Tuple[Sequence[float], Sequence[float]]  # x and y of a curve, from 0 to 1
+Chart = Tuple[Markup, str]  # a chart and its caption
 
 
 def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
-    """The colour of each matcher."""
+    """Return the colour of each matcher."""
     further = [name for name in matchers if name not in COLOURS]
     more = {name: FURTHER[place % len(FURTHER)] for place, name in enumerate(further)}
     return {name: {**COLOURS, **more}[name] for name in matchers}
@@ -65,9 +65,10 @@ def line_chart(
     ticks: Optional[Sequence[str]] = None,
     diagonal: bool = False,
 ) -> Markup:
-    """Draw an `img` of an SVG with one line per matcher, ours last and thicker.
+    """Draw an `img` of an SVG with one line per matcher, the network last and thicker.
 
-    labels: of both axes. ticks: words for x = 0, 1, ... diagonal: add a dashed diagonal.
+    `labels` are the labels of both axes. `ticks` are words for x = 0, 1, ... `diagonal` adds a
+    dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
@@ -90,12 +91,12 @@ def line_chart(
 
 
 def address(kind: str, data: bytes) -> str:
-    """The bytes of an image as an address, so that the page needs no other file."""
+    """Return the bytes of an image as an address, so that the page needs no other file."""
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
-    """The curves whose areas are the AUC metrics, for each estimator."""
+    """Draw the curves whose areas are the AUC metrics, for each estimator."""
     keys = only(results.table, metric="error")[["estimator", "refined"]].drop_duplicates()
     charts = []
     for (estimator, refined), curve in zip(
@@ -112,7 +113,7 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
 
 
 def calibration_chart(results: Results, colours: Mapping[str, str]) -> List[Chart]:
-    """Whether the confidence of ours is the probability that a match is correct."""
+    """Draw whether the network's confidence is the probability that a match is correct."""
     bins = results.calibration
     series = {OURS: (bins["confidence"].tolist(), bins["precision"].tolist())}
     labels = "confidence of a match", "fraction of correct ones"
@@ -121,8 +122,9 @@ def calibration_chart(results: Results, colours: Mapping[str, str]) -> List[Char
 
 
 def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
-    """Found matches and the leading AUC at each level of each condition, ours and the ratio
-    test.
+    """Draw found matches and the leading AUC at each level of each condition.
+
+    The lines are the network and the ratio test.
     """
     recall = report.recall_of(results)
     lead = report.leading(results)
@@ -143,7 +145,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
 
 
 def cells_of(results: Results) -> List[Tuple[str, List[str], List[Tuple[str, str, List[Markup]]]]]:
-    """The tables of the comparison: caption, headings, and (matcher, title, cells) of each line.
+    """Return the tables of the comparison: caption, headings, and (matcher, title, cells) per line.
 
     A cell is a value with its 95 % interval.
     """
@@ -178,8 +180,9 @@ def _cell(known: pd.DataFrame, key: Tuple[str, str]) -> Markup:
 
 
 def gains_of(results: Results) -> List[Tuple[str, List[Tuple[str, str, str, str]]]]:
-    """The differences to the best baseline, then to each further model: whose, and (metric, points,
-    interval, verdict) of each line.
+    """Return the differences to the best baseline, then to each further model.
+
+    A group has the name of the other matcher, and (metric, points, interval, verdict) of each line.
     """
     frame = results.differences
     shown = frame["metric"].isin([*report.SHORT, "auc_5", f"within_{metrics.WITHIN}"])
@@ -202,8 +205,9 @@ def gains_of(results: Results) -> List[Tuple[str, List[Tuple[str, str, str, str]
 
 
 def render(results: Results, curves: Optional[Path] = None) -> str:
-    """The page as HTML text. curves: the SVG of the learning curve, left out where it is
-    missing.
+    """Render the page as HTML text.
+
+    `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -213,7 +217,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     names = report.compared(results)
     colours = colours_of(names)
     errors = error_charts(results, colours)
-    # as detected and refined by the leading estimator, then the others
+    # The leading estimator comes first, with detected and refined matches. The others follow.
     first = [errors[0], *errors[len(errors) // 2 :][:1]] if len(errors) > 1 else errors
     posed = metrics.is_posed(results.table)
     return environment.from_string(template).render(

@@ -1,9 +1,9 @@
 """Estimators of a homography or a relative pose from matches, and the errors of their estimates.
 
-Metrics of different estimators cannot be compared. The pose error is the larger of the angles
-between true and estimated rotation and direction of translation, in degrees (the sign of the
-translation is not observable from an essential matrix). A pair without an estimate has an infinite
-error. Source: the SuperGlue paper, arXiv 1911.11763, sections 5.1 to 5.3.
+Metrics of different estimators cannot be compared. The pose error is the larger of two angles in
+degrees: between true and estimated rotation, and between the directions of translation (whose sign
+is not observable from an essential matrix). A pair without an estimate has an infinite error.
+Source: the SuperGlue paper, arXiv 1911.11763, sections 5.1 to 5.3.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from superglue_sift.geometry.two_view import MIN_ESSENTIAL, POSE_PX, relative_po
 
 DEFAULT = ("ransac", "dlt", "surest")
 PX = 3.0  # inlier limit of the robust homographies
-ITERATIONS = 3000  # of them, at most
-MIN_DOUBT = 1e-4  # probability of a wrong match, so that odds stay finite
-DECIDING = 16  # number of matches with the largest odds, at most half of all
-BASELINE_POWER = 6
-# Fraction of the most confident matches that `surest` takes
+ITERATIONS = 3000  # largest number of iterations of the robust homographies
+MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds stay finite
+DECIDING = 16  # number of matches with the largest odds that weigh alike, at most half of all
+BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
+# The fraction of a matcher's most confident matches that the estimator `surest` takes
 SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
 SUREST_OF_NETWORK = 0.5
-# A match of two cameras is correct below this symmetric epipolar distance, squared, in normalized
+# A match of two cameras is correct below this squared symmetric epipolar distance, in normalized
 # coordinates.
 EPIPOLAR_LIMIT = 5e-4
 RANSAC_PX = 1.0  # inlier limit of an essential matrix in pixels, divided by the mean focal length
-CONFIDENCE = 0.99999
+CONFIDENCE = 0.99999  # probability with which RANSAC stops searching for an essential matrix
 FAR = 1e9  # depth, in baselines, beyond which points do not decide between the four motions
 
 Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
@@ -42,8 +42,12 @@ Motion = Tuple[np.ndarray, np.ndarray]  # R (3, 3), t (3,)
 class Points(NamedTuple):
     """The positions of K matches, as an estimator gets them.
 
-    points0, points1: (K, 2) px. weights: (K,) from `weights_of`. confident: (K,) bool from
-    `most_confident`. deviations: (K,) px of refined matches, else None.
+    Attributes:
+        points0, points1: (K, 2) px.
+        weights: (K,), from `weights_of`.
+        confident: (K,) bool, from `most_confident`.
+        seed: seed of random samples, which depends on the pair alone.
+        deviations: (K,) px, how uncertain refined matches are. None for matches as detected.
     """
 
     points0: np.ndarray
@@ -71,7 +75,10 @@ def surest(found: Points) -> Optional[np.ndarray]:
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Similarity that moves the mean to 0 and the mean distance to sqrt(2) (Hartley 1997)."""
+    """Return the similarity (3, 3) that moves the mean to 0 and the mean distance to sqrt(2).
+
+    Source: Hartley 1997.
+    """
     mean = weights @ points / weights.sum()
     spread = weights @ np.linalg.norm(points - mean, axis=1) / weights.sum()
     scale = np.sqrt(2.0) / max(float(spread), 1e-12)
@@ -81,12 +88,18 @@ def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
 def fit_dlt(
     points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None
 ) -> Optional[np.ndarray]:
-    """Weighted least-squares homography 0 -> 1 over all matches, the paper's "DLT" column.
+    """Fit the weighted least-squares homography 0 -> 1 to all matches, the paper's "DLT" column.
 
-    The direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm 4.2),
-    without outlier rejection. points0, points1: (N, 2) float64 px. weights: (N,), 0 or more, which
-    scale the two equations of a match; if None, they are equal. Returns (3, 3) float64, or None for
-    fewer than four matches of positive weight or a degenerate set.
+    It is the direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm
+    4.2), without outlier rejection.
+
+    Args:
+        points0, points1: (N, 2) float64 px.
+        weights: (N,), 0 or more. They scale the two equations of a match. If None, they are equal.
+
+    Returns:
+        (3, 3) float64, or None if fewer than four matches have a positive weight or the matches
+        are degenerate.
     """
     weights = np.ones(len(points0)) if weights is None else weights
     used = weights > 0
@@ -99,11 +112,13 @@ def fit_dlt(
     T1 = _conditioner(p1, w)
     homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
     x, y = two_view.transform(p1, T1).T
+    # (2N, 9): two equations for each match
     zeros = np.zeros_like(homogeneous)
     horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
     vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
     rows = np.concatenate([horizontal * w[:, None], vertical * w[:, None]])
-    # The null vector of the rows, by the 9x9 normal matrix at a fraction of the cost of their SVD
+    # The null vector of the rows. The 9x9 normal matrix gives it at a fraction of the cost of an
+    # SVD.
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points
@@ -112,21 +127,19 @@ def fit_dlt(
 
 
 def opencv(found: Points) -> Optional[np.ndarray]:
-    """cv2.findHomography with cv2.RANSAC: the "OpenCV" of published tables (LightGlue,
-    glue-factory).
-    """
+    """Fit by cv2.findHomography with cv2.RANSAC, the "OpenCV" of the tables of LightGlue."""
     options = {"maxIters": ITERATIONS, "confidence": two_view.CONFIDENCE}
     return cv2.findHomography(found.points0, found.points1, cv2.RANSAC, PX, **options)[0]
 
 
 def magsac(found: Points) -> Optional[np.ndarray]:
-    """OpenCV's MAGSAC++ (Barath et al. 2020), whose random generator restarts at every call."""
+    """Fit by OpenCV's MAGSAC++ (Barath et al. 2020). Its generator restarts at every call."""
     points = found.points0, found.points1
     return cv2.findHomography(*points, cv2.USAC_MAGSAC, PX, maxIters=ITERATIONS)[0]
 
 
 def poselib(found: Points) -> Optional[np.ndarray]:
-    """PoseLib's LO-RANSAC, glue-factory's default."""
+    """Fit by PoseLib's LO-RANSAC, the default of glue-factory."""
     import poselib as library
 
     options = {"max_reproj_error": PX, "max_iterations": ITERATIONS, "seed": found.seed}
@@ -135,7 +148,7 @@ def poselib(found: Points) -> Optional[np.ndarray]:
     return np.asarray(H) if usable else None
 
 
-# Each function, which returns (3, 3) float64 or None, with its words for protocol.json
+# Each function returns (3, 3) float64 or None. The text beside it is for protocol.json.
 ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
     "ransac": (
         ransac,
@@ -160,13 +173,14 @@ ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
 
 
 def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
-    """(K,) weights of least squares for matches with confidences `scores` (K,), as chosen on
-    validation pairs by each matcher's own AUC@10 (docs/evaluation.md#least-squares).
+    """Return the weights of least squares for matches with confidences `scores` (K,), (K,).
 
-    They scale the equations of a network's match by the odds p / (1 - p) rather than by p, since
-    the error of a wrong match is hundreds of times larger. Odds are clipped to the DECIDING-th
-    largest, so that the noise of many matches averages out. The confidence 1 - ratio of a baseline
-    is no probability, so its matches are weighed by a power of it.
+    The weights were chosen on validation pairs by each matcher's own AUC@10
+    (docs/evaluation.md#least-squares). They scale the equations of a network's match by the odds p
+    / (1 - p) rather than by p, since the error of a wrong match is hundreds of times larger. Odds
+    are clipped to the DECIDING-th largest, so that the noise of many matches averages out. The
+    confidence 1 - ratio of a baseline is no probability, so its matches are weighted by a power of
+    it.
     """
     if matcher in BASELINES:
         return scores**BASELINE_POWER
@@ -176,14 +190,15 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
 
 
 def most_confident(matcher: str, scores: np.ndarray) -> np.ndarray:
-    """(K,) bool: the fraction of the matches that `surest` takes, chosen as the weights were."""
+    """Return which matches `surest` takes, (K,) bool. The fraction was chosen as the weights
+    were."""
     fraction = SUREST.get(matcher, SUREST_OF_NETWORK)
     count = min(max(two_view.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
     return scores >= np.sort(scores)[-count]
 
 
 def choose(names: Sequence[str]) -> Tuple[str, ...]:
-    """Check the names. Raises RequestError for an unknown estimator."""
+    """Check the names and drop repeated ones. Raises RequestError for an unknown estimator."""
     for name in names:
         if name not in ESTIMATORS:
             raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
@@ -196,14 +211,16 @@ def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
 
 
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
-    """Symmetric epipolar distance, squared, of normalized points (K, 2), infinite where a line is
-    undefined.
+    """Return the squared symmetric epipolar distance of normalized points (K, 2), (K,) float64.
+
+    It is infinite where a line is undefined.
     """
     x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
-    # the essential matrix, [t]x R with t of length one
+    # E is the essential matrix, [t]x R with t of length one
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
     p0 = two_view.to_homogeneous(points0)
     p1 = two_view.to_homogeneous(points1)
+    # (K, 3): the epipolar line of each point in the other image
     lines1 = p0 @ E.T
     lines0 = p1 @ E
     product = np.sum(p1 * lines1, axis=1)
@@ -213,7 +230,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
 
 
 def essential(found: Points, cameras: Pose) -> Optional[Motion]:
-    """Estimate by RANSAC over essential matrices, with the intrinsics of `cameras`."""
+    """Estimate the pose by RANSAC over essential matrices, with the intrinsics of `cameras`."""
     if len(found.points0) < MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
@@ -223,6 +240,7 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     best = None
     most = 0
+    # OpenCV may return several matrices, stacked (3 * count, 3): keep the one with the most inliers
     for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
         inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())
         if inliers > most:
@@ -232,7 +250,7 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
 
 
 def poselib_pose(found: Points, cameras: Pose) -> Optional[Motion]:
-    """Estimate as `MatchResult.relative_pose` does."""
+    """Estimate the pose as `MatchResult.relative_pose` does."""
     pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
@@ -248,8 +266,9 @@ POSE_ESTIMATORS: Dict[str, Tuple[Callable[[Points, Pose], Optional[Motion]], str
 
 
 def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
-    """The larger of the errors of rotation and of translation direction in degrees, infinite
-    without an estimate.
+    """Return the larger of the errors of rotation and of translation direction, in degrees.
+
+    It is infinite if there is no estimate.
     """
     if estimated is None:
         return float("inf")
@@ -262,6 +281,9 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
 
 
 def epipolar_correct(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
-    """(K,) bool: which matches have an epipolar error below the limit. points: (K, 2) pixels."""
+    """Return which matches have an epipolar error below the limit, (K,) bool.
+
+    points0 and points1 are (K, 2) px.
+    """
     flat = normalize(points0, pose.K0), normalize(points1, pose.K1)
     return epipolar_errors(*flat, pose.T_0to1) < EPIPOLAR_LIMIT

@@ -1,11 +1,11 @@
 """Pairs that are read from files: folders in HPatches layout, and lists of pairs with cameras.
 
-A folder has sequences of images `1.png, 2.png, ...` and text files `H_1_2, H_1_3, ...`: three rows
-of three numbers that map pixels of image 1 to pixels of image k (Balntas et al., "HPatches", CVPR
-2017).
+A folder has sequences of images `1.png, 2.png, ...` and text files `H_1_2, H_1_3, ...`. A text file
+has three rows of three numbers, which map pixels of image 1 to pixels of image k (Balntas et al.,
+"HPatches", CVPR 2017).
 
 A line of `pairs_with_gt.txt` has two image names, two EXIF rotations, K0 and K1 (nine numbers each)
-and T_0to1 (sixteen), row by row (arXiv 1911.11763, sections 5.2 and 5.3).
+and T_0to1 (sixteen numbers), row by row (arXiv 1911.11763, sections 5.2 and 5.3).
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ from superglue_sift.geometry.two_view import compose, inverse, resizing
 
 MAX_SIDE = 16_000  # pixels: SIFT doubles an image, and OpenCV's remap takes less than 32,767
 REFERENCE = 1  # the image that homographies map from
-NUMBERS = 2 + 9 + 9 + 16  # on a line of pairs with cameras, after the two names
+NUMBERS = 2 + 9 + 9 + 16  # how many numbers follow the two names on a line of pairs with cameras
 
-# A sequence: its name, its images by number, and the homography file of each number but the first
+# A sequence: its name, its images by number, and a homography file for each number but the first
 Sequences = List[Tuple[str, Dict[int, Path], Dict[int, Path]]]
 
 
 class HPatchesPairs(Source):
-    """Pairs (1, k) of every sequence below a folder. Raises RequestError for a wrong file.
+    """Pairs (1, k) of every sequence below a folder.
 
-    short_side: images are resized to this shorter side in pixels, and homographies with them (480
-    in the protocol of LightGlue and glue-factory). 0 keeps their size.
+    Images and homographies are resized to a shorter side of `short_side` pixels (480 in the
+    protocol of LightGlue and glue-factory). 0 keeps their size. Raises RequestError for a wrong
+    file.
     """
 
     unit = "sequences"
@@ -56,8 +57,9 @@ class HPatchesPairs(Source):
                 read_homography(file)  # report a wrong file before the work begins
 
     def load(self, index: int) -> Scene:
-        """Read one sequence. Raises RequestError for an unreadable image, so that no pair is
-        skipped silently.
+        """Read one sequence.
+
+        Raises RequestError for an unreadable image, so that no pair is skipped silently.
         """
         name, images, files = self.sequences[index]
         read = {
@@ -66,6 +68,7 @@ class HPatchesPairs(Source):
         numbers = list(read)
         pairs = []
         for number, file in sorted(files.items()):
+            # the homography between the resized images
             scaled = compose(read[number][1], read_homography(file), inverse(read[REFERENCE][1]))
             ends = numbers.index(REFERENCE), numbers.index(number)
             pairs.append((f"{name}/{REFERENCE}-{number}", *ends, scaled))
@@ -76,8 +79,9 @@ class HPatchesPairs(Source):
 
 
 class PosePairs(Source):
-    """Pairs of a `pairs_with_gt.txt`, with their scenes from `scene_names`. short_side: see
-    `HPatchesPairs`.
+    """Pairs of a `pairs_with_gt.txt`, with their scenes from `scene_names`.
+
+    `short_side` is as in `HPatchesPairs`.
     """
 
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
@@ -103,17 +107,19 @@ class PosePairs(Source):
         return in_color(self.file_of((name0, name1)[image]), gray)
 
     def file_of(self, name: str) -> Path:
-        """The file of an image, whose name may be spelled as on another system."""
+        """Return the file of an image, whose name may be spelled as on another system."""
         return self.folder / (spelled_as_file(self.folder, name) or name)
 
 
 def read_resized(path: Path, short_side: int) -> Tuple[np.ndarray, np.ndarray]:
-    """Read a gray image, (H, W) uint8, and (3, 3) from pixels of the file to its own. Raises
-    RequestError.
+    """Read a gray image and resize it.
+
+    Returns the image, (H, W) uint8, and a matrix (3, 3) that maps pixels of the file to pixels of
+    the image. Raises RequestError if the file cannot be read.
     """
     try:
         original = read_gray(path)
-    except BadImage as error:  # the request is wrong: nothing of it is left out
+    except BadImage as error:  # an evaluation that the user asked for leaves nothing out
         raise RequestError(str(error)) from None
     image = resize_short_side(original, short_side, path)
     return image, resizing(image_size(original), image_size(image))
@@ -126,8 +132,9 @@ def in_color(path: Path, gray: np.ndarray) -> np.ndarray:
 
 
 def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndarray:
-    """Resize to a shorter side of `short_side` pixels; 0 keeps the size. Raises RequestError beyond
-    `MAX_SIDE`.
+    """Resize to a shorter side of `short_side` pixels. 0 keeps the size.
+
+    Raises RequestError if a side is longer than `MAX_SIDE` then.
     """
     scale = short_side / min(image.shape) if short_side else 1.0
     size = image_size(image)
@@ -144,8 +151,9 @@ def resize_short_side(image: np.ndarray, short_side: int, path: Path) -> np.ndar
 
 
 def find_sequences(folder: Path) -> Sequences:
-    """List the sequences in `folder`, nested, sorted by name. Raises RequestError without any, or
-    for one that lacks a file.
+    """List the sequences in `folder` and in folders below it, sorted by name.
+
+    Raises RequestError if there is none, or if a sequence lacks a file.
     """
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
@@ -160,7 +168,11 @@ def find_sequences(folder: Path) -> Sequences:
 
 
 def read_sequence(path: Path, root: Path) -> Optional[Tuple[str, Dict[int, Path], Dict[int, Path]]]:
-    """Read the sequence in `path`. Returns None for a folder without homographies and image 1."""
+    """Read the sequence in `path`. Return its name, images and homography files by number.
+
+    Returns None for a folder without homographies and image 1. Raises RequestError if a file is
+    missing.
+    """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
     for file in sorted(path.iterdir()):
@@ -189,8 +201,10 @@ def read_sequence(path: Path, root: Path) -> Optional[Tuple[str, Dict[int, Path]
 
 
 def read_homography(path: Path) -> np.ndarray:
-    """Read (3, 3) float64 from a text file, its numbers separated by blanks, commas or semicolons,
-    with or without brackets. Raises RequestError unless it is an invertible 3x3 matrix.
+    """Read a homography, (3, 3) float64, from a text file.
+
+    Its numbers are separated by blanks, commas or semicolons, with or without brackets. Raises
+    RequestError unless it is an invertible 3x3 matrix.
     """
     wrong = f"{path}: not a homography"
     numbers: List[float] = []
@@ -202,7 +216,8 @@ def read_homography(path: Path) -> np.ndarray:
     if len(numbers) != 9:
         raise RequestError(f"{wrong}: expected 3 rows of 3 numbers, found {len(numbers)}")
     H = np.array(numbers).reshape(3, 3)
-    units = np.diag([1000.0, 1000.0, 1.0])  # thousands of pixels: entries of similar magnitude
+    # in thousands of pixels the entries have similar magnitudes
+    units = np.diag([1000.0, 1000.0, 1.0])
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{wrong}: the matrix cannot be inverted")
     return H
@@ -220,7 +235,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
 
 
 def read_line(where: str, words: Sequence[str]) -> Tuple[str, str, Pose]:
-    """Read the words of one line. Raises RequestError."""
+    """Read the words of one line. Raises RequestError if they are not two names and 36 numbers."""
     if len(words) != 2 + NUMBERS:
         raise RequestError(
             f"{where}: {len(words)} words; must be 38: two names without blanks, two rotations, K0,"
@@ -247,16 +262,18 @@ def read_line(where: str, words: Sequence[str]) -> Tuple[str, str, Pose]:
 
 
 def scene_names(pairs: Sequence[Sequence[str]]) -> List[str]:
-    """The scene of each pair of images: pairs that share images, directly or through others, are
-    one scene. If there are several folders, so are the pairs of one folder.
+    """Return the name of the scene of each pair of images.
 
-    A scene has the name of that folder, or of the first of its images.
+    Pairs that share images, directly or through other pairs, are one scene. If there are several
+    folders, the pairs of one folder are one scene, too. A scene has the name of that folder, or of
+    the first of its images.
     """
     folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
     several = len(set(folders.values())) > 1
     links = [*pairs, *(folders.items() if several else ())]
     names, ends = np.unique(np.array(links, str), return_inverse=True)
     firsts, seconds = ends.reshape(-1, 2).T
+    # (images, images): which names belong together, by a pair or by a folder
     graph = np.zeros((len(names), len(names)), bool)
     graph[firsts, seconds] = True
     _, labels = connected_components(graph, directed=False)

@@ -1,5 +1,6 @@
-"""The compared matchers: trained networks, and nearest neighbours by descriptor, on the same
-keypoints.
+"""The compared matchers: trained networks, and nearest neighbours by descriptor.
+
+All matchers get the same keypoints.
 """
 
 from __future__ import annotations
@@ -25,19 +26,21 @@ from superglue_sift.network.superglue import SuperGlue, match_pairs
 from superglue_sift.network.weights import fuse_for_inference, load_model, match_threshold
 
 OURS = "superglue"
-SINKHORN_ITERATIONS = 100  # of the paper, at inference
+SINKHORN_ITERATIONS = 100  # the paper's number at inference
 RATIO_TEST = "ratio_test"
-RATIO_THRESHOLD = 1.0 - nearest.RATIO  # of its confidence
+RATIO_THRESHOLD = 1.0 - nearest.RATIO  # smallest confidence of the ratio test
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)
-MATCHERS = (OURS, *BASELINES)  # always compared, in the order of every table
-BOUND = "true_matches"  # no matcher: the true matches, an upper bound with these keypoints
-SCENE = "superglue_scene"  # ours on pairs that the limits of scenes accept, no match on others
+MATCHERS = (OURS, *BASELINES)  # these matchers are always compared, in the order of every table
+BOUND = "true_matches"  # no matcher, but the true matches: an upper bound with these keypoints
+# the trained network, without the matches of pairs that the limits of scenes reject
+SCENE = "superglue_scene"
 UNRANKED = (BOUND, SCENE)  # rows that are not baselines
 
 
 class Network(NamedTuple):
-    """A trained network. threshold: confidence that its matches exceed. info: the description
-    stored with it.
+    """A trained network.
+
+    Its matches have a confidence above `threshold`. `info` is the description stored with it.
     """
 
     model: SuperGlue
@@ -47,8 +50,9 @@ class Network(NamedTuple):
 
 
 def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
-    """Load a model file for evaluation. If `threshold` is 0, take the model's own. Raises
-    RequestError.
+    """Load a model file for evaluation. If `threshold` is 0, take the model's own threshold.
+
+    Raises RequestError if the file cannot be read.
     """
     model, info = load_model(file, device, SINKHORN_ITERATIONS)
     return Network(fuse_for_inference(model), threshold or match_threshold(info), file, info)
@@ -57,8 +61,12 @@ def load_network(file: Path, device: str, threshold: float = 0.0) -> Network:
 class Matchers:
     """All compared matchers.
 
-    networks: by name, ours first. further: other matchers by name. scene: add a row SCENE.
-    network_keypoints: number of keypoints of an image that a network sees; if None, it sees all.
+    Args:
+        networks: networks by name, the evaluated one first.
+        further: other matchers by name.
+        scene: whether to add a row SCENE.
+        network_keypoints: number of keypoints of an image that a network gets. If None, it gets
+        all.
     """
 
     def __init__(
@@ -74,21 +82,25 @@ class Matchers:
         self.further = further
         self.scene = scene
         self.network_keypoints = network_keypoints
-        # Smallest confidences by name. `answers` gives all mutual matches of these matchers.
+        # Smallest confidences by name. `answers` gives all mutual matches of these matchers, also
+        # below.
         own = {name: network.threshold for name, network in networks.items()}
         self.thresholds = {**own, RATIO_TEST: RATIO_THRESHOLD}
 
     def answers(self, pairs: Sequence[Pair], batch: int) -> List[Dict[str, Matches]]:
-        """Match each pair by each matcher, `batch` pairs in one pass of a network. Equal batches
-        give equal bits.
+        """Match each pair by each matcher, with `batch` pairs in one pass of a network.
+
+        Equal batches give equal bits.
         """
         answers: List[Dict[str, Matches]] = [{} for _ in pairs]
         most = self.network_keypoints or sys.maxsize
+        # the ratio 1 keeps all mutual nearest neighbours
         mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
             nearest.select_keypoints(*pair[:2], most, near) for pair, near in zip(pairs, mutual)
         ]
         for name, network in self.networks.items():
+            # one network after the other, on batches of pairs
             parts = [slice(start, start + batch) for start in range(0, len(pairs), batch)]
             found = [
                 match_pairs(network.model, pairs[part], self.device, selected[part])
@@ -106,21 +118,22 @@ class Matchers:
         return answers
 
     def above(self, answers: Mapping[str, Matches]) -> Dict[str, Matches]:
-        """Drop the matches below the threshold of each matcher that has one."""
+        """Drop the matches below the threshold of each matcher that has a threshold."""
         limits = self.thresholds
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
 
 def load_function(name: str) -> Callable[[Pair], Matches]:
-    """Load a matcher of the user's, `module:function`. Raises RequestError if there is none.
+    """Load a matcher of the user, given as `module:function`.
 
-    The function gets the Features of both images, and returns indices in image 1, -1 without a
-    match, and confidences from 0 to 1, (M,) each.
+    The function gets the Features of both images. It returns, for each of the M keypoints of image
+    0, the index of its match in image 1 (-1 without a match) and a confidence from 0 to 1, (M,)
+    each. Raises RequestError if there is no such function.
     """
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # any: it is the user's code
+    except Exception as error:  # any: it is the user's code  # the user's code may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RequestError(f"--also {name}: {reason}") from error
 
@@ -143,9 +156,10 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
 
 
 def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -> Matches:
-    """Matches of a pair of a scene, as `Matcher` finds them; none where it is not accepted.
+    """Match a pair as `Matcher` does with `scene=True`. A pair that is not accepted has no match.
 
-    found: all matches of the network; mutual: mutual nearest neighbours of all keypoints.
+    `found` are all matches of the network, and `mutual` the mutual nearest neighbours of all
+    keypoints.
     """
     views = [Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)]
     settings = threshold, 0, verification.ACCEPT
@@ -153,10 +167,10 @@ def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -
 
 
 def match_baselines(pair: Pair) -> Dict[str, Matches]:
-    """Match nearest neighbours by descriptor, by name, with the confidence 1 - ratio of distances.
+    """Match nearest neighbours by descriptor. Return the matches of each baseline by its name.
 
-    The ratio test gets all mutual ones: its threshold of the confidence chooses, as a network's
-    does.
+    The confidence is 1 - ratio of distances. The ratio test gets all mutual matches: its threshold
+    of the confidence selects matches, as the threshold of a network does.
     """
     found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

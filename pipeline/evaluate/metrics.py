@@ -3,11 +3,11 @@
 The table has a row for each value of each pair: number, pair, scene, matcher, estimator, refined,
 metric, value. Every metric is a mean of one value per pair, or is read off such means. Pairs of one
 photograph or sequence are alike, so an interval resamples scenes with all their pairs. All metrics
-of all matchers share the resamples: a difference is taken within each resample, so its interval is
-far narrower than those of its two sides.
+of all matchers share the resamples. A difference is taken within each resample, so its interval is
+far narrower than the intervals of the two values.
 """
 
-# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pandas has no types. A type checker guesses them from its source, mostly wrongly.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
 
@@ -26,51 +26,53 @@ from pipeline.evaluate.estimators import POSE_ESTIMATORS
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, UNRANKED
 from pipeline.evaluate.scoring import Row, Scored
 
-KEY = ["metric", "estimator", "refined"]  # what a value measures
+KEY = ["metric", "estimator", "refined"]  # columns that say what a value measures
 COLUMNS = ["number", "pair", "scene", "matcher", "estimator", "refined", "metric", "value"]
 AUC_PX = (1, 3, 5, 10)
-AUC_DEGREES = (5, 10, 20)  # of a pose
+AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
-RECALLS = ("recall", "matching_score")
-SHARES = ("precision", *RECALLS)  # means of one value per pair, in this order
+RECALLS = ("recall", "matching_score")  # the two kinds of recall
+SHARES = ("precision", *RECALLS)  # metrics that are means of one value per pair, in this order
 COMPARED = (OURS, RATIO_TEST)  # matchers in robustness.csv
-CURVE_POINTS = 512  # of a resampled curve
-BINS = 10  # of the confidence, for its calibration
-# Limits of the curves, as wide as the widest AUC
+CURVE_POINTS = 512  # number of points of a resampled curve
+BINS = 10  # number of ranges of the confidence, for its calibration
+# Limits of the error curves, which reach as far as the widest AUC
 LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))
 LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))
 
 
 def name_of(metric: str, estimator: str = "", refined: bool = False) -> str:
-    """The name of a metric in files, DVC and MLflow: `auc_ransac_aligned_5` of `auc_5`.
+    """Return the name of a metric in files, DVC and MLflow.
 
-    The names call refined matches `aligned`, as they always did.
+    For example, `auc_5` of refined matches by RANSAC is `auc_ransac_aligned_5`. The names say
+    `aligned` for refined, so that they stay the same as in earlier versions.
     """
     kind, *limit = re.split(r"_(?=\d+$)", metric)
     return "_".join(filter(None, (kind, estimator, "aligned" if refined else "", *limit)))
 
 
 def make_table(results: Sequence[Sequence[Row]]) -> pd.DataFrame:
-    """The long table of the rows of all pairs, in the order of the source."""
+    """Make the long table of the rows of all pairs, in the order of the source."""
     rows = [(number, *row) for number, pair in enumerate(results) for row in pair]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def is_posed(table: pd.DataFrame) -> bool:
-    """Whether the errors are those of poses, in degrees."""
+    """Return whether the errors are errors of poses, in degrees."""
     return bool(table["estimator"].isin(list(POSE_ESTIMATORS)).any())
 
 
 def scenes_of(table: pd.DataFrame) -> Clusters:
-    """The scenes of all pairs, to be resampled."""
+    """Return the scenes of all pairs, to be resampled."""
     return Clusters(table.drop_duplicates("number")["scene"].tolist())
 
 
 def summarize(table: pd.DataFrame, scenes: Optional[Clusters] = None) -> pd.DataFrame:
-    """All metrics of a table: matcher, metric, estimator, refined, value, pairs, samples.
+    """Compute all metrics of a table.
 
-    pairs: the number of pairs in a mean, NaN for other values. samples: its value on each resample
-    of the scenes; without `scenes` there are none.
+    The result has the columns matcher, metric, estimator, refined, value, pairs and samples.
+    `pairs` is the number of pairs in a mean, and NaN for other values. `samples` holds the value on
+    each resample of the scenes, and is empty without `scenes`.
     """
     rows: List[Tuple] = []
     by = ["matcher", "estimator", "refined", "metric"]
@@ -97,13 +99,13 @@ def _measure(
         yield metric, alone(values.mean())
     elif metric in SHARES:
         yield metric, mean(values)
-        if metric == "recall":  # pairs without true matches are left out
+        if metric == "recall":  # pairs without true matches have no recall
             yield "recall_pairs", alone(np.isfinite(values).sum())
     elif metric == "error":
         for limit in AUC_DEGREES if posed else AUC_PX:
             yield f"auc_{limit}", mean(auc_by_pair(values, limit))
         yield f"within_{WITHIN}", mean((values <= WITHIN).astype(float))
-        # the mean is over the pairs with an estimate, the median over all
+        # The mean is over the pairs with an estimate, the median over all pairs
         average, estimated = mean_finite(values)
         yield "mean_error", alone(average)
         yield "estimated", alone(estimated)
@@ -113,12 +115,18 @@ def _measure(
 def compare(
     table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]], thresholds: Mapping[str, float]
 ) -> Tuple[pd.DataFrame, pd.DataFrame]:
-    """Compute all metrics with intervals, and the differences of ours from the others.
+    """Compute all metrics with intervals, and the differences between the network and the others.
 
-    scored: all matches of each pair by network. thresholds: of the networks and of the ratio test.
+    `scored` holds all matches of each pair, by network. `thresholds` has the thresholds of the
+    networks and of the ratio test.
+
+    Returns:
+        The metrics (see `summarize`) with `low` and `high`, and the differences (see
+        `differences`).
     """
     scenes = scenes_of(table)
     metrics = summarize(table, scenes)
+    # recall at the precision of the ratio test, which needs the curves over the confidence
     rows: List[Tuple] = []
     for name in [*(name for name in thresholds if name != RATIO_TEST), RATIO_TEST]:
         truth = true_counts(table, name)
@@ -127,8 +135,10 @@ def compare(
         rows += [(name, metric, "", False, *point) for metric, point in points]
         if own is not None:
             rows.append((name, "threshold", "", False, thresholds[name], math.nan, None))
+    # how well the confidence of the network is calibrated
     bins = calibration(scored[OURS])
     rows.append((OURS, "calibration_error", "", False, calibration_error(bins), math.nan, None))
+    # one table, with the matchers in their order of appearance
     metrics = pd.concat([metrics, pd.DataFrame(rows, columns=metrics.columns)], ignore_index=True)
     ranks = {name: place for place, name in enumerate(metrics["matcher"].unique())}
     metrics = metrics.sort_values("matcher", key=lambda names: names.map(ranks), kind="stable")
@@ -147,23 +157,24 @@ def add_intervals(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def interval(value: float, samples: np.ndarray) -> Tuple[float, float]:
-    """The 95 % interval of a value, NaN without samples."""
+    """Return the 95 % interval of a value, NaN without samples."""
     line = Estimate(value, 0, samples).line()
     return tuple(math.nan if line[end] is None else line[end] for end in ("low", "high"))
 
 
 def differences(metrics: pd.DataFrame, networks: Sequence[str], scenes: int) -> pd.DataFrame:
-    """Ours minus the best baseline, then minus the ratio test and each further network.
+    """Subtract the best baseline, then the ratio test and each further network, from the network.
 
-    The best baseline has the highest mean on these pairs: a choice in its favour. verdict: better
-    or worse where the interval excludes 0, equal where it contains 0, too few below MIN_CLUSTERS
-    scenes.
+    The best baseline has the highest mean on these pairs, which is a choice in its favour.
+    `verdict` is "better" or "worse" if the interval excludes 0, and "equal" if it contains 0. With
+    fewer than MIN_CLUSTERS scenes it is "too few".
     """
     means = metrics[metrics["pairs"].notna()]
     ours = means[means["matcher"] == OURS]
     names = list(means["matcher"].unique())
     baselines = [name for name in names if name not in (*networks, *UNRANKED)]
     further = [[name] for name in networks if name != OURS]
+    # for each metric the rows of both matchers, side by side
     parts = []
     for others in (baselines, [RATIO_TEST], *further):
         found = means[means["matcher"].isin(others)]
@@ -172,6 +183,7 @@ def differences(metrics: pd.DataFrame, networks: Sequence[str], scenes: int) -> 
     both = pd.concat(parts, ignore_index=True).drop_duplicates([*KEY, "matcher_other"])
     rows = []
     for row in both.itertuples():
+        # the interval of the difference, within each resample
         gain = row.value - row.value_other
         low, high = interval(gain, row.samples - row.samples_other)
         verdict = "better" if low > 0 else "worse" if high < 0 else "equal"
@@ -183,8 +195,9 @@ def differences(metrics: pd.DataFrame, networks: Sequence[str], scenes: int) -> 
 
 
 def same_as_ours(table: pd.DataFrame, networks: Sequence[str]) -> List[str]:
-    """The further networks with the same matches as ours: the trained model is the one that it
-    started from.
+    """Return the further networks with the same matches as the evaluated network.
+
+    This happens if the trained model is the model that the training started from.
     """
     values = {name: part["value"].to_numpy() for name, part in table.groupby("matcher")}
     others = [name for name in networks if name != OURS]
@@ -192,7 +205,10 @@ def same_as_ours(table: pd.DataFrame, networks: Sequence[str]) -> List[str]:
 
 
 def true_counts(table: pd.DataFrame, matcher: str) -> np.ndarray:
-    """(P,) number of true matches of each pair; of a pose, of the keypoints of image 0."""
+    """Return the number of true matches of each pair, (P,).
+
+    For poses it is the number of keypoints of image 0.
+    """
     own = table[table["matcher"] == matcher]
     known = own[own["metric"] == "true_matches"]
     if len(known):
@@ -203,8 +219,10 @@ def true_counts(table: pd.DataFrame, matcher: str) -> np.ndarray:
 def steps(
     scored: Sequence[Scored], truth: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Confidence, pair number, and the changes of that pair's precision and recall when the match
-    is added, (E,) each, by falling confidence.
+    """Order the matches of all pairs by falling confidence, and tell what each of them changes.
+
+    Returns four arrays (E,): the confidence, the number of the pair, and the changes of that pair's
+    precision and recall when the match is added.
     """
     parts = [(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0))]
     for number, (scores, correct, found) in enumerate(scored):
@@ -219,11 +237,13 @@ def steps(
 
 
 def sweep(scored: Sequence[Scored], truth: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Mean precision over all pairs, and mean recall over the pairs with true matches, above each
-    confidence that occurs, falling, first above all: (T,) each.
+    """Compute mean precision and mean recall above each confidence that occurs, (T,) each.
+
+    The confidence falls, and the first point lies above all confidences. The mean precision is over
+    all pairs, the mean recall over the pairs with true matches.
     """
     confidence, _, *changes = steps(scored, truth)
-    # the last of equal confidences
+    # the last match of equal confidence, after which the means count
     last = np.append(np.flatnonzero(np.diff(confidence)), len(confidence) - 1)[: len(confidence)]
     pairs = len(scored), int((truth > 0).sum()) or np.nan
     precision, recall = (
@@ -235,8 +255,10 @@ def sweep(scored: Sequence[Scored], truth: np.ndarray) -> Tuple[np.ndarray, np.n
 def resampled_curves(
     scenes: Clusters, scored: Sequence[Scored], truth: np.ndarray
 ) -> List[np.ndarray]:
-    """Precision and recall on each resample while confidence falls, (R, CURVE_POINTS) each."""
+    """Compute precision and recall on each resample while confidence falls, (R, CURVE_POINTS)
+    each."""
     confidence, pair, *changes = steps(scored, truth)
+    # (scenes, CURVE_POINTS): the changes of each scene, then (R, CURVE_POINTS): resampled means
     column = np.arange(len(confidence)) * CURVE_POINTS // max(len(confidence), 1)
     curves = []
     for change, weight in zip(changes, (np.ones(len(scored)), (truth > 0).astype(float))):
@@ -249,11 +271,12 @@ def resampled_curves(
 
 
 def recall_at_precision(precision: np.ndarray, recall: np.ndarray, least: ArrayLike) -> np.ndarray:
-    """The highest recall with a precision of at least `least`, 0 without any.
+    """Return the highest recall with a precision of at least `least`, and 0 if there is none.
 
-    precision, recall: (..., T). least: (...). Exchange the first two for the precision at a recall.
+    precision and recall are (..., T), and least is (...). Exchange the first two arguments to get
+    the precision at a recall.
     """
-    reached = precision >= np.expand_dims(least, -1) - 1e-12  # rounding of float64 sums
+    reached = precision >= np.expand_dims(least, -1) - 1e-12  # float64 sums are rounded
     return np.where(reached, recall, 0.0).max(axis=-1, initial=0.0)
 
 
@@ -263,10 +286,11 @@ def at_ratio_test(
     truth: np.ndarray,
     scenes: Optional[Clusters] = None,
 ) -> List[Tuple[str, Tuple[float, float, Any]]]:
-    """Recall at the ratio test's precision and the reverse: (value, pairs, samples) by name.
+    """Return recall at the ratio test's precision, and the reverse: (value, pairs, samples) by
+    name.
 
-    All confidences of a network are tried; those of the ratio test are one point. Only the
-    resamples are approximate. scored: of a network; if None, the ratio test itself.
+    For a network, all its confidences are tried. `scored` holds its matches. If it is None, the
+    result is the one point of the ratio test itself. Only the resamples are approximate.
     """
     means = metrics[(metrics["matcher"] == RATIO_TEST) & metrics["metric"].isin(SHARES)]
     names = means["metric"].tolist()  # precision, and recall of any kind
@@ -276,7 +300,7 @@ def at_ratio_test(
         counts = len(scored), int((truth > 0).sum())
         resampled = resampled_curves(scenes, scored, truth) if scenes else None
     points = []
-    for axis in (0, 1):  # of which a value is asked
+    for axis in (0, 1):  # the axis on which the value of the ratio test is given
         other = 1 - axis
         best = own[other]
         if scored is not None:
@@ -290,8 +314,9 @@ def at_ratio_test(
 
 
 def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
-    """The fraction of correct matches in each of BINS equal ranges of the confidence that has a
-    match: confidence, precision, matches.
+    """Compute the fraction of correct matches in BINS equal ranges of the confidence.
+
+    Ranges without a match are left out. The columns are confidence, precision and matches.
     """
     scores = np.concatenate([[], *(each[0] for each in scored)])
     correct = np.concatenate([[], *(each[1] for each in scored)])
@@ -302,16 +327,19 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 
 
 def calibration_error(bins: pd.DataFrame) -> float:
-    """Expected calibration error: mean of |confidence - precision|, weighted by matches (Guo et al.
-    2017).
+    """Return the expected calibration error (Guo et al. 2017).
+
+    It is the mean of |confidence - precision|, weighted by matches.
     """
     gaps = (bins["confidence"] - bins["precision"]).abs() * bins["matches"]
     return float(gaps.sum() / (bins["matches"].sum() or np.nan))
 
 
 def count_negatives(counts: Sequence[Mapping[str, int]]) -> pd.DataFrame:
-    """Matches on pairs of different photographs, by matcher: mean, 95th percentile and the number
-    of pairs. counts: of each pair by matcher.
+    """Summarize the matches on pairs of different photographs by matcher.
+
+    `counts` has the numbers of matches of each pair by matcher. The metrics are the mean, the 95th
+    percentile and the number of pairs.
     """
     rows = []
     for matcher in counts[0] if counts else ():
@@ -322,10 +350,12 @@ def count_negatives(counts: Sequence[Mapping[str, int]]) -> pd.DataFrame:
 
 
 def condition(name: str, level: str, table: pd.DataFrame, scored: Sequence[Scored]) -> pd.DataFrame:
-    """The metrics of a line of robustness.csv: condition, level, matcher, metric, ..., value.
+    """Compute the metrics of a line of robustness.csv: condition, level, matcher, metric, ...,
+    value.
 
-    They are precision, recall, AUC up to 5 and recall at the ratio test's precision, of ours and of
-    the ratio test. scored: of ours. Numbers of pairs have no matcher.
+    They are precision, recall, AUC up to 5 and recall at the ratio test's precision, of the network
+    and of the ratio test. `scored` holds the matches of the network. Numbers of pairs have no
+    matcher.
     """
     found = summarize(table[table["matcher"].isin(COMPARED)])
     points = [
@@ -341,8 +371,9 @@ def condition(name: str, level: str, table: pd.DataFrame, scored: Sequence[Score
 
 
 def error_curves(table: pd.DataFrame) -> Dict[str, pd.DataFrame]:
-    """The fraction of pairs with an error of at most each limit by matcher, for each estimator. The
-    area below a curve is the AUC.
+    """Compute the fraction of pairs with an error of at most each limit by matcher, per estimator.
+
+    The area below a curve is the AUC.
     """
     limits, unit = (LIMITS_DEG, "error_deg") if is_posed(table) else (LIMITS_PX, "error_px")
     curves = {}

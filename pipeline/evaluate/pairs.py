@@ -1,13 +1,14 @@
 """Pairs with ground truth, and the pairs that are rendered from held-out photographs.
 
-A `Source` has scenes (photographs, sequences) with pairs of images of each. Loading a scene twice
-gives the same bytes, so pictures are drawn afterwards without keeping the images of all pairs in
-memory. Sources that read pairs from files are in `folders`.
+A `Source` has scenes (photographs, sequences), and each scene has pairs of images. Loading a scene
+twice gives the same bytes, so pictures are drawn afterwards without keeping the images of all pairs
+in memory. Sources that read pairs from files are in `folders`.
 
-Held-out pairs follow the protocol of the SuperGlue paper (section 5.1): two views of one
-photograph, the first nearly the whole of it, the second through a random homography without
-borders, with photometric distortion on both. A pair depends on the section `views`, the name of its
-photograph and its number alone. `levels` disturbs or magnifies the second views by fixed amounts.
+Held-out pairs follow the protocol of the SuperGlue paper (section 5.1): a pair has two views of one
+photograph. The first shows nearly the whole of it. The second is seen through a random homography
+without borders. Both have photometric distortion. A pair depends only on the section `views`, the
+name of its photograph and its number. `levels` disturbs or magnifies the second views by fixed
+amounts.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from superglue_sift.features.images import BadImage, decode_color, decode_gray
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, choose_pair
 
-SEED = 0  # of the rendered pairs: all models are compared on the same ones
+SEED = 0  # all models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 ROTATIONS_DEG = (45.0, 90.0, 180.0)
-ROTATED = (2.0, 4.0, 8.0)  # zooms that are rotated, too
+ROTATED = (2.0, 4.0, 8.0)  # these zooms are also rotated
 
 
 class Pose(NamedTuple):
-    """Two cameras. K0, K1: (3, 3) in pixels of the images as matched. T_0to1: (4, 4), maps points
-    of camera 0 to camera 1.
+    """Two cameras.
+
+    K0 and K1 (3, 3) are in pixels of the images as they are matched. T_0to1 (4, 4) maps points of
+    camera 0 to camera 1.
     """
 
     K0: np.ndarray
@@ -44,9 +47,10 @@ class Pose(NamedTuple):
 class KnownPair(NamedTuple):
     """The input of every matcher, with its ground truth.
 
-    place: number of the scene, and number of the pair in it. truth: a homography, (3, 3) float64
-    from pixels of view 0 to view 1, or two cameras. images: both, (H, W) uint8 gray, to refine
-    matches; without them no match is refined.
+    Attributes:
+        place: number of the scene, and number of the pair in it.
+        truth: a homography, (3, 3) float64 from pixels of view 0 to view 1, or two cameras.
+        images: both images, (H, W) uint8 gray, to refine matches. Without them no match is refined.
     """
 
     name: str
@@ -57,13 +61,15 @@ class KnownPair(NamedTuple):
     images: Optional[Tuple[np.ndarray, np.ndarray]] = None
 
 
-# The images of a scene, (H, W) uint8 gray, and its pairs: name, indices of both images, truth
+# The images of a scene, (H, W) uint8 gray, and its pairs: name, indices of both images, ground
+# truth
 Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, Pose]]]]
-Extract = Callable[[np.ndarray, int], np.ndarray]  # as `sift.extract`
+Extract = Callable[[np.ndarray, int], np.ndarray]  # such as `sift.extract`
 
 
 class Source:
-    """Scenes by name and number of pairs. unit: the word for them, in the plural."""
+    """Scenes, each with a name and a number of pairs. `unit` is the word for them, in the
+    plural."""
 
     scenes: Sequence[Tuple[str, int]]
     unit = "scenes"
@@ -72,7 +78,7 @@ class Source:
         return len(self.scenes)
 
     def load(self, index: int) -> Scene:
-        """Read or render a scene. Raises BadImage for one to leave out."""
+        """Read or render a scene. Raises BadImage if it must be left out."""
         raise NotImplementedError
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
@@ -81,16 +87,17 @@ class Source:
 
 
 def image_size(image: np.ndarray) -> Tuple[int, int]:
-    """(width, height) of an (H, W) image."""
+    """Return (width, height) of an (H, W) image."""
     return image.shape[1::-1]
 
 
 def extract_pairs(
     source: Source, index: int, max_keypoints: int, extractor: Extract, only: Optional[int] = None
 ) -> List[KnownPair]:
-    """Load a scene and run the extractor once on each image. Raises BadImage.
+    """Load a scene and run the extractor once on each image.
 
-    only: number of the one pair to return; if None, return all.
+    `only` is the number of the one pair to return. If it is None, return all pairs. Raises BadImage
+    if an image cannot be used.
     """
     images, pairs = source.load(index)
     keypoints: Dict[int, np.ndarray] = {}
@@ -109,10 +116,10 @@ def extract_pairs(
 
 
 class HeldOutPairs(Source):
-    """`params.pairs_per_image` pairs of each entry.
+    """Pairs of views of each entry, `params.pairs_per_image` of them.
 
     Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md).
-    disturb: applied to every second view.
+    `disturb` is applied to every second view.
     """
 
     unit = "photographs"
@@ -132,12 +139,13 @@ class HeldOutPairs(Source):
         self.scenes = [(entry.name, params.pairs_per_image) for entry in self.entries]
 
     def load(self, index: int) -> Scene:
-        """Render the pairs of one photograph. Raises BadImage for an unreadable or small one."""
+        """Render the pairs of one photograph. Raises BadImage if it is unreadable or too small."""
         name, count = self.scenes[index]
         image = self.read(index)
         images = []
         pairs = []
         for number in range(count):
+            # even numbers are mild views, odd numbers random homographies
             first = 2 * number
             view0, H_image_to_0 = self.render(image, name, first)
             view1, H_image_to_1 = self.render(image, name, first + 1)
@@ -147,7 +155,7 @@ class HeldOutPairs(Source):
         return images, pairs
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        """Give the colours of the photograph the brightness of the rendered view."""
+        """Return the view in colour: the brightness of `gray`, the colours of the photograph."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
         H, _ = self.sample(photograph, entry.name, image)
@@ -156,22 +164,24 @@ class HeldOutPairs(Source):
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
 
     def read(self, index: int) -> np.ndarray:
-        """Read photograph `index`, (H, W) uint8. Raises BadImage."""
+        """Read photograph `index`, (H, W) uint8. Raises BadImage if it is unreadable or too
+        small."""
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
         require_size(entry.name, image_size(image), self.view_size)
         return image
 
     def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Render view `number` of a photograph: (H, W) uint8, and H_image_to_view."""
+        """Render view `number` of a photograph. Return it, (H, W) uint8, and H_image_to_view."""
         H, rng = self.sample(image, name, number)
         return self.render_view(image, H, rng), H
 
     def sample(
         self, image: np.ndarray, name: str, number: int
     ) -> Tuple[np.ndarray, np.random.Generator]:
-        """Draw H_image_to_view of view `number`, mild for even numbers; also return the generator
-        for its distortion.
+        """Draw H_image_to_view of view `number`, which is mild for even numbers.
+
+        Also return the generator, from which the view's distortion is drawn.
         """
         rng = views.generator(SEED, f"evaluate {name}", number)
         sizes = image_size(image), self.view_size
@@ -196,16 +206,17 @@ class NegativePairs(Source):
         count = len(names)
         possible = count * (count - 1) * source.params.pairs_per_image
         rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
-        # both photographs, and the number of their views
+        # each pair: the indices of both photographs, and the number of their views
         pairs = [
             (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
         ]
+        # copies of one photograph are no negative pair
         photographs = [entry.photograph for entry in source.entries]
         self.pairs = [pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]]]
         self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
-        """Render the two views. Raises BadImage as the source does."""
+        """Render the two views. Raises BadImage if a photograph is unreadable or too small."""
         *photographs, number = self.pairs[index]
         source = self.source
         images = [
@@ -217,12 +228,12 @@ class NegativePairs(Source):
 
 
 class ZoomedPairs(HeldOutPairs):
-    """Each photograph matched with a part of it, magnified and rotated by fixed amounts, as when a
-    landmark is seen from afar and from near.
+    """Each photograph matched with a part of it, magnified and rotated by fixed amounts.
 
-    Photographs that would be scaled up more than `views.homography.max_upscale` times are left out,
-    so only large ones reach the last levels. zoom: 1 or more, view 1 over view 0. rotation_deg: of
-    view 1, clockwise.
+    This is like a landmark that is seen from afar and from near. Photographs that would be scaled
+    up more than `views.homography.max_upscale` times are left out, so only large ones reach the
+    last levels. `zoom` is 1 or more, the scale of view 1 over view 0. `rotation_deg` rotates view 1
+    clockwise.
     """
 
     def __init__(self, source: HeldOutPairs, count: int, zoom: float, rotation_deg: float = 0.0):
@@ -232,14 +243,14 @@ class ZoomedPairs(HeldOutPairs):
         self.rotation_deg = rotation_deg
 
     def load(self, index: int) -> Scene:
-        """Render the pair of one photograph. Raises BadImage for an unreadable or small one."""
+        """Render the pair of one photograph. Raises BadImage if it is unreadable or too small."""
         name = self.entries[index].name
         image = self.read(index)
         rng = views.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
         try:
             H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
-        except ValueError as error:  # of wide views
+        except ValueError as error:  # a wide view, rotated, has no part that fills it
             raise BadImage(name, str(error)) from None
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = views.magnification(H_image_to_1, self.view_size).max()
@@ -254,10 +265,11 @@ def zoom_in(
 ) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height).
 
-    Raises ValueError where the part is larger than the view.
+    Raises ValueError if the part is larger than the view.
     """
     middle = (np.array(size) - 1) / 2
     turn = cv2.getRotationMatrix2D((0, 0), -rotation_deg, 1.0)[:, :2]
+    # half the bounding box of the part; what remains of the view is the room for its centre
     margin = middle - np.abs(turn.T) @ middle / zoom
     if (margin < -1e-9).any():
         raise ValueError(f"zoom {zoom}, rotated by {rotation_deg}: no part fills {size}")
@@ -279,8 +291,9 @@ def blur(image: np.ndarray, deviation: float) -> np.ndarray:
 
 
 def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
-    """Add Gaussian noise with a standard deviation in gray levels, the same for all images of one
-    size.
+    """Add Gaussian noise with a standard deviation in gray levels.
+
+    The noise is the same for all images of one size.
     """
     drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
     return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
@@ -295,8 +308,9 @@ DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 
 
 def disturb(source: HeldOutPairs, count: int, function: Callable, level: float) -> HeldOutPairs:
-    """Take one pair of each of the first `count` photographs, disturbed in place of the
-    photometric distortion.
+    """Return one pair of each of the first `count` photographs, disturbed by `function` at `level`.
+
+    The disturbance replaces the photometric distortion.
     """
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     calm = source.params.views.model_copy(update={"photometric": clear})

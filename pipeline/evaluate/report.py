@@ -4,7 +4,7 @@ Every table is a slice of the metrics (`metrics.summarize`) or of the long table
 here and in `metrics.name_of` do the names of metrics leave the program. `charts` makes the page.
 """
 
-# pandas has no types: what they would be is guessed from its source, mostly wrongly
+# pandas has no types. A type checker guesses them from its source, mostly wrongly.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
 
@@ -58,23 +58,32 @@ ESTIMATORS = {
     "refined": "REFINED: PoseLib's LO-RANSAC",
 }
 DETECTED = "as detected"
-REFINED = "aligned"  # of refined matches, as in the names of metrics
+REFINED = "aligned"  # word for refined matches, as in the names of metrics
 # A value in a file has 4 decimals and at most 4 significant digits. Intervals of some hundred pairs
-# are wider than a tenth of a percent; further digits differ between processors and mean nothing.
-# Tables are printed from values with more digits, so that none is rounded twice.
+# are wider than a tenth of a percent. Further digits differ between processors and mean nothing.
+# Tables are printed from values with more digits, so that no value is rounded twice.
 DIGITS = 4
-# Whole numbers
+# Names of metrics that are whole numbers
 COUNTS = r"(recall_|negative_)?pairs|keypoints[01]|correct|true_matches|found|estimated(_.*)?"
-MIN_PAIRS = 20  # tables mark metrics of fewer pairs
+MIN_PAIRS = 20  # tables mark metrics with fewer pairs than this
 
 
 class Results(NamedTuple):
-    """All that a report shows.
+    """Everything that a report shows.
 
-    title: where the pairs come from. unit: what intervals resample (photographs), scenes: their
-    number. table: the long table of all pairs. metrics, differences: from `metrics.compare`.
-    robustness: rows of `metrics.condition`. bad: (file, reason). pictures: name, caption and (H, W,
-    3) uint8 BGR, the first picture for the first screen. same: matchers that match as ours.
+    Attributes:
+        title: where the pairs come from.
+        unit: what intervals resample, for example photographs.
+        scenes: the number of these units.
+        table: the long table of all pairs.
+        metrics, differences: from `metrics.compare`.
+        robustness: rows of `metrics.condition`.
+        calibration: from `metrics.calibration`.
+        bad: (file, reason) of images that could not be read.
+        notes: sentences for the report.
+        protocol: the content of protocol.json.
+        pictures: name, caption and (H, W, 3) uint8 BGR. The first one is for the first screen.
+        same: further matchers whose matches are the same as those of the network.
     """
 
     title: str
@@ -93,34 +102,35 @@ class Results(NamedTuple):
 
 
 def only(frame: pd.DataFrame, **wanted: Any) -> pd.DataFrame:
-    """The rows with these values in these columns."""
+    """Return the rows that have these values in these columns."""
     for column, value in wanted.items():
         frame = frame[frame[column] == value]
     return frame
 
 
 def title(matcher: str) -> str:
-    """The name of a matcher in tables and charts."""
+    """Return the name of a matcher in tables and charts."""
     return TITLES.get(matcher, matcher)
 
 
 def percent(value: float) -> str:
-    """0.5367 -> '53.7'; NaN -> '-'."""
+    """Return a fraction in percent: 0.5367 becomes "53.7", and NaN "-"."""
     return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
 def points(value: float) -> str:
-    """A difference: 0.0123 -> '+1.2', without a negative zero; NaN -> '-'."""
+    """Return a difference in percentage points: 0.0123 becomes "+1.2", NaN "-". Zero has no
+    minus."""
     return "-" if math.isnan(value) else f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
 def span(row: Mapping[str, Any]) -> str:
-    """The 95 % interval of a difference: `+0.7 .. +2.4`."""
+    """Return the 95 % interval of a difference, such as "+0.7 .. +2.4"."""
     return f"{points(row['low'])} .. {points(row['high'])}"
 
 
 def heading(metric: str, estimator: str = "", refined: bool = False) -> str:
-    """The heading of a metric: `R@P`, `AUC@5 RANSAC aligned`."""
+    """Return the heading of a metric, such as "R@P" or "AUC@5 RANSAC aligned"."""
     if not estimator:
         return SHORT.get(metric, metric)
     kind, _, limit = metric.partition("_")
@@ -129,19 +139,20 @@ def heading(metric: str, estimator: str = "", refined: bool = False) -> str:
 
 
 def leading(results: Results) -> str:
-    """The first estimator, which decides the verdict and the pictures."""
+    """Return the first estimator, which decides the verdict and the pictures."""
     return str(only(results.metrics, metric="auc_5")["estimator"].iloc[0])
 
 
 def recall_of(results: Results) -> str:
-    """The kind of recall: that of pairs with a homography, or the matching score."""
+    """Return the kind of recall: "recall" for pairs with a homography, else "matching_score"."""
     return next(name for name in RECALLS if len(only(results.metrics, metric=name)))
 
 
 def duels(results: Results) -> List[Dict[str, Any]]:
-    """Ours against the ratio test in four numbers: the three of the first screen, and the AUC.
+    """Compare the network with the ratio test: three metrics for the first screen, and the AUC.
 
-    Each has label, detail, ours (value, low, high), theirs, and the row of their difference.
+    Each row has a label, a detail, the rows `ours` and `theirs` of the metrics (value, low, high),
+    and `gain`, the row of their difference.
     """
     what, unit = ("poses", "degrees") if is_posed(results.table) else ("homographies", "px")
     lead = leading(results)
@@ -166,7 +177,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
 
 
 def verdict(results: Results) -> str:
-    """The comparison with the ratio test in at most 15 words."""
+    """Say the comparison with the ratio test in at most 15 words."""
     if results.scenes < MIN_CLUSTERS:
         counts = f"{results.scenes}, and at least {MIN_CLUSTERS} are needed"
         return f"Too few {results.unit} to judge: {counts}."
@@ -185,11 +196,12 @@ def verdict(results: Results) -> str:
 
 
 def headline(results: Results) -> Dict[str, float]:
-    """The ten metrics with short names, in percent, for DVC (summary.json) and MLflow.
+    """Return the ten metrics with short names, in percent, for DVC (summary.json) and MLflow.
 
-    Values of ours and their gains over the best baseline: the leading AUC, the same of refined
-    matches, recall (poses: matching score) at the ratio test's precision. Values of ours alone:
-    pairs within WITHIN px, precision, recall, matches on negative pairs.
+    Three metrics come with their gain over the best baseline: the leading AUC, the same AUC of
+    refined matches, and recall (for poses: matching score) at the ratio test's precision. The
+    others come without: the fraction of pairs within WITHIN px, precision, recall, and the number
+    of matches on negative pairs.
     """
     lead = leading(results)
     recall = recall_of(results)
@@ -212,17 +224,17 @@ def headline(results: Results) -> Dict[str, float]:
 
 
 def result(results: Results) -> str:
-    """The leading AUC, for the name of the run in MLflow: `AUC@5 57.8`."""
+    """Return the leading AUC for the name of the run in MLflow, such as "AUC@5 57.8"."""
     return f"AUC@5 {percent(duels(results)[3]['ours']['value'])}"
 
 
 def compared(results: Results) -> List[str]:
-    """The matchers in tables and charts: all but those that are ours again."""
+    """Return the matchers in tables and charts: all but further models that equal the network."""
     return [name for name in results.table["matcher"].unique() if name not in results.same]
 
 
 def matches_table(results: Results) -> pd.DataFrame:
-    """One line per matcher: pairs, matches, and the metrics of SHORT, as text."""
+    """Make a table of text with one line per matcher: pairs, matches, and the metrics of SHORT."""
     frame = only(results.metrics, estimator="")
     wide = frame.pivot(index="matcher", columns="metric", values="value").loc[compared(results)]
     shown = {"pairs": wide["pairs"].map("{:.0f}".format), "matches": wide["matches"].round()}
@@ -232,8 +244,9 @@ def matches_table(results: Results) -> pd.DataFrame:
 
 
 def area_table(results: Results) -> pd.DataFrame:
-    """The AUC of all estimators, as text: lines by (detected or refined, matcher), columns by
-    (estimator, limit).
+    """Make a table of text with the AUC of all estimators.
+
+    A line belongs to (detected or refined, matcher), a column to (estimator, limit).
     """
     frame = results.metrics[results.metrics["metric"].str.startswith("auc_")]
     frame = frame[frame["matcher"].isin(compared(results))]
@@ -249,7 +262,7 @@ def area_table(results: Results) -> pd.DataFrame:
 
 
 def align(rows: Sequence[Sequence[str]]) -> List[str]:
-    """Lines with aligned columns, the first to the left, the others to the right."""
+    """Align the columns of text, the first to the left and the others to the right."""
     first, *widths = (max(map(len, column)) for column in zip(*rows))
     return [
         "  ".join([row[0].ljust(first), *map(str.rjust, row[1:], widths)]).rstrip() for row in rows
@@ -257,7 +270,7 @@ def align(rows: Sequence[Sequence[str]]) -> List[str]:
 
 
 def duel_cells(results: Results) -> List[List[str]]:
-    """The four numbers against the ratio test: label, both, difference, interval, verdict."""
+    """Return the rows of `duels` as text: label, both values, difference, interval, verdict."""
     rows = []
     for duel in duels(results):
         gain = duel["gain"]
@@ -269,7 +282,7 @@ def duel_cells(results: Results) -> List[List[str]]:
 
 
 def scene_lines(results: Results) -> List[str]:
-    """One line per scene: AUC@3 of the first estimator (poses: AUC@5)."""
+    """Return one line per scene with the AUC@3 of the first estimator (for poses: AUC@5)."""
     limit = "auc_5" if is_posed(results.table) else "auc_3"
     lead = leading(results)
     rows = []
@@ -287,7 +300,7 @@ def scene_lines(results: Results) -> List[str]:
 
 
 def area_lines(results: Results) -> List[str]:
-    """The table of areas, three estimators abreast, within 100 columns."""
+    """Return the lines of `area_table`, three estimators side by side, within 100 columns."""
     wide = area_table(results)
     lines = []
     names = list(dict.fromkeys(wide.columns.get_level_values(0)))
@@ -309,12 +322,12 @@ def area_lines(results: Results) -> List[str]:
 
 
 def _column_start(line: str, place: int) -> int:
-    """Where the limit number `place` stands in a line of limits."""
+    """Return the column at which limit number `place` begins in a line of limits."""
     return [at for at, letter in enumerate(line) if letter == "@"][place]
 
 
 def legend(results: Results) -> List[str]:
-    """The meaning of the columns, and which matches and pairs they count."""
+    """Explain the columns, and which matches and pairs they count."""
     known = set(results.metrics["metric"])
     lines = ["; ".join(words for name, words in WORDS.items() if name in known)]
     what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
@@ -338,7 +351,7 @@ def legend(results: Results) -> List[str]:
 
 
 def negative_line(results: Results) -> str:
-    """How many matches two photographs with nothing in common have, all of them wrong."""
+    """Say how many matches two photographs with nothing in common have, all of them wrong."""
     found = results.metrics.set_index(["metric", "matcher"])["value"]
     if "negative_matches" not in found:
         return ""
@@ -351,13 +364,13 @@ def negative_line(results: Results) -> str:
 
 
 def same_line(results: Results) -> str:
-    """Say that other models are the trained one, if any are."""
+    """Say that other models equal the trained one, if any do."""
     names = ", ".join(results.same)
     return f"The trained model is the same as {names}: its matches are equal." if names else ""
 
 
 def text(results: Results) -> str:
-    """The report as it is printed."""
+    """Return the report as it is printed."""
     sequences = results.unit == "sequences"
     cells = duel_cells(results)
     short = 3 if results.metrics["refined"].any() else 2  # the page has the whole legend
@@ -373,14 +386,14 @@ def text(results: Results) -> str:
 
 
 def _rows_of(frame: pd.DataFrame) -> List[List[str]]:
-    """The cells of a table of text, with its headings."""
+    """Return the cells of a table of text, with its headings."""
     return [["", *frame.columns], *([str(name), *row] for name, *row in frame.itertuples())]
 
 
 def note(results: Results, folder: str) -> str:
-    """The description of an MLflow run in Markdown: the verdict and a table of four lines.
+    """Return the description of an MLflow run in Markdown: the verdict and a table of four lines.
 
-    folder: of the report in the artifacts of the run.
+    `folder` is the folder of the report in the artifacts of the run.
     """
     rows = ["| in % | SuperGlue | ratio test | difference (95 % interval) |", "|---|---|---|---|"]
     for label, *cells in duel_cells(results):
@@ -392,19 +405,19 @@ def note(results: Results, folder: str) -> str:
 
 
 def shorten(value: Any) -> Any:
-    """A number with DIGITS digits; anything else unchanged."""
+    """Round a number to DIGITS digits. Return anything else unchanged."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
     return round(float(f"{value:.{DIGITS}g}"), DIGITS)
 
 
 def in_percent(name: str, value: float) -> float:
-    """A value of summary.json: percent with two decimals, but for a number of matches."""
+    """Return a value of summary.json in percent with two decimals. A number of matches stays."""
     return round(value if name == "negative_matches" else 100 * value, 2) + 0.0
 
 
 def write(out: Path, results: Results, page: str) -> None:
-    """Write all files, and remove those of an earlier evaluation."""
+    """Write all files, and remove the files of an earlier evaluation."""
     values = {}
     for row in results.metrics.itertuples():
         name = f"{row.matcher}.{name_of(row.metric, row.estimator, row.refined)}"
@@ -426,17 +439,17 @@ def write(out: Path, results: Results, page: str) -> None:
 
 
 def is_count(name: str) -> bool:
-    """Whether a metric of this name is a whole number."""
+    """Return whether a metric of this name is a whole number."""
     return re.fullmatch(COUNTS, str(name)) is not None
 
 
 def whole_numbers(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with its counts as whole numbers, also where some are missing."""
+    """Return the table with its counts as whole numbers, also if some are missing."""
     return frame.astype({name: "Int64" for name in frame.columns if is_count(name)})
 
 
 def widen(frame: pd.DataFrame, index: List[str]) -> pd.DataFrame:
-    """A table with a column for each metric, in their order of appearance."""
+    """Return a table with a column for each metric, in their order of appearance."""
     columns = _names(frame)
     wide = frame.assign(name=columns).pivot(index=index, columns="name", values="value")
     wide = wide[list(dict.fromkeys(columns))].reset_index()
@@ -444,7 +457,7 @@ def widen(frame: pd.DataFrame, index: List[str]) -> pd.DataFrame:
 
 
 def tables(results: Results) -> Dict[str, pd.DataFrame]:
-    """The content of each CSV file by its name."""
+    """Return the content of each CSV file by its name."""
     pairs = widen(results.table, ["number", "pair", "scene", "matcher"]).drop(columns="number")
     pairs["matches"] = pairs["matches"].astype(int)
     by_scene = [
@@ -456,7 +469,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
     ends = ["value", "low", "high", "pairs", "scenes"]
     robustness = results.robustness
     if len(robustness):
-        # the columns are <matcher>.<metric>; numbers of pairs have no matcher
+        # The columns are named <matcher>.<metric>. Numbers of pairs have no matcher.
         start = robustness["matcher"].where(
             robustness["matcher"] == "", robustness["matcher"] + "."
         )
@@ -464,6 +477,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
             metric=start + _names(robustness), estimator="", refined=False
         )
         robustness = widen(robustness, ["condition", "level"])
+    # all files: rows of one kind, without those that belong elsewhere
     curves = metrics.error_curves(results.table)
     found = {
         "pairs": pairs,
@@ -482,5 +496,5 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
 
 
 def _names(frame: pd.DataFrame) -> List[str]:
-    """The name of the metric of each row."""
+    """Return the name of the metric of each row."""
     return [name_of(*key) for key in frame[KEY].itertuples(index=False, name=None)]

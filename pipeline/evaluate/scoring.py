@@ -1,8 +1,8 @@
 """Scores of one pair: the rows of the evaluation's table, and which matches are correct.
 
 A row is (pair, scene, matcher, estimator, refined, metric, value). Metrics of the matches have no
-estimator. An `error` has one, in px of the corners or, between two cameras, in degrees; it is
-infinite without an estimate.
+estimator. An `error` has an estimator. It is in px of the corners or, between two cameras, in
+degrees, and infinite if there is no estimate.
 """
 
 from __future__ import annotations
@@ -33,39 +33,45 @@ REFINEMENT = (
 )
 
 Row = Tuple[str, str, str, str, bool, str, float]
-# All matches of a network on a pair, whatever their scores: scores, and which are correct and found
+# For all matches of a network on a pair, whatever their scores, (K,) each: their scores, whether
+# they are correct, and whether they are found
 Scored = Tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Settings(NamedTuple):
-    """Settings of an evaluation. params: section `evaluate`, with overrides from the command
-    line.
+    """Settings of an evaluation.
+
+    `params` is the section `evaluate`, changed by options of the command line.
     """
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = estimators.DEFAULT
-    resize: int = 480  # shorter side of pairs that are read from files, px; 0 keeps the size
+    resize: int = 480  # px, the shorter side of pairs that are read from files; 0 keeps the size
     robustness: int = 0  # number of photographs for robustness.csv
     extractor: Extractor = extractors.DEFAULT
-    bound: bool = False  # add a row of the true matches
-    refine: bool = True  # also estimate from refined matches
+    bound: bool = False  # whether to add a row of the true matches
+    refine: bool = True  # whether to estimate from refined matches, too
 
 
 def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
-    """(M,) index of the true match in image 1, negative without one, as in training."""
+    """Return the index of each keypoint's true match in image 1, (M,), as in training.
+
+    The index is negative for a keypoint without a true match.
+    """
     batch = from_pairs([pair], H_0to1[None])
     return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
 
 def matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
-    """The points of the matches in both images, (K, 2) float64 px each."""
+    """Return the points of the matches in both images, (K, 2) float64 px each."""
     return positions_of((sift.positions(pair.records0), sift.positions(pair.records1)), matches)
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
-    """(K,) float64 pixels, the larger of both directions, infinite where a point maps to infinity.
+    """Return the reprojection error of each match, (K,) float64 px.
 
-    points0, points1: (K, 2) float64.
+    It is the larger error of both directions, and infinite if a point maps to infinity. points0 and
+    points1 are (K, 2) float64 px.
     """
     forward = two_view.transform(points0, H_0to1) - points1
     backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
@@ -74,7 +80,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
 
 
 def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
-    """(K,) bool: which of the matches are correct."""
+    """Return which of the matches are correct, (K,) bool."""
     points = matched_points(known.pair, matches)
     if isinstance(known.truth, Pose):
         return estimators.epipolar_correct(*points, known.truth)
@@ -82,13 +88,14 @@ def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
 
 
 def difficulty(H_0to1: np.ndarray, size0: two_view.Size) -> Dict[str, float]:
-    """How much the views differ at the centre of image 0 of (width, height) `size0`.
+    """Return how much the views differ at the centre of image 0 of (width, height) `size0`.
 
-    rotation_deg: 0..180, without sign. scale: 1 or more, the larger over the smaller.
+    `rotation_deg` is from 0 to 180, without sign. `scale` is 1 or more: the larger scale over the
+    smaller.
     """
     centre = (np.array([size0]) - 1) / 2
     left, stretches, right = np.linalg.svd(two_view.jacobians(H_0to1, centre)[0])
-    rotation = left @ right  # the nearest orthogonal map
+    rotation = left @ right  # the orthogonal matrix that is nearest to the Jacobian
     scale = np.sqrt(stretches.prod())
     degrees = np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))
     return {"rotation_deg": float(degrees), "scale": float(max(scale, 1 / scale))}
@@ -97,17 +104,18 @@ def difficulty(H_0to1: np.ndarray, size0: two_view.Size) -> Dict[str, float]:
 def estimate_errors(
     known: KnownPair, matcher: str, matches: Matches, settings: Settings
 ) -> Iterator[Tuple[str, bool, float]]:
-    """Yield the error of each estimator from the matches as detected, then from refined ones.
+    """Yield the error of each estimator: its name, whether matches are refined, and the error.
 
-    Matches are refined as `Matcher.match` does, if `settings.refine`.
+    First come the matches as they were detected. If `settings.refine`, the matches refined as in
+    `Matcher.match` follow.
     """
     scores = matches.scores.astype(np.float64)
     enough = len(scores) >= two_view.MIN_POINTS
     weights = estimators.weights_of(matcher, scores) if enough else scores
     confident = estimators.most_confident(matcher, scores) if enough else scores > 0
-    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # depends on the pair alone
+    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # the seed depends on the pair alone
     detected = Points(*matched_points(known.pair, matches), weights, confident, seed)
-    variants = {False: detected}  # by whether they are refined
+    variants = {False: detected}  # whether the matches are refined, and their points
     if settings.refine and known.images is not None:
         index0, index1 = matches.indices.T
         records = known.pair.records0[index0], known.pair.records1[index1]
@@ -128,11 +136,12 @@ def estimate_errors(
 def count_matches(
     known: KnownPair, matches: Matches, truth0: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, int]:
-    """Which matches are correct and which are found, (K,) bool each, and the number of true ones.
+    """Return which matches are correct and which are found, (K,) bool each, and how many are true.
 
-    A match is found if it is the true match itself. The true matches between two cameras are
-    unknown: there found is correct, and the number is that of the keypoints of image 0, so that
-    the recall is the matching score. truth0: (M,) from `true_matches`, unused for cameras.
+    A match is found if it is the true match itself; `truth0` (M,) comes from `true_matches`.
+    Between two cameras the true matches are unknown and `truth0` is unused. There every correct
+    match is found, and the number of keypoints of image 0 stands for the number of true matches, so
+    that the recall is the matching score.
     """
     correct = correct_matches(known, matches)
     if isinstance(known.truth, Pose):
@@ -147,12 +156,16 @@ def score_pair(
     thresholds: Mapping[str, float],
     settings: Settings,
 ) -> Tuple[List[Row], Dict[str, Scored]]:
-    """Score all matchers on one pair: rows, and all scored matches of those with a threshold.
+    """Score all matchers on one pair.
 
-    thresholds: of those whose answers contain every match.
+    `thresholds` are the thresholds of the matchers whose answers contain every match.
+
+    Returns:
+        The rows of the table, and all scored matches of each matcher with a threshold.
     """
     pair = known.pair
     posed = isinstance(known.truth, Pose)
+    # the truth, which all matchers share
     truth0 = np.full(len(pair.records0), UNMATCHED)
     hard = {}
     if not isinstance(known.truth, Pose):
@@ -165,6 +178,8 @@ def score_pair(
     scored = {}
     for name, matches in answers.items():
         correct, found, truth = count_matches(known, matches, truth0)
+        # keep all matches for the curves over the confidence, and those above the threshold for the
+        # rows
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found
             kept = matches.scores > thresholds[name]
@@ -173,7 +188,8 @@ def score_pair(
             found = found[kept]
         count = len(matches)
         hits = int(found.sum())
-        # No match is a failure: precision 0. No true match: recall is undefined, NaN.
+        # A pair without a match is a failure: its precision is 0. Without a true match recall is
+        # undefined.
         values = {
             "keypoints0": len(pair.records0),
             "keypoints1": len(pair.records1),
