@@ -1,5 +1,5 @@
 """Stage 1: list the photographs, download what is missing, hold some out.
 
-`dataset` (folders, zips and lists; the split; the manifest and the images that it lists), `coco`
-(COCO's archives, downloaded whole or in part), `decoders` (JPEG by torchvision and DALI).
+`dataset` reads folders, zips and lists, splits them, and reads the images of the manifest. `coco`
+downloads COCO's archives, whole or in part. `decoders` decodes JPEG by torchvision and DALI.
 """

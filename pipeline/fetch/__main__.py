@@ -1,7 +1,7 @@
 """Stage 1: list the photographs (`python -m pipeline.fetch`).
 
-Writes `manifest.csv` and `source.json` into --out. Your own folder stays where it is; a downloaded
-archive is read in place; only the small bundled sample is copied.
+Writes `manifest.csv` and `source.json` into --out. The user's own folder stays where it is. A
+downloaded archive is read in place. Only the small bundled sample is copied.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _fetch(options: argparse.Namespace, sections: Params) -> Tuple[List[Entry], Dict[str, Any]]:
-    """Find or download the images: their entries, and the content of source.json. The user's own
-    images are checked before anything is written.
+    """Find or download the images. Return their entries, and the content of source.json.
+
+    The user's own images are checked before anything is written. Raises RequestError for a wrong
+    request.
     """
     own = None
     settings = sections.fetch
@@ -75,7 +77,7 @@ def _fetch(options: argparse.Namespace, sections: Params) -> Tuple[List[Entry], 
 def _entries(
     split_names: Splits, held: Dict[str, Container], out: Path
 ) -> Tuple[List[Entry], Dict[str, Dict[str, Any]]]:
-    """Manifest entries of the splits, and the containers they name."""
+    """Return the manifest entries of the splits, and the containers that they name."""
     entries: List[Entry] = []
     for split, names in split_names.items():
         key = dataset.container_of(split, held)
@@ -93,7 +95,8 @@ def _entries(
 
 
 def _coco(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Container]]:
-    """COCO's archives, downloaded if missing; with a small `fetch.limit` only a part of them."""
+    """Open COCO's archives, and download them if missing. A small `fetch.limit` loads only a
+    part."""
     wanted = dict(zip(("train", "val"), coco.SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
     both = errors.RequestError(
@@ -107,6 +110,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Cont
         )
         for key, archive in wanted.items()
     }
+    # whole archives first, because their names decide the split
     for holding in holdings.values():
         holding.whole()
     if "val" in holdings:
@@ -120,6 +124,7 @@ def _coco(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Cont
     else:
         chosen = dataset.hold_out(holdings["train"].names, settings)
     held_out = chosen["val"] + chosen["test"]
+    # one archive may hold both the training and the held-out images
     needed = {"train": chosen["train"] + ([] if "val" in holdings else held_out), "val": held_out}
     return chosen, {key: holding.ensure(needed[key]) for key, holding in holdings.items()}
 

@@ -2,12 +2,12 @@
 
 A whole archive is downloaded over one connection: `NAME.part` grows at its end, so a killed
 download resumes at its length. Only a file with the right MD5 is renamed to `NAME`, next to
-`NAME.json` (size, MD5); others are moved to `NAME.bad`. The checksum protects against plain HTTP,
-against a file that changes between two requests, and against a wrong server.
+`NAME.json` (size, MD5). A file with another MD5 is moved to `NAME.bad`. The checksum protects
+against plain HTTP, against a file that changes between two requests, and against a wrong server.
 
 With a small `fetch.limit`, single images are read from the remote archive by fsspec, many at a
-time. Each is checked against the CRC-32 in the archive's directory, since the published MD5 is that
-of the whole.
+time. Each is checked against the CRC-32 in the archive's directory, since the published MD5 is the
+MD5 of the whole archive.
 
 The official host's certificate does not match its name, so the TLS address of the same objects is
 tried first.
@@ -46,9 +46,9 @@ TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 MAX_PART = 0.5  # fraction of the archive's bytes above which all of it is downloaded
-READ = 1 << 17  # most bytes per read of a connection
-CONNECT_S = 10.0
-SILENCE_S = 30.0  # without a byte
+READ = 1 << 17  # largest number of bytes per read of a connection
+CONNECT_S = 10.0  # seconds to connect
+SILENCE_S = 30.0  # seconds without a byte, after which a connection is broken
 TRIES = 5  # further tries after a failure without progress
 PROGRESS = 1 << 16  # bytes that count as progress
 BUSY = (408, 416, 425, 429, 500, 502, 503, 504)  # HTTP codes after which a retry may help
@@ -67,7 +67,7 @@ class Archive:
     size: int
 
     def urls(self, mirror: str = "") -> List[str]:
-        """Addresses, the best first; a mirror replaces the official ones."""
+        """Return the addresses, the best first. A mirror replaces the official ones."""
         bases = [mirror.rstrip("/")] if mirror else [TLS, PLAIN]
         return [f"{base}/{self.file}" for base in bases]
 
@@ -77,11 +77,11 @@ VAL2014 = Archive("val2014.zip", "a3d79f5ed8d289b7a7554ce06a5782b3", 40_504, 6_6
 TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287, 19_336_861_798)
 VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_585_330)
 
-# Images of val2014 that are held out (as many as val2017 has); the others are not used
+# Number of images of val2014 that are held out, as many as val2017 has. The others are not used.
 HELD_OUT = 5_000
 
 
-# The archive of the training images, and that of the held-out ones, if these are no part of it
+# The archive of the training images, and the archive of the held-out images if that is another
 SOURCES: Dict[str, Sequence[Archive]] = {
     "coco2014": (TRAIN2014, VAL2014),
     "coco2017": (TRAIN2017, VAL2017),
@@ -90,10 +90,10 @@ SOURCES: Dict[str, Sequence[Archive]] = {
 
 
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
-    """(bytes of the archives, photographs) of a source. 0 where it is unknown before the fetch."""
+    """Return (bytes of the archives, photographs) of a source, 0 if unknown before the fetch."""
     archives = SOURCES.get(source, ())
-    # only a small part of a remote archive is downloaded; one alone holds the training and the
-    # held-out images
+    # With a limit only a part of a remote archive is downloaded. If there is one archive, it holds
+    # the training and the held-out images.
     wanted = limit * (2 if len(archives) == 1 else 1)
     parts = [min(1.0, wanted / archive.images) if limit else 1.0 for archive in archives]
     size = sum(
@@ -102,15 +102,16 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
     if archives:
         count = archives[0].images + HELD_OUT * (len(archives) - 1)
-    # the limit holds for training and for held-out images
+    # the limit is one for training and one for held-out images
     return round(size), min(count, 2 * limit) if limit else count
 
 
 class Holding:
     """An archive that the user gave, that was downloaded before, or that is still remote.
 
-    given: a folder of the zips or of what they unpack to, or the zip itself. "" if there is none.
-    some: only a part of the images is needed, so the remote directory is read before a download.
+    `given` is a folder of the zips or of what they unpack to, or the zip itself. It is "" if there
+    is none. If `some`, only a part of the images is needed, so the remote directory is read before
+    a download.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Holding:
         return sorted(self._remote.members)
 
     def ensure(self, names: Sequence[str]) -> Container:
-        """A container with at least these images."""
+        """Return a container with at least these images. Download what is missing."""
         if self._container is not None:
             return self._container
         assert self._remote is not None
@@ -150,12 +151,13 @@ class Holding:
         return zip_container(target, **self._remote.copy(members, target))
 
     def _zip(self, path: Path) -> Optional[Container]:
-        """The zip at `path`, checked against the published MD5. None if there is no file."""
+        """Open the zip at `path`, checked against the published MD5. Return None if there is no
+        file."""
         known = verify(path, self._archive.md5, self._archives)
         return zip_container(path, **known) if known else None
 
     def _open_given(self, path: Path) -> Container:
-        """The container that the user gave."""
+        """Open the container that the user gave."""
         zipped = self._zip(path) or self._zip(path / self._archive.file)
         if zipped:
             return zipped
@@ -177,18 +179,18 @@ class Holding:
 class RemoteZip:
     """A zip of `size` bytes at the first of `urls` that serves parts of it.
 
-    members: its images by name. Raises WorkError if no address serves them.
+    `members` holds its images by name. Raises WorkError if no address serves them.
     """
 
     def __init__(self, urls: Sequence[str], size: int) -> None:
         self._urls = list(urls)
         self._size = size
         self.members: Dict[str, zipfile.ZipInfo] = {}
-        self._ends: Dict[int, int] = {}  # of each member, by its start
+        self._ends: Dict[int, int] = {}  # where each member ends, by its start
         self._try_each(self._read_directory)
 
     def copy(self, members: Sequence[zipfile.ZipInfo], target: Path) -> Any:
-        """Write a zip of these members to `target`, unless it exists. Returns its facts."""
+        """Write a zip of these members to `target`, unless it exists. Return its facts."""
         rows = [[member.filename, member.file_size, member.CRC] for member in members]
         wanted = hashlib.sha256(json.dumps(rows).encode("utf-8", "surrogateescape")).hexdigest()
         known = read_note(target, target.parent)
@@ -205,7 +207,8 @@ class RemoteZip:
         return write_note(target, facts, target.parent)
 
     def _images(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
-        """The checked bytes of these images, in order."""
+        """Yield the checked bytes of these images, in order. Raises WorkError for a wrong
+        CRC-32."""
         for first in range(0, len(members), TOGETHER):
             group = members[first : first + TOGETHER]
             for member, data in zip(group, self._try_each(self._read_members(group))):
@@ -218,7 +221,7 @@ class RemoteZip:
                     raise WorkError(f"{self._urls[0]}: {reason}") from None
 
     def _read_directory(self, files: Any, url: str) -> None:
-        # COCO's directory has 10 MB, which is read at once
+        # COCO's directory has 10 MB and is read at once
         with files.open(url, size=self._size, block_size=PROGRESS) as stream:
             try:
                 archive = zipfile.ZipFile(stream)
@@ -227,15 +230,16 @@ class RemoteZip:
             except (zipfile.BadZipFile, NotImplementedError) as error:
                 raise WorkError(f"{url}: its directory cannot be read: {error}") from None
         starts = sorted(member.header_offset for member in found)
-        # what follows each member: the next one, or the directory
+        # after each member follows the next one, or the directory
         self._ends = dict(zip(starts, [*starts[1:], archive.start_dir]))
         self.members = {member.filename: member for member in images}
 
     def _read_members(
         self, members: Sequence[zipfile.ZipInfo]
     ) -> Callable[[Any, str], List[bytes]]:
-        """A function that reads what the archive holds of these members, and what is missing when
-        it is called again.
+        """Return a function that reads the bytes of these members.
+
+        If it fails and is called again, it reads only what is missing.
         """
         done: Dict[int, bytes] = {}
 
@@ -253,7 +257,10 @@ class RemoteZip:
         return read
 
     def _try_each(self, action: Callable[[Any, str], Any]) -> Any:
-        """The result of `action` with the first address that works; others are not used again."""
+        """Return the result of `action` with the first address that works.
+
+        Addresses that failed are not used again. Raises WorkError if all fail.
+        """
         import aiohttp
         import fsspec
 
@@ -295,11 +302,12 @@ def download(urls: List[str], target: Path, md5: str, size: int) -> None:
     """Download the file to `target`, and show the progress.
 
     Args:
-        urls: addresses of the same file, the best first; the next one is tried if one fails.
+        urls: addresses of the same file, the best first. If one fails, the next is tried.
         md5, size: published checksum, and length in bytes.
 
-    Raises WorkError if all addresses fail, the checksum is wrong or the disk is too small.
-    `NAME.part` is kept.
+    Raises:
+        WorkError: all addresses fail, the checksum is wrong or the disk is too small. The file
+            `NAME.part` is kept.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
@@ -338,12 +346,12 @@ def _require_space(part: Path, missing: int) -> None:
 
 
 def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
-    """Append to the file up to `size`, from the first address that works."""
+    """Append to the file up to `size`, from the first address that works. Raises WorkError."""
     import requests
     from requests.adapters import HTTPAdapter
     from urllib3 import Retry
 
-    # urllib3 tries again when there is no connection or the server is busy
+    # urllib3 tries again if there is no connection or the server is busy
     retry = Retry(
         TRIES, backoff_factor=0.5, backoff_max=30, status_forcelist=BUSY, retry_after_max=60
     )
@@ -365,7 +373,7 @@ def _append(file: BinaryIO, urls: List[str], size: int, name: str) -> None:
 
 
 def _copy(http: Any, url: str, file: BinaryIO, size: int, bar: Progress) -> str:
-    """Append what is missing. Returns why it broke off, or ""."""
+    """Append what is missing. Return why the transfer broke off, or ""."""
     try:
         for piece in _read(http, url, file.tell(), size):
             file.write(piece)
@@ -376,11 +384,10 @@ def _copy(http: Any, url: str, file: BinaryIO, size: int, bar: Progress) -> str:
 
 
 def _read(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
-    """The bytes from `start` to the end of a file of `size` bytes, as they arrive. A body that
-    breaks off is continued.
+    """Yield the bytes from `start` to the end of a file of `size` bytes, as they arrive.
 
-    Raises Interrupted for an answer that no retry changes, or after `TRIES` bodies without
-    progress.
+    If a body breaks off, the rest is requested. Raises Interrupted for an answer that no retry
+    changes, or after `TRIES` bodies without progress.
     """
     import requests
     import urllib3
@@ -405,13 +412,14 @@ def _read(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
 
 
 def _answer(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
-    """The bytes of one request, perhaps fewer. A server without ranges sends the file from its
-    begin; the bytes before `start` are dropped.
+    """Yield the bytes of one request, perhaps fewer than asked for.
+
+    A server without ranges sends the file from its beginning. The bytes before `start` are dropped.
     """
     headers = {"Range": f"bytes={start}-"} if start else {}
     with http.get(url, headers=headers, stream=True, timeout=(CONNECT_S, SILENCE_S)) as answer:
         skipped = start if _is_whole(answer, start, size) else 0
-        # else the last bytes before a broken connection are lost
+        # With this check the last bytes before a broken connection would be lost
         answer.raw.enforce_content_length = False
         while start < size:
             piece = answer.raw.read1(READ)
@@ -424,7 +432,10 @@ def _answer(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
 
 
 def _is_whole(answer: Any, start: int, size: int) -> bool:
-    """True for the whole file, False for its part from `start` on. Raises for anything else."""
+    """Return True for the whole file, False for its part from `start` on.
+
+    Raises Interrupted or OSError for any other answer.
+    """
     if answer.status_code not in (200, 206):
         raise Interrupted(f"HTTP {answer.status_code}")
     stated = answer.headers.get("Content-Length", "")
@@ -440,10 +451,9 @@ def _is_whole(answer: Any, start: int, size: int) -> bool:
 
 
 def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
-    """Size and MD5 of a local archive, from its note in the folder `notes` or by hashing it. None
-    if there is no archive.
+    """Return size and MD5 of a local archive, from its note in the folder `notes` or by hashing it.
 
-    Raises RequestError if the MD5 is wrong.
+    Returns None if there is no archive. Raises RequestError if the MD5 is wrong.
     """
     if not target.is_file():
         return None
@@ -459,8 +469,9 @@ def verify(target: Path, md5: str, notes: Path) -> Optional[Dict[str, Any]]:
 
 
 def read_note(target: Path, notes: Path) -> Dict[str, Any]:
-    """The content of `notes/NAME.json` about the file `target`; {} if it is missing, damaged, or
-    of another size or time.
+    """Return the content of `notes/NAME.json` about the file `target`.
+
+    It is {} if the note is missing or damaged, or was written for another size or time.
     """
     note = notes / f"{target.name}.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -472,7 +483,7 @@ def read_note(target: Path, notes: Path) -> Dict[str, Any]:
 
 
 def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str, Any]:
-    """Write size and facts to `notes/NAME.json`, with the time of the file. Returns them."""
+    """Write size and facts to `notes/NAME.json`, with the time of the file. Return them."""
     note = notes / f"{target.name}.json"
     stat = target.stat()
     content = {"size": stat.st_size, **facts}
@@ -482,7 +493,7 @@ def write_note(target: Path, facts: Mapping[str, Any], notes: Path) -> Dict[str,
 
 
 def md5_of(path: Path) -> str:
-    """The MD5, which COCO's mirrors publish, in hexadecimal digits."""
+    """Return the MD5, which COCO's mirrors publish, in hexadecimal digits."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):

@@ -1,10 +1,12 @@
-"""Which photographs there are: the manifest that `fetch` writes and every stage reads, the folders,
-zips and lists that it reads, and their split into training, validation and test.
+"""Which photographs there are: the manifest, and the folders, zips and lists that it comes from.
+
+`fetch` writes the manifest, and every stage reads it. The photographs are split into training,
+validation and test.
 
 The manifest has one row for each image, whose columns are the fields of `Entry`. An image is
-`packed` bytes at `offset` of a file: of `member` in a folder, of the archive for a zip. Any number
-of processes read a zip in place, without its index. `source.json` contains the path of each folder
-and zip.
+`packed` bytes at `offset` of a file. This file is `member` in a folder, or the archive for a zip.
+Any number of processes read a zip in place, without its index. `source.json` contains the path of
+each folder and zip.
 """
 
 from __future__ import annotations
@@ -36,14 +38,15 @@ from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val", "test")
-# zip's own numbers
+# numbers of the zip format
 STORED = 0
 DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
+# number of bytes before a member's name
 HEADER = _LOCAL_HEADER.size  # bytes before a member's name
 MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip has about 1
 MAX_IMAGE_BYTES = 512 * 1024 * 1024
-# COCO's file names of 2014, and of 2017
+# names of COCO's files of 2014 and of 2017
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in a view; limits how small images may be
@@ -51,8 +54,8 @@ MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
 # The section of the parameters that says how large the views of a split are
 SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
 
-SEED = 0  # of the hash of names
-Splits = Dict[str, List[str]]  # names by split
+SEED = 0  # seed of the hash of names
+Splits = Dict[str, List[str]]  # names of the images by split
 NO_CONTENTS: Mapping[str, str] = {}
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
@@ -63,7 +66,7 @@ SAMPLE: Dict[str, Tuple[str, ...]] = {
         "motorcycle_right.png", "page.png", "retina.jpg",
     ),
     "val": ("brick.png", "chelsea.png"),
-    # six at least: intervals of fewer photographs decide nothing
+    # There are at least six: intervals of fewer photographs decide nothing.
     "test": ("camera.png", "coffee.png", "coins.png", "grass.png", "gravel.png", "rocket.jpg"),
 }  # fmt: skip
 
@@ -87,29 +90,29 @@ class Entry:
 
     @property
     def photograph(self) -> str:
-        """Identifier of the photograph, by which an overlap with the training is found. "" if it is
-        not known.
+        """Return the identifier of the photograph, by which training overlap is found.
 
-        A photograph of COCO has its number, which is unique over all years, and so the same for
-        smaller or gray copies. Others have CRC-32 and size of the file, which do not depend on its
-        name but change when it is encoded again.
+        It is "" if it is not known. A photograph of COCO has its number, which is unique over all
+        years, and so the same for smaller or gray copies. Other photographs have CRC-32 and size of
+        the file. These do not depend on the name, but change if the file is encoded again.
         """
         numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
-        if numbered and int(numbered[1]) < 1_000_000:  # dates have twelve digits, too
+        if numbered and int(numbered[1]) < 1_000_000:  # a date has twelve digits, too
             return str(int(numbered[1]))
         return f"{self.crc32}-{self.size}" if self.crc32 else ""
 
 
 def write_manifest(path: Path, entries: Iterable[Entry]) -> None:
-    """Write the manifest atomically, sorted by split and name; the same entries give the same
-    bytes.
+    """Write the manifest atomically, sorted by split and name.
+
+    The same entries give the same bytes.
     """
     rows = sorted(entries, key=lambda entry: (entry.split, entry.name))
     write_csv(path, [[field.name for field in fields(Entry)], *(astuple(row) for row in rows)])
 
 
 def read_manifest(path: Path) -> List[Entry]:
-    """Read a manifest. Raises RequestError naming the line that is wrong."""
+    """Read a manifest. Raises RequestError, which names the wrong line."""
     try:
         with path.open(newline="", encoding="utf-8", errors="surrogateescape") as stream:
             rows = list(csv.DictReader(stream))
@@ -143,11 +146,11 @@ class ImageSet:
     containers: Dict[str, str]
 
     def entries(self, split: str) -> List[Entry]:
-        """The entries of `train`, `val` or `test`, sorted by name."""
+        """Return the entries of "train", "val" or "test", sorted by name."""
         return [entry for entry in self.listed if entry.split == split]
 
     def read(self, entry: Entry) -> bytes:
-        """The bytes of the image file. Raises BadImage when they changed since `fetch`."""
+        """Return the bytes of the image file. Raises BadImage if they changed since `fetch`."""
         root = self.containers[entry.container]
         path = root if entry.offset else os.path.join(root, entry.member)
         try:
@@ -160,7 +163,7 @@ class ImageSet:
 
 
 def open_manifest(folder: Path) -> ImageSet:
-    """Open the folder that `fetch` wrote. Raises RequestError when it is missing or incomplete.
+    """Open the folder that `fetch` wrote. Raises RequestError if it is missing or incomplete.
 
     Paths in source.json are relative to that folder, so a clone can be moved.
     """
@@ -187,12 +190,13 @@ def open_manifest(folder: Path) -> ImageSet:
 
 
 def unpack(data: bytes, entry: Entry) -> bytes:
-    """Unpack the bytes of an image. Raises BadImage unless its size and CRC-32 are as the entry
-    states.
+    """Unpack the bytes of an image.
+
+    Raises BadImage unless its size and CRC-32 are as the entry states.
     """
     if entry.method == DEFLATED:
         try:
-            # Bounded, against zip bombs
+            # At most one byte more than stated is unpacked, against zip bombs
             data = zlib.decompressobj(-15).decompress(data, entry.size + 1)
         except zlib.error as error:
             raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
@@ -204,7 +208,8 @@ def unpack(data: bytes, entry: Entry) -> bytes:
 
 
 def file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
-    """The entry of a file under `root`, also of an unreadable one, which `keypoints` reports."""
+    """Make the entry of a file under `root`. An unreadable file has one, too: `keypoints` reports
+    it."""
     try:
         data = (root / name).read_bytes()
     except OSError:
@@ -214,15 +219,17 @@ def file_entry(root: Path, name: str, split: str = "", container: str = "") -> E
 
 
 def sample_folder() -> Path:
-    """Folder of the bundled photographs."""
+    """Return the folder of the bundled photographs."""
     import skimage
 
     return Path(skimage.__file__).parent / "data"
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into `target` and return their entries, with the splits of
+    """Copy the bundled photographs into `target`. Return their entries, with the splits of
     `SAMPLE`.
+
+    Raises RequestError if scikit-image lacks one of them.
     """
     origin = sample_folder()
     target.mkdir(parents=True, exist_ok=True)
@@ -245,26 +252,27 @@ def copy_sample(target: Path) -> List[Entry]:
 
 @dataclass(frozen=True)
 class Container:
-    """A folder or zip of images, and which of them are meant."""
+    """A folder or zip of images, and which of its images are meant."""
 
     path: Path
-    names: List[str]  # of the images, sorted, relative to it
-    # For source.json, such as the SHA-256 of an archive
+    names: List[str]  # names of the images, sorted, relative to it
+    # What source.json says about it, such as the SHA-256 of an archive
     facts: Dict[str, Any] = field(default_factory=dict)
-    members: Optional[Dict[str, zipfile.ZipInfo]] = None  # of a zip, by name; a folder has none
+    # members of a zip by name; None for a folder
+    members: Optional[Dict[str, zipfile.ZipInfo]] = None
 
-    _read: Dict[str, Entry] = field(default_factory=dict)  # entries so far, by name
+    _read: Dict[str, Entry] = field(default_factory=dict)  # entries that were read so far, by name
 
     @cached_property
     def contents(self) -> Dict[str, str]:
-        """What tells images with other bytes apart, by name."""
+        """Return by name what tells images with other bytes apart."""
         entries = self.entries(self.names)
         return {e.name: f"{e.size}-{e.crc32}" if e.crc32 else e.name for e in entries}
 
     def entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:
-        """Manifest entries of some of its images, each of which is read once.
+        """Return the manifest entries of some of its images. Each image is read only once.
 
-        key: name of this container in source.json.
+        `key` is the name of this container in source.json.
         """
         new = [name for name in names if name not in self._read]
         shown = {"total": len(new), "desc": "reading images", "unit": "image"}
@@ -284,8 +292,8 @@ class Container:
 def open_container(path: Union[str, Path], root: str = "") -> Container:
     """Open a folder, a .zip, a .txt list of images or a .json in COCO's annotation format.
 
-    root: folder (or zip) to which the names in a list or annotation file are relative. If "", the
-    file's own folder is used.
+    The names in a list or annotation file are relative to `root`, which may be a zip. If it is "",
+    they are relative to the file's own folder.
 
     Raises RequestError if there is nothing at `path`, no image in it, or a name that leads outside.
     """
@@ -318,7 +326,8 @@ def _folder(path: Path) -> Container:
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
-    """All images of an archive, read in place. Raises RequestError for a damaged or unsafe one."""
+    """Open all images of an archive, read in place. Raises RequestError if it is damaged or
+    unsafe."""
     try:
         with zipfile.ZipFile(path) as archive:
             found = archive.infolist()
@@ -331,11 +340,11 @@ def zip_container(path: Path, **facts: Any) -> Container:
 
 
 def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Container:
-    """The container `root` with the names that the file `path` lists. A missing file is reported
-    when it is read.
+    """Open the container `root` with the names that the file `path` lists.
 
     A name without a folder is also searched below `root`, since COCO's annotations name files
-    without their folder. anywhere: search every name that is not in its place.
+    without their folder. If `anywhere`, every name that is not in its place is searched. A missing
+    file is reported when it is read.
     """
     if not root.exists():
         raise RequestError(
@@ -345,6 +354,7 @@ def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Con
     members = {_composed(name): name for name in zipped.names} if zipped else {}
     chosen = []
     missing = []
+    # every name in its place
     for name in names:
         relative = _relative(name, root, path, anywhere)
         place = members.get(_composed(relative)) if zipped else spelled_as_file(root, relative)
@@ -354,7 +364,7 @@ def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Con
             chosen.append(place)
     searched = {name for name in missing if anywhere or "/" not in name}
     if searched:
-        # the first file of that name in a folder below
+        # the first file of the same name in a folder below
         whole = zipped or _folder(root)
         by_file = {_composed(name).rpartition("/")[2]: name for name in reversed(whole.names)}
         found = {name: by_file.get(_composed(name).rpartition("/")[2]) for name in searched}
@@ -368,13 +378,16 @@ def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Con
 
 
 def _composed(name: str) -> str:
-    """A name with accented letters as one character, as most systems but a Mac spell them."""
+    """Return a name with accented letters as one character, as most systems but a Mac spell
+    them."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))
 
 
 def _relative(name: str, root: Path, path: Path, anywhere: bool) -> str:
-    """The name relative to `root`. One that leads outside raises RequestError, or is cut to its
-    file name if it may be anywhere below.
+    """Return the name relative to `root`.
+
+    If a name leads outside, it is cut to its file name if `anywhere`. Otherwise RequestError is
+    raised.
     """
     top = os.path.abspath(root)
     place = os.path.abspath(os.path.join(top, name))
@@ -388,10 +401,11 @@ def _relative(name: str, root: Path, path: Path, anywhere: bool) -> str:
 
 
 def _annotated(path: Path) -> List[str]:
-    """The image files that a COCO annotation file names, also one of another program.
+    """Return the image files that a COCO annotation file names, also one of another program.
 
-    Label Studio writes backslashes, `../` and addresses of its server, LVIS `coco_url` in place of
-    `file_name`, and programs on Windows a byte order mark.
+    Label Studio writes backslashes, `../` and addresses of its server. LVIS writes `coco_url` in
+    place of `file_name`. Programs on Windows write a byte order mark. Raises RequestError if it is
+    no such file.
     """
     try:
         content = json.loads(path.read_bytes())  # UTF-8, UTF-16 or UTF-32
@@ -417,8 +431,9 @@ def _annotated(path: Path) -> List[str]:
 
 
 def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
-    """The photographs among the members, sorted by name. Raises RequestError that names an unsafe
-    member.
+    """Return the photographs among the members, sorted by name.
+
+    Raises RequestError, which names the member, if one is unsafe.
     """
     images = [member for member in members if is_photo(member.filename)]
     seen = set()
@@ -433,7 +448,8 @@ def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipf
 
 
 def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
-    """Why a member is unsafe, or None. Nothing is unpacked, but names appear in other files."""
+    """Say why a member is unsafe, or return None. Nothing is unpacked, but names go to other
+    files."""
     name = member.filename
     if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
         return "points outside the archive"
@@ -449,8 +465,9 @@ def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
 
 
 def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
-    """The entry of a member, by its local header, without split and container. Raises RequestError
-    for bytes that are no header.
+    """Make the entry of a member from its local header, without split and container.
+
+    Raises RequestError if the bytes are no header.
     """
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
@@ -465,13 +482,13 @@ def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
 
 
 def smallest_image(view_size: Size) -> Size:
-    """The smallest image (width, height) that a view of this size can be cut from."""
+    """Return the smallest image (width, height) that a view of this size can be cut from."""
     width, height = (math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
     return width, height
 
 
 def smallest_images(sections: Params) -> Dict[str, Size]:
-    """The smallest image of each split for the views of these parameters."""
+    """Return the smallest image (width, height) of each split for the views of these parameters."""
     owners = {split: getattr(sections, name) for split, name in SECTION_OF.items()}
     return {split: smallest_image((owner.width, owner.height)) for split, owner in owners.items()}
 
@@ -490,19 +507,20 @@ def require_size(name: str, image_size: Size, view_size: Size) -> None:
 
 
 def hash_fraction(seed: int, name: str) -> float:
-    """A number in [0, 1) from a name, which does not depend on other images."""
+    """Return a number in [0, 1) for a name, which does not depend on other images."""
     digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
-    """The splits of the user's own images and their containers: one set with a part held out, or
-    two sets.
+    """Split the user's own images: one set of which a part is held out, or two sets.
 
-    Raises RequestError if a path is wrong, or no image is left to train or to validate.
+    Returns the names by split, and the containers. Raises RequestError if a path is wrong, or no
+    image is left to train or to validate.
     """
     held = {"train": open_container(settings.path, settings.root)}
     contents = held["train"].contents
+    # two sets: training images that are copies of held-out ones are left out
     if settings.val_path:
         held["val"] = open_container(settings.val_path, settings.root)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
@@ -528,7 +546,8 @@ def hold_out(
     together.
     """
     different = _different(names, contents)
-    # in a small set chance could hold out too few: take the fraction itself, and enough to judge by
+    # In a small set chance could hold out too few. Take the fraction itself, and enough to judge
+    # by.
     at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
     parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
     return split_names(*parts, settings, contents)
@@ -546,7 +565,7 @@ def split_names(
     tested = round(settings.test_fraction * _different(held_out, contents))
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(_different(held_out, contents) - tested, 16))
-    # with the seed of the hold-out, every held-out image would have a small hash and go to test
+    # With the seed of the hold-out, every held-out image would have a small hash and go to test
     val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
     return {"train": train, "val": val, "test": test}
 
@@ -559,11 +578,11 @@ def divide(
     keep: int = 1,
     contents: Mapping[str, str] = NO_CONTENTS,
 ) -> Tuple[List[str], List[str]]:
-    """(kept, held out), each sorted. The hash of a name decides, so other images do not move it.
+    """Divide the names into (kept, held out), each sorted.
 
-    With a fraction between 0 and 1, keeps at least `keep` images, and holds out at least `at_least`
-    if possible.
-    contents: what tells images apart. Copies go where their first one goes, and count as one image.
+    The hash of a name decides, so other images do not move it. With a fraction between 0 and 1, at
+    least `keep` images are kept and, if possible, at least `at_least` are held out. `contents`
+    tells different images apart. Copies go where the first of them goes, and count as one image.
     """
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
@@ -578,20 +597,21 @@ def divide(
 
 
 def _different(names: Sequence[str], contents: Mapping[str, str]) -> int:
-    """Number of images, copies counted once."""
+    """Return the number of images, with copies counted once."""
     return len({contents.get(name, name) for name in names})
 
 
 def container_of(split: str, held: Mapping[str, Container]) -> str:
-    """The container of a split: val and test are in "val", if there is one."""
+    """Return the container of a split. The splits val and test are in "val", if there is one."""
     return "val" if split != "train" and "val" in held else next(iter(held))
 
 
 def require_usable(
     splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]
 ) -> None:
-    """Raises RequestError if no image of a split can be read and is as large as `smallest[split]`
-    (pixels).
+    """Check that each split has an image that can be read and is as large as `smallest[split]`.
+
+    Sizes are (width, height) px. Raises RequestError if a split has none.
     """
     for split, size in smallest.items():
         names = splits[split]
@@ -606,7 +626,7 @@ def require_usable(
 
 
 def _is_usable(container: Container, name: str, size: Size) -> bool:
-    """Whether an image can be read and has at least this size."""
+    """Return whether an image can be read and has at least this size."""
     try:
         data = ImageSet((), {"": str(container.path)}).read(*container.entries([name]))
         height, width = decode_gray(data).shape
@@ -616,8 +636,9 @@ def _is_usable(container: Container, name: str, size: Size) -> bool:
 
 
 def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
-    """Raise RequestError without train or val images. Without test images, the evaluation uses the
-    val images.
+    """Raise RequestError if there are no train or no val images.
+
+    Test images may be missing. The evaluation then uses the val images.
     """
     empty = [split for split in ("train", "val") if not splits[split]]
     if not empty:
@@ -632,8 +653,9 @@ def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
 
 
 def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
-    """At most `fetch.limit` names, those with the smallest hashes. A larger limit keeps the choice
-    of a smaller one.
+    """Return at most `fetch.limit` names, those with the smallest hashes.
+
+    A larger limit keeps the choice of a smaller one.
     """
     ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
     return sorted(ranked[: settings.limit or None])

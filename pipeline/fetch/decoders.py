@@ -1,8 +1,8 @@
-"""Decode 8-bit JPEG by torchvision or NVIDIA DALI: on the GPU where there is one, else on the CPU.
+"""Decode 8-bit JPEG by torchvision or NVIDIA DALI, on the GPU if there is one, else on the CPU.
 
-Both decode in the process that feeds the workers, which then get pixels instead of bytes: DALI has
-one pipeline for each rank, not one CUDA context for each worker. Pillow, the default, decodes in
-the workers. OpenCV does warping and photometric distortion (docs/data.md says why).
+Both decode in the process that feeds the workers, which then get pixels instead of bytes. DALI thus
+has one pipeline for each rank, and not one CUDA context for each worker. Pillow, the default,
+decodes in the workers. OpenCV does warping and photometric distortion (docs/data.md says why).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Work = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray
 
 
 def require(decoder: str) -> None:
-    """Raise RequestError, naming the package to install, where a decoder is missing."""
+    """Raise RequestError, which names the package to install, if a decoder is missing."""
     if decoder == "dali":
         _import_dali()
     elif decoder == "torchvision":
@@ -33,12 +33,11 @@ def require(decoder: str) -> None:
 
 
 def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iterable[Work]:
-    """Each entry in order with its gray pixels, (H, W) uint8; without them if Pillow is to decide:
-    other files than plain JPEG, and those that the decoder refuses.
+    """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
 
-    decoder: "pillow", "torchvision" or "dali".
-    Gray is the luma of the file (ITU-R BT.601): on a CPU the same pixels as Pillow's; nvJPEG may
-    differ by a few levels.
+    An entry is alone if Pillow is to decode it: files that are no plain JPEG, and files that the
+    decoder refuses. `decoder` is "pillow", "torchvision" or "dali". Gray is the luma of the file
+    (ITU-R BT.601). On a CPU the pixels are the same as Pillow's. nvJPEG may differ by a few levels.
     """
     if decoder == "pillow":
         return entries
@@ -46,7 +45,7 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
 
 
 def read_jpeg(images: ImageSet, entry: Entry) -> Optional[bytes]:
-    """The bytes of an 8-bit JPEG of one or three components. None for all others."""
+    """Return the bytes of an 8-bit JPEG of one or three components, and None for other files."""
     with contextlib.suppress(BadImage):
         data = images.read(entry)
         if is_plain_jpeg(data, entry.name):
@@ -55,7 +54,7 @@ def read_jpeg(images: ImageSet, entry: Entry) -> Optional[bytes]:
 
 
 def gpu_index() -> Optional[int]:
-    """Index of this rank's GPU, None without one."""
+    """Return the index of this rank's GPU, or None if there is no GPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -66,9 +65,9 @@ def gpu_index() -> Optional[int]:
 
 
 def _import_torchvision() -> Any:
-    """torchvision.io. Raises RequestError where it is missing or cannot decode.
+    """Import torchvision.io. Raises RequestError if it is missing or cannot decode.
 
-    A CUDA build does not load with a CPU build of torch, which shows only when a decoder is used:
+    A CUDA build does not load with a CPU build of torch. This shows only when a decoder is used:
     torch 1.10 raises RuntimeError, torch 2 AttributeError.
     """
     import torch
@@ -87,7 +86,7 @@ def _import_torchvision() -> Any:
 
 
 def decode_by_torchvision(images: ImageSet, entries: Iterable[Entry]) -> Iterator[Work]:
-    """`decode_all` by libjpeg or nvJPEG, one image after another."""
+    """Decode as `decode_all` does, by libjpeg or nvJPEG, one image after another."""
     import torch
 
     io = _import_torchvision()
@@ -98,7 +97,7 @@ def decode_by_torchvision(images: ImageSet, entries: Iterable[Entry]) -> Iterato
         if data is None:
             yield entry
             continue
-        # copied, since torch warns about read-only memory
+        # It is copied, because torch warns about read-only memory
         encoded = torch.from_numpy(np.frombuffer(data, np.uint8).copy())
         try:
             pixels = io.decode_jpeg(encoded, io.ImageReadMode.GRAY, device=device)[0]
@@ -112,7 +111,7 @@ def decode_by_torchvision(images: ImageSet, entries: Iterable[Entry]) -> Iterato
 
 
 def _import_dali() -> None:
-    """Raise RequestError with the pip package where DALI is missing."""
+    """Raise RequestError, which names the pip package, if DALI is missing."""
     from pipeline import compat
 
     try:
@@ -127,12 +126,13 @@ def _import_dali() -> None:
 def decode_by_dali(
     images: ImageSet, entries: Iterable[Entry], batch: int = BATCH
 ) -> Iterator[Work]:
-    """`decode_all` in batches. Pillow decides on all of a batch that DALI refuses."""
+    """Decode as `decode_all` does, in batches. If DALI refuses a batch, Pillow decodes all of
+    it."""
     pipeline: Any = None
     before: List[Tuple[Entry, Optional[bytes]]] = []
     left = iter(entries)
     while True:
-        # read this batch while DALI decodes the one before
+        # read this batch while DALI decodes the previous one
         batch_read = [(entry, read_jpeg(images, entry)) for entry in islice(left, batch)]
         try:
             done = _finish(pipeline, before)
@@ -140,7 +140,7 @@ def decode_by_dali(
             print(
                 f"DALI gave up on a batch, Pillow decodes it: {_last_line(error)}", file=sys.stderr
             )
-            pipeline = None  # cannot be used after an error
+            pipeline = None  # it cannot be used after an error
             done = [entry for entry, _ in before]
         jpegs = [np.frombuffer(data, np.uint8) for _, data in batch_read if data is not None]
         if jpegs:
@@ -154,7 +154,7 @@ def decode_by_dali(
 
 
 def _pipeline(batch: int) -> Any:
-    """Bytes to gray pixels, as stored (EXIF orientation ignored, as everywhere in the project)."""
+    """Build a pipeline from bytes to gray pixels as stored, without rotation by EXIF."""
     from nvidia.dali import backend, fn, pipeline_def, types
 
     device = gpu_index()
@@ -174,8 +174,9 @@ def _pipeline(batch: int) -> Any:
 
 
 def _finish(pipeline: Any, scheduled: List[Tuple[Entry, Optional[bytes]]]) -> List[Work]:
-    """The scheduled batch with pixels in place of bytes. Raises RuntimeError where DALI refuses one
-    of the files.
+    """Return the scheduled batch with pixels in place of bytes.
+
+    Raises RuntimeError if DALI refuses one of the files.
     """
     done: List[Work] = [entry for entry, _ in scheduled]
     places = [place for place, (_, data) in enumerate(scheduled) if data is not None]
@@ -183,9 +184,9 @@ def _finish(pipeline: Any, scheduled: List[Tuple[Entry, Optional[bytes]]]) -> Li
         (output,) = pipeline.share_outputs()
         pixels = output.as_cpu() if hasattr(output, "as_cpu") else output
         for index, place in enumerate(places):
-            # copied, since DALI reuses the memory
+            # (H, W, 1) becomes (H, W), copied because DALI reuses the memory
             done[place] = scheduled[place][0], np.array(pixels.at(index))[:, :, 0]
-        pipeline.release_outputs()  # the next batch is decoded into them
+        pipeline.release_outputs()  # the next batch is decoded into the same memory
     return done
 
 
