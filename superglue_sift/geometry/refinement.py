@@ -1,13 +1,13 @@
 """Refine matches to a fraction of a pixel by the pixels around them.
 
-SIFT's positions scatter by some tenths of a pixel, those of large keypoints by several pixels.
-After matching, a patch of 21x21 samples of image 0, warped by the local affine map between the
-images, is shifted until it fits image 1 best.
+SIFT's positions scatter by some tenths of a pixel, and for large keypoints by several pixels. After
+matching, a patch of 21x21 samples of image 0 is warped by the local affine map between the images,
+and shifted until it fits image 1 best.
 
 - Residual: both patches are normalized to weighted mean 0 and deviation 1, which removes gain and
   offset.
-- Steps: Gauss-Newton on the two numbers of the shift. Its Hessian is computed once on the patch of
-  image 0 (inverse compositional alignment; Baker and Matthews 2004). All matches are refined
+- Steps: Gauss-Newton finds the two numbers of the shift. Its Hessian is computed once, on the patch
+  of image 0 (inverse compositional alignment; Baker and Matthews 2004). All matches are refined
   together, on any torch device.
 - Scale: samples are one pixel of the coarser image apart. The finer image is sampled from the
   pyramid level of that resolution. Large keypoints, and matches that start far off, are refined on
@@ -15,9 +15,9 @@ images, is shifted until it fits image 1 best.
 - Blur: if one image is blurred more (focus, motion), the other is blurred as much, and refined
   again. Patches of unequal sharpness have no common minimum. At 2 px of blur, this reduces errors
   to a fifth.
-- Deviation: from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a direction
-  without structure, as along a straight edge, the match does not move. Added blur makes residuals
-  of neighbours alike.
+- Deviation: it comes from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a
+  direction without structure, as along a straight edge, the match does not move. Added blur makes
+  residuals of neighbouring samples alike, which the covariance takes into account.
 """
 
 from __future__ import annotations
@@ -40,26 +40,29 @@ Device = Union[str, torch.device]
 # Patches
 RADIUS = 10  # a patch has SIDE^2 samples
 SIDE = 2 * RADIUS + 1
-WIDTH = 5.0  # deviation of the Gaussian that weighs them
+WIDTH = 5.0  # deviation of the Gaussian that weighs the samples
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
-CORRELATED = 6.0  # samples of a smoothed image per independent one
-FLAT = 0.5  # standard deviation, gray levels, below which a patch has no structure
-EDGE = 0.02  # ratio of eigenvalues of the Hessian below which the weaker direction has no structure
+CORRELATED = 6.0  # so many samples of a smoothed image say as much as an independent one
+FLAT = 0.5  # a patch below this standard deviation in gray levels has no structure
+# A direction has no structure if its eigenvalue of the Hessian is below this part of the larger
+# eigenvalue.
+EDGE = 0.02
 # The search
 MAX_ZOOM = 8.0  # maximum magnification between the images
 COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
 COARSER = 3  # maximum number of coarser levels
-ITERATIONS = 8  # of Gauss-Newton
-# Lengths in samples of a patch, which are a pixel apart without magnification
-LONGEST = 1.0  # longest step
+ITERATIONS = 8  # maximum number of steps of Gauss-Newton
+# These lengths are in samples of a patch, which are a pixel apart without magnification.
+LONGEST = 1.0  # longer steps are cut to this length
 SETTLED = 0.003  # a match with a shorter step has converged
-# A match is rejected if it moves farther on one level, has a larger deviation, or correlates less
+# A match is rejected if it moves farther than this on one level, has a larger deviation, or
+# correlates less.
 FARTHEST = 3.0
 MAX_DEVIATION = 0.5
 MIN_CORRELATION = 0.6
 MAX_BLUR = 8.0  # maximum deviation of the added blur
-BLURRED = 0.35  # log ratio of gradient energies above which one image counts as blurred more
-# Ratio of deviations, with and without equal sharpness, below which the former is kept
+BLURRED = 0.35  # one image counts as blurred more above this log ratio of gradient energies
+# The result with equal sharpness is kept if its deviations are below this part of the others.
 SHARPER = 0.85
 
 
@@ -70,10 +73,14 @@ def refine(
     records1: np.ndarray,
     device: Device = "cpu",
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Refine K matches of two images. Does not raise for any images and finite positions.
+    """Refine K matches of two images. Any images and finite positions are accepted.
 
-    gray0, gray1: (H, W) uint8. records0, records1: (K,) keypoint records (`sift.KEYPOINT`); entry k
-    of one matches entry k of the other. Returns what `refine_points` returns.
+    gray0, gray1: (H, W) uint8.
+    records0, records1: (K,) keypoint records (`sift.KEYPOINT`). Entry k of one matches entry k of
+        the other.
+    device: torch device for the computation.
+
+    Returns the same as `refine_points`.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
     maps = two_view.local_maps(points0, points1, similarities(records0, records1))
@@ -89,21 +96,26 @@ def refine_points(
     scales: Union[float, np.ndarray] = COARSE_PX,
     device: Device = "cpu",
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Move points of any kind in image 1 to what their partners in image 0 show.
+    """Move points of any kind in image 1 to the place that their partners in image 0 show.
 
     Args:
+        gray0, gray1: (H, W) uint8.
         points0, points1: (K, 2) px.
         maps: (K, 2, 2) local affine maps 0 -> 1.
         scales: (K,) diameters in px of image 1, which choose the coarsest level of a match.
+        device: torch device for the computation.
 
     Returns:
-        points1 (K, 2) float32 px; deviations (K,) float32, the standard deviation in px of image 1
-        along each axis, NaN where refinement failed and the point is where it was; correlations
-        (K,) float32, -1 to 1, of both patches, NaN where a patch leaves its image or is flat.
+        points1: (K, 2) float32 px.
+        deviations: (K,) float32, the standard deviation in px of image 1 along each axis. It is NaN
+            where refinement failed, and the point is then where it was.
+        correlations: (K,) float32 of both patches, from -1 to 1. It is NaN where a patch leaves its
+            image or is flat.
     """
     start0, start1 = (np.asarray(points, np.float32) for points in (points0, points1))
     if not len(start0):
         return start1, np.zeros(0, np.float32), np.zeros(0, np.float32)
+    # Large keypoints start on a coarser level, one for each doubling of the diameter.
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
@@ -113,6 +125,8 @@ def refine_points(
         work.run(levels)
         sharpness = work.sharpness()
         if abs(sharpness) > BLURRED:
+            # One image is blurred more: refine again with equal sharpness, and keep the better
+            # result.
             images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begin)
             again = begin(images[0], images[1])
             again.run(levels, blur)
@@ -125,7 +139,10 @@ def refine_points(
 
 
 def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """Maps (K, 2, 2) 0 -> 1 by the keypoints' scales and angles, or the identity without these."""
+    """Return maps 0 -> 1 (K, 2, 2) by the keypoints' scales and angles.
+
+    Keypoints without a scale get only the rotation.
+    """
     scales = np.stack([records0["scale"], records1["scale"]])
     scales[:, (scales <= 0).any(0)] = 1.0
     ratio = (scales[1] / scales[0]).astype(np.float64)
@@ -138,12 +155,17 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
 def _equally_sharp(
     gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begin: Callable[..., _Work]
 ) -> Tuple[List[np.ndarray], float]:
-    """Blur the sharper image until patches of both have the same gradient energy.
+    """Blur the sharper image until patches of both images have the same gradient energy.
 
-    first: whether image 0 is the sharper one. Returns both images, and the deviation of the added
-    blur in samples.
+    work: the matches, refined without added blur.
+    first: whether image 0 is the sharper one.
+    begin: creates the state of the same matches for two images.
+
+    Returns both images, and the deviation of the added blur in samples.
     """
-    pixel = float((work.step0 if first else work.step1).median())  # of the image to be blurred
+    pixel = float(
+        (work.step0 if first else work.step1).median()
+    )  # a sample in px of the sharper image
     sharp = (gray0 if first else gray1).astype(np.float32)
 
     def blur(deviation: float) -> List[np.ndarray]:
@@ -152,6 +174,7 @@ def _equally_sharp(
 
     least = 0.0
     most = MAX_BLUR
+    # Bisect for the deviation of the blur.
     while most - least > 0.15:
         middle = (least + most) / 2
         if (begin(*blur(middle)).sharpness() > 0) == first:
@@ -163,9 +186,12 @@ def _equally_sharp(
 
 
 class _Work:
-    """State of K matches: shift (K, 2) in px of image 1; deviation, plain and correlation (K,).
+    """State of K matches while they are refined.
 
-    The last three are NaN where unknown. plain is the deviation without regard to added blur.
+    shift: (K, 2) px of image 1, how far each match has moved.
+    deviation: (K,) px of image 1, the standard deviation along each axis.
+    plain: (K,), the deviation without regard to added blur.
+    correlation: (K,), of both patches. The last three are NaN where they are not known.
     """
 
     def __init__(
@@ -177,10 +203,11 @@ class _Work:
         maps: np.ndarray,
         device: Device,
     ) -> None:
+        # Matches with an unusable map take no part, and get the identity.
         numbers = np.column_stack([points0, points1, maps.reshape(-1, 4)])
         usable = np.all(np.isfinite(numbers), axis=1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
-        # Along the direction of most magnification
+        # Magnification along the direction where it is largest
         scale = np.linalg.norm(maps, ord=2, axis=(1, 2))
         usable &= (
             (scale < MAX_ZOOM)
@@ -189,13 +216,14 @@ class _Work:
         )
         maps = np.where(usable[:, None, None], maps, np.eye(2))
         scale = np.where(usable, scale, 1.0)
-        # Sampling distance, px of image 0: one px of the coarser image
+        # Samples are one px of the coarser image apart. step0 is this distance in px of image 0.
         step0 = np.maximum(1.0, 1.0 / scale)
         octaves = np.log2(np.stack([step0, step0 * scale]))
         levels = COARSER + int(np.ceil(octaves.max()))
         self.usable = torch.as_tensor(usable, device=device)
         self.step0 = to_tensor(step0, device)
         self.step1 = to_tensor(step0 * scale, device)
+        # (K, 2, 2): how far one sample to the right, and one down, is in px of each image
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
         self.views = [
             _View(
@@ -218,21 +246,22 @@ class _Work:
     def run(self, coarsest: Tensor, blur: float = 0.0) -> None:
         """Refine each match from its coarsest level (K,) to the finest.
 
-        Failures are refined again from one level up. blur: deviation of the blur that was added to
-        one image, in samples of the finest level.
+        Matches that fail are refined again from one level up. blur: deviation of the blur that was
+        added to one image, in samples of the finest level.
         """
         self.blur = blur
         for level in range(COARSER, -1, -1):
             self._refine(level, coarsest >= level)
+        # Matches that started on the finest level may have been too far off.
         again = torch.isnan(self.deviation) & (coarsest == 0)
         self._refine(1, again)
         self._refine(0, again & ~torch.isnan(self.deviation))
 
     def sharpness(self) -> float:
-        """Median log ratio of the gradient energies of both patches, per variance.
+        """Return the median log ratio of the gradient energies of both patches, per variance.
 
-        Above 0, image 0 is sharper. It is 0 without patches inside both images. SIFT's positions
-        are accurate enough for it.
+        Above 0, image 0 is sharper. It is 0 if no patches lie inside both images. SIFT's positions
+        are accurate enough for this.
         """
         usable = self.usable
         energies = []
@@ -244,20 +273,23 @@ class _Work:
         return float(ratios.median()) if len(ratios) else 0.0
 
     def _refine(self, level: int, chosen: Tensor) -> None:
-        """Refine the chosen matches (K,) on one level; keep the state of those that fail."""
+        """Refine the chosen matches (K,) bool on one level. Those that fail keep their state."""
         rows = torch.nonzero(chosen & self.usable).flatten()
         if not len(rows):
             return
         view0, view1 = self.views
         pyramid = view1.pyramid
+        # Prepare the patches (n, (SIDE + 2)^2) of image 0, with a margin for the gradient.
         at0, level0 = view0.places(self.offsets, rows, level)
         template = Template(view0.pyramid.read(view0.pyramid.grid(at0, level0)), self.weight)
+        # Shift the patches (n, SIDE^2) of image 1.
         at1, level1 = view1.places(self.inner, rows, level, self.shift[rows])
         frame = view1.frame[rows] * 2.0**level
         grid = pyramid.grid(at1, level1)
         unit = pyramid.unit[level1]
         moved = _descend(template, pyramid, frame, grid, unit)
         shift = (frame @ moved[..., None])[..., 0]
+        # Measure how well the shifted patches fit, and decide which are kept.
         _, correlation = template.step(pyramid.read(grid + (shift * unit)[:, None]))
         inside = view0.pyramid.holds(at0, level0) & pyramid.holds(at1 + shift[:, None], level1)
         correlation = correlation.masked_fill(~inside, float("nan"))
@@ -268,6 +300,7 @@ class _Work:
             & (moved.norm(dim=1) < FARTHEST)
             & (plain < MAX_DEVIATION)
         )
+        # Write the state back, in px of image 1.
         sample = self.step1[rows] * float(2**level)
         unset = torch.isnan(self.deviation[rows])
         self.correlation[rows] = torch.where(good | unset, correlation, self.correlation[rows])
@@ -279,13 +312,15 @@ class _Work:
 def _descend(
     template: Template, pyramid: Pyramid, frame: Tensor, grid: Tensor, unit: Tensor
 ) -> Tensor:
-    """Gauss-Newton: how far (n, 2) patches of image 1 move, in samples of a level.
+    """Find by Gauss-Newton how far (n, 2) patches of image 1 move, in samples of a level.
 
-    frame: (n, 2, 2), a sample in px. grid: (n, s s, 2) where they start. unit: (n, 2), a px in the
-    units of the grid.
+    frame: (n, 2, 2), a sample in px.
+    grid: (n, SIDE^2, 2), where the patches start.
+    unit: (n, 2), a px in the units of the grid.
     """
     moved = torch.zeros_like(unit)
-    left = torch.arange(len(moved), device=moved.device)  # matches that have not converged
+    # Indices of the matches that have not converged
+    left = torch.arange(len(moved), device=moved.device)
     of_left = [template, frame, grid, unit]
     for _ in range(ITERATIONS):
         patch, frame, grid, unit = of_left
@@ -294,7 +329,7 @@ def _descend(
         length = step.norm(dim=1, keepdim=True)
         moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
         moving = length[:, 0] > SETTLED
-        if 2 * int(moving.sum()) < len(left):  # dropping fewer takes longer than moving them
+        if 2 * int(moving.sum()) < len(left):  # dropping few takes longer than moving them
             left = left[moving]
             of_left = [each[moving] for each in of_left]
         if not len(left):
@@ -305,7 +340,10 @@ def _descend(
 class _View(NamedTuple):
     """An image and K points in it.
 
-    points: (K, 2) px. frame: (K, 2, 2), a sample in px. octave: (K,), log of a sample in px.
+    points: (K, 2) px.
+    frame: (K, 2, 2), how far the next samples to the right and down are, in px.
+    octave: (K,), log2 of a sample in px.
+    pyramid: the levels of the image.
     """
 
     points: Tensor
@@ -320,8 +358,10 @@ class _View(NamedTuple):
         level: int = 0,
         shift: Union[float, Tensor] = 0.0,
     ) -> Tuple[Tensor, Tensor]:
-        """Samples (n, s s, 2) px at `offsets` (s s, 2) from shifted points, and their level of the
-        pyramid (n,).
+        """Return where the samples of shifted points lie, (n, s s, 2) px, and on which level (n,).
+
+        offsets: (s s, 2) samples from a point. rows: the points that are asked for. level: how many
+            levels coarser than the finest one of a match. shift: (n, 2) px.
         """
         frame = self.frame[rows] * 2.0**level
         at = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
@@ -329,7 +369,11 @@ class _View(NamedTuple):
 
 
 class Pyramid:
-    """Levels of an image, each half as large as the one before, one below another in a picture."""
+    """Levels of an image, each half as large as the one before.
+
+    They lie one below another in one picture, so that patches of different levels are read
+    together.
+    """
 
     def __init__(self, gray: np.ndarray, levels: int, device: Device) -> None:
         pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
@@ -341,8 +385,9 @@ class Pyramid:
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
         self.picture = to_tensor(whole, device)[None, None]
-        # For each level: its last sample in px of the image; then, in the units of grid_sample from
-        # -1 to 1 over the picture, a px of the image and the first sample of the level
+        # `last` is the last sample of each level, in px of the image. `unit` is a px of the image,
+        # and `begin` the first sample of each level, both in the units of grid_sample, which are
+        # from -1 to 1 over the picture.
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
         self.last = to_tensor((sizes - 1) / scale[:, None], device)
@@ -350,24 +395,30 @@ class Pyramid:
         self.begin = to_tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
 
     def grid(self, points: Tensor, level: Tensor) -> Tensor:
-        """(K, n, 2) positions for `read` of points (K, n, 2), px of the image, on level (K,)."""
+        """Convert points (K, n, 2), px of the image, on level (K,) to positions (K, n, 2) for
+        `read`.
+        """
         return points * self.unit[level][:, None] + self.begin[level][:, None]
 
     def read(self, grid: Tensor) -> Tensor:
-        """(K, n) gray levels at `grid`, interpolated linearly."""
+        """Read the gray levels (K, n) at `grid` (K, n, 2), interpolated linearly."""
         sampled = torch.nn.functional.grid_sample(
             self.picture, grid[None], align_corners=True, padding_mode="border"
         )
+        # (1, 1, K, n) -> (K, n)
         return sampled[0, 0]
 
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
-        """(K,) bool: patches of points (K, n, 2), px of the image, lie inside on level (K,)."""
+        """Find the patches (K, n, 2), px of the image, that lie inside on level (K,); return (K,)
+        bool.
+        """
         width = round(points.shape[1] ** 0.5)
-        points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # the corners
+        points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # four corners
         return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
 
 
 def to_tensor(values: np.ndarray, device: Device) -> Tensor:
+    """Copy values to a float32 tensor on `device`."""
     return torch.as_tensor(values, dtype=torch.float32, device=device)
 
 
@@ -379,31 +430,36 @@ class Template:
     """
 
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """samples: (n, (SIDE + 2)^2), weight: (SIDE^2,) as from `sample_patch`."""
+        """Prepare patches. samples: (n, (SIDE + 2)^2). weight: (SIDE^2,), as from
+        `sample_patch`.
+        """
         self.weight = weight
         inner, x, y = inner_and_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
+        # Normalize the samples to weighted mean 0 and deviation 1.
         centred = inner - self.mean
         centred = centred - (centred @ weight)[:, None]
         self.spread = sqrt((centred**2) @ weight)
         template = centred / self.spread.clamp(min=FLAT)[:, None]
+        # Project offset and gain out of the gradient (n, 2, s s).
         gradient = torch.stack([x, y], 1) / self.spread.clamp(min=FLAT)[:, None, None]
         gradient = gradient - (gradient @ weight)[..., None]
         gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
+        # Invert the Hessian once. One product with `rows` then gives all sums of a step.
         weighted = gradient * weight
         self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
         plain = weight.expand_as(template)[:, None]
         self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
 
     def __getitem__(self, chosen: Tensor) -> Template:
-        """The chosen patches (n,) bool, for `step` only."""
+        """Return the patches that are chosen (n,) bool, for `step` only."""
         part = copy.copy(self)
         for name in ("mean", "spread", "inverse", "rows"):
             setattr(part, name, getattr(self, name)[chosen])
         return part
 
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
-        """Compare with samples of image 1 (n, s s).
+        """Compare the patches with samples of image 1 (n, s s).
 
         Returns the shift (n, 2) to undo, and the correlation (n,) with the template.
         """
@@ -416,15 +472,16 @@ class Template:
         return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
 
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
-        """(n,) standard deviation of the shift along each axis, in samples, from the residual.
+        """Compute the standard deviation of the shift along each axis, (n,) in samples.
 
-        blur: added to one image, in samples. The residuals of two samples at a distance d correlate
-        by exp(-d^2 / (4 s^2)), s the deviation of all smoothing, and the covariance sums over all
-        pairs of samples. What they have in common in the whole patch is not in the residual, as its
-        mean was made 0. Without added blur, the covariance is CORRELATED times that of independent
-        samples.
+        correlation: (n,), as from `step`, which gives the residual.
+        blur: deviation of the blur added to one image, in samples. The residuals of two samples at
+            a distance d correlate by exp(-d^2 / (4 s^2)), with s the deviation of all smoothing.
+            The covariance sums over all pairs of samples. What samples have in common in the whole
+            patch is not in the residual, since its mean was made 0. Without added blur, the
+            covariance is CORRELATED times that of independent samples.
         """
-        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # weighted mean square of the difference
+        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # mean square difference
         weighted = self.rows[:, :2]
         smoothed = weighted
         factor = CORRELATED
@@ -436,13 +493,15 @@ class Template:
             factor = 1.0 / (1.0 - float((weight * (alike @ weight @ alike)).sum()))
         scatter = self.inverse @ (weighted @ smoothed.transpose(1, 2)) @ self.inverse
         trace = scatter.diagonal(dim1=1, dim2=2).sum(1)
-        # Along an edge, only SIFT's position is known
+        # Along an edge, the pixels say nothing, and only SIFT's position is known.
         return sqrt((factor * residual * trace + two_view.SCATTER_PX**2 * self.unknown) / 2)
 
 
 def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
-    """Offsets ((SIDE + 2)^2, 2) of samples with a margin of one, (SIDE^2, 2) without it, and the
-    weights (SIDE^2,) of the latter, with sum 1.
+    """Return where the samples of a patch lie, and their weights.
+
+    Returns offsets ((SIDE + 2)^2, 2) of samples with a margin of one; offsets (SIDE^2, 2) without
+    it; and weights (SIDE^2,) of the latter, with sum 1.
     """
     line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)
     x = line.expand(len(line), -1)
@@ -453,7 +512,9 @@ def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2), and their gradients in x and y."""
+    """Return the inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2), and their gradients in x
+    and y.
+    """
     square = samples.view(-1, SIDE + 2, SIDE + 2)
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
     y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
@@ -461,7 +522,9 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """(n,) gradient energy over variance of patches (n, (SIDE + 2)^2); 0 for flat patches."""
+    """Compute gradient energy over variance (n,) of patches (n, (SIDE + 2)^2). Flat
+    patches have 0.
+    """
     inner, x, y = inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
     energies = ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
@@ -469,7 +532,9 @@ def energy(samples: Tensor, weight: Tensor) -> Tensor:
 
 
 def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
-    """(n, 2, 2) inverse except for directions without structure, and the number of these (n,)."""
+    """Invert (n, 2, 2), except along directions without structure; return also their
+    number (n,).
+    """
     values, vectors = torch.linalg.eigh(hessian)
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
     inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~kept, 0.0)

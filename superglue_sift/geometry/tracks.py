@@ -1,11 +1,11 @@
 """One position for each keypoint of several images, from matches that were aligned pair by pair.
 
-Alignment gives a keypoint a different position in each pair; a reconstruction needs one. As in
-Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together: alignment of a match
-(a, b) places the point at a at a distance d from b. With A the local affine map from a's image to
-b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match, and
-each x is small, weighted by SIFT's scatter. This scatter grows with larger images, so lengths are
-those of images of `verification.RESIZE`.
+Alignment gives a keypoint a different position in each pair, but a reconstruction needs one. As in
+Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together. The alignment of a
+match (a, b) finds the point of a at a distance d from b. With A the local affine map from a's image
+to b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match.
+Each x must be small, weighted by SIFT's scatter. This scatter grows with the image, so lengths are
+in pixels of images reduced to `verification.RESIZE`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from superglue_sift.geometry.two_view import MIN_AGREEING, SCATTER_PX, nearest_a
 from superglue_sift.geometry.verification import RESIZE
 from superglue_sift.match_result import MatchResult
 
-DIRECT = 500_000  # maximum number of matched keypoints for a direct solver
-# How often equations are weighted again; those that others contradict lose weight
+DIRECT = 500_000  # a direct solver is used up to this number of matched keypoints
+# Equations are weighted anew so many times. Equations that others contradict lose weight.
 ROUNDS = 4
 MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
 
@@ -36,6 +36,7 @@ def refine_tracks(
 
     Returns (N, 2) float32 px for each image. Keypoints without a refined match are unchanged.
     """
+    # All keypoints are numbered through: those of image i begin at starts[i].
     starts = np.cumsum([0, *map(len, keypoints)])
     systems = []
     units = np.ones(len(keypoints))
@@ -49,6 +50,7 @@ def refine_tracks(
             systems.append(_equations(starts[i], starts[j], aligned, units[i], units[j]))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if systems:
+        # (n, ...) of each pair -> (sum of n, ...), then one system for all images
         corrections = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*systems)))
         moves = [unit * corrections[a:b] for unit, a, b in zip(units, starts, starts[1:])]
         positions = [points + move for points, move in zip(positions, moves)]
@@ -58,8 +60,13 @@ def refine_tracks(
 def _equations(
     start0: int, start1: int, aligned: MatchResult, unit0: float, unit1: float
 ) -> Tuple[np.ndarray, ...]:
-    """Build the equations of refined matches: both keypoints (n,), map (n, 2, 2), shift (n, 2),
-    deviation (n,).
+    """Build the equations of n refined matches of two images.
+
+    start0, start1: number of the first keypoint of each image. unit0, unit1: px of each image per
+        px of the reduced one.
+
+    Returns the numbers of both keypoints (n,), the map (n, 2, 2), the shift d (n, 2), and the
+    deviation (n,), in px of the reduced image 1.
     """
     index0, index1 = aligned.matches.T
     p = aligned.points0.astype(np.float64) / unit0
@@ -80,16 +87,21 @@ def _solve(
     shift: np.ndarray,
     deviation: np.ndarray,
 ):
-    """Solve for the corrections (count, 2) by iteratively reweighted least squares, with Cauchy
-    weights. Keypoints without an equation get zeros.
+    """Solve for the corrections (count, 2) by iteratively reweighted least squares.
+
+    The weights are Cauchy's. Keypoints without an equation get zeros. The other arguments are those
+    that `_equations` returns.
     """
     from scipy.sparse import coo_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu
 
     corrections = np.zeros((count, 2))
+    # Number only the keypoints that have equations.
     used, ends = np.unique(np.concatenate([first, second]), return_inverse=True)
     first, second = ends.reshape(2, -1)
     size = 2 * len(used)
+    # Build the sparse system: two rows for each match, with A at the columns of a and -1 at those
+    # of b.
     equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
     rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
     columns = np.concatenate(
@@ -101,17 +113,19 @@ def _solve(
     weight = np.ones(len(first))
     x = np.zeros(size)
     for _ in range(ROUNDS):
+        # Solve the weighted equations together with those that keep each correction small.
         scale = np.repeat(np.sqrt(weight) / deviation, 2)
         whole = vstack([system.multiply(scale[:, None]), identity(size) / SCATTER_PX]).tocsr()
         target = np.concatenate([right * scale, np.zeros(size)])
         if len(used) > DIRECT:
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
-        else:  # a quarter of the time: tracks are short and separate, so there is little fill-in
+        else:  # this takes a quarter of the time: short, separate tracks cause little fill-in
             normal = (whole.T @ whole).tocsc()
             x = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(
                 whole.T @ target
             )
+        # Weight the equations anew by their residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
-        weight = 1.0 / (1.0 + residual / 9.0)  # three deviations
+        weight = 1.0 / (1.0 + residual / 9.0)  # half the weight at three deviations
     corrections[used] = x.reshape(-1, 2)
     return corrections

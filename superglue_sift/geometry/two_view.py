@@ -1,9 +1,9 @@
 """Points in two images: homographies, as maps of the plane and fitted to matches; fundamental
 matrices; relative poses; local maps around matches.
 
-Points are in pixels: x right, y down, centre of the first pixel at (0, 0). H_a_to_b maps points of
-frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by element: the sums of matrix
-products and LAPACK's inverses depend on the processor.
+Points are in pixels, with x to the right and y down. The centre of the first pixel is (0, 0).
+H_a_to_b maps points of frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by
+element, because the sums of matrix products and LAPACK's inverses depend on the processor.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 
 from superglue_sift.errors import import_extra
 
-Size = Tuple[int, int]  # of an image: (width, height)
+Size = Tuple[int, int]  # (width, height) of an image in px
 
 TINY = np.finfo(np.float64).tiny
 REFERENCE_PX = 1024  # longer side of an image at which lengths in pixels were chosen
 MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
-CONFIDENCE = 0.995  # at which RANSAC stops early; default of findHomography
-# Scatter of true matches: the best of 0.25 to 2 on validation pairs, for every matcher
+CONFIDENCE = 0.995  # RANSAC stops early at this confidence, the default of findHomography
+# Scatter of true matches: the best value from 0.25 to 2 px on validation pairs, for every matcher
 SCATTER_PX = 0.5
 # The error of the model is added to the deviation of refined matches, since real planes and lenses
 # are not ideal. Homographies then measure it: it is MODEL_SCATTER times the scatter of the
@@ -32,23 +32,24 @@ SCATTER_PX = 0.5
 MIN_DEVIATION_PX = 0.25
 MODEL_SCATTER = 1.5
 MODEL_LIMITS_PX = (0.05, 0.5)
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution
-MIRRORED = 2.0  # times the inliers of a homography: if so many fit a mirror image, it is one
-MIN_FUNDAMENTAL = 8  # matches for a fundamental matrix
+MAD_TO_DEVIATION = 1.4826  # deviation over median distance, for a normal distribution
+# Image 1 is a mirror image if more than this many times the inliers fit after it is mirrored.
+MIRRORED = 2.0
+MIN_FUNDAMENTAL = 8  # minimum number of matches for a fundamental matrix
 SEVEN = 7  # degrees of freedom of a fundamental matrix, one per match
-# A model is supported if at least this part of the matches are inliers, and if wrong matches have
-# so many in one of 1,000 pairs at most
+# A model is supported if at least this part of the matches are inliers, and if wrong matches alone
+# have so many inliers in at most one of 1,000 pairs.
 SUPPORTED_PART = 0.5
 SUPPORTED_DIGITS = 3.0
 # Local maps
-NEIGHBOURS = 10  # matches to fit a map to
-NEAR_PX = 30.0  # distance at which a neighbour has half the weight
-PRIOR_PX = 5.0  # neighbours that scatter by this much weigh as much as the map of all
-GEOMETRY_PX = 3.0  # inlier distance of the geometry
-PLANAR = 0.6  # minimum fraction of inliers of a homography whose derivatives are used
-MIN_AGREEING = 6  # inliers; with fewer, maps come from scale and angle
+NEIGHBOURS = 10  # a map is fitted to so many matches
+NEAR_PX = 30.0  # a neighbour at this distance has half the weight
+PRIOR_PX = 5.0  # neighbours that scatter by this weigh as much as the map of all
+GEOMETRY_PX = 3.0  # maximum distance of an inlier of the geometry
+PLANAR = 0.6  # a homography's derivatives are used if at least this part are inliers
+MIN_AGREEING = 6  # with fewer inliers, maps come from scale and angle
 # Relative poses
-MIN_ESSENTIAL = 5  # matches for an essential matrix
+MIN_ESSENTIAL = 5  # minimum number of matches for an essential matrix
 # Distance of an inlier, in pixels of images of about 1,000 px. From 0.3 to 0.8 poses are equally
 # exact, refined or not; from 1 px on they are less exact.
 POSE_PX = 0.6
@@ -69,16 +70,17 @@ def transform(points, H):
 
 
 def compose(*homographies: np.ndarray) -> np.ndarray:
-    """Chain homographies (..., 3, 3), the last applied first.
+    """Chain homographies (..., 3, 3). The last one is applied first.
 
     H_0to1 = compose(H_image_to_1, inverse(H_image_to_0)).
     """
-    product = functools.partial(np.einsum, "...ij,...jk->...ik")  # no BLAS
+    product = functools.partial(np.einsum, "...ij,...jk->...ik")  # without BLAS
     return normalize(functools.reduce(product, homographies))
 
 
 def inverse(H: np.ndarray) -> np.ndarray:
-    """Inverse homographies (..., 3, 3), by the adjugate. Singular matrices raise no error."""
+    """Invert homographies (..., 3, 3) by the adjugate. Singular matrices raise no error."""
+    # The columns of H, whose cross products are the rows of the adjugate
     a, b, c = np.moveaxis(H, -1, 0)
     return normalize(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-2))
 
@@ -90,12 +92,15 @@ def normalize(H: np.ndarray) -> np.ndarray:
 
 
 def through_four_points(source: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Homography through four correspondences, (4, 2) each, in float64."""
+    """Compute the homography (3, 3) float64 through four correspondences, (4, 2) each."""
     return compose(_of_unit_square(target), inverse(_of_unit_square(source)))
 
 
 def _of_unit_square(quad: np.ndarray) -> np.ndarray:
-    """Homography of (0, 0), (1, 0), (1, 1), (0, 1) to a quadrilateral (Heckbert 1989, 2.2.3)."""
+    """Compute the homography that maps the unit square to a quadrilateral (Heckbert 1989, 2.2.3).
+
+    quad: (4, 2), the images of (0, 0), (1, 0), (1, 1) and (0, 1).
+    """
     (x0, y0), (x1, y1), (x2, y2), (x3, y3) = quad.tolist()
     sum_x = x0 - x1 + x2 - x3
     sum_y = y0 - y1 + y2 - y3
@@ -112,30 +117,34 @@ def _of_unit_square(quad: np.ndarray) -> np.ndarray:
 
 
 def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """(N, 2, 2) derivatives of a homography at points (N, 2)."""
+    """Compute the derivatives (N, 2, 2) of a homography H (3, 3) at points (N, 2)."""
     mapped = transform(points, H)
     depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
 def mirrored_part(maps: np.ndarray) -> float:
-    """Part of the local maps (K, 2, 2) that reverse orientation, as no view of a surface does.
+    """Return the part of the local maps (K, 2, 2) that reverse orientation.
 
-    Where most do, only details that are symmetric themselves were matched.
+    No view of a surface does this. Where most maps do, only details that are symmetric themselves
+    were matched.
     """
     areas = maps[:, 0, 0] * maps[:, 1, 1] - maps[:, 0, 1] * maps[:, 1, 0]
     return np.count_nonzero(areas < 0) / max(len(maps), 1)
 
 
 def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
-    """(3, 3) map of pixel coordinates under `cv2.resize` from one (width, height) to another."""
+    """Return the map (3, 3) of pixel coordinates when `cv2.resize` changes the (width, height).
+
+    before, after: (width, height) of both images in px.
+    """
     sx = after[0] / before[0]
     sy = after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
 
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
-    """Length in px, in an image of `size`, of a pixel of the image reduced to a longer `side`.
+    """Return how many px of an image of `size` are one px of the image reduced to a longer `side`.
 
     If `side` is 0, the image is not reduced.
     """
@@ -143,20 +152,22 @@ def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
 
 
 def divide(size: Size, unit: float) -> Size:
-    """Size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
+    """Return the size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
     return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
 
 def corners(size: Size) -> np.ndarray:
-    """Centres of the corner pixels of an image (width, height): (4, 2) float64, clockwise."""
+    """Return the centres of the corner pixels of an image (width, height): (4, 2) float64,
+    clockwise.
+    """
     w, h = size
     return np.array([[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]], dtype=np.float64)
 
 
 def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Size) -> float:
-    """Mean distance in px of image 0's corners mapped by both; inf without an estimate.
+    """Compute the mean distance in px of image 0's corners mapped by both homographies.
 
-    The error of SuperGlue, section 5.1.
+    SuperGlue, section 5.1, measures homographies by this error. It is inf without an estimate.
     """
     if H_estimated is None:
         return math.inf
@@ -168,9 +179,11 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Si
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """A robust fit of K matches; `model, inliers = fit` takes it apart.
+    """A robust fit to K matches. `model, inliers = fit` takes it apart.
 
-    model: (3, 3) float64, or None. inliers: (K,) bool. significance: see `significance`.
+    model: (3, 3) float64, or None.
+    inliers: (K,) bool.
+    significance: decimal digits, see the function `significance`.
     """
 
     model: Optional[np.ndarray]
@@ -182,10 +195,11 @@ class Fit:
 
     @property
     def supported(self) -> bool:
-        """Whether most matches agree with the model, and more than by chance.
+        """Say whether most matches agree with the model, and more than by chance.
 
-        Where a pattern repeats, matches of different repetitions contradict each other: each of
-        many models then has some of them, which is no chance.
+        Where a pattern repeats, matches of different repetitions contradict each other. Each of
+        many models then has some of the matches as inliers, which is no chance. So most matches
+        must agree.
         """
         if self.model is None or self.significance < SUPPORTED_DIGITS:
             return False
@@ -193,21 +207,24 @@ class Fit:
 
 
 def significance(count: int, inliers: int, chance: float, sample: int) -> float:
-    """Decimal digits by which `inliers` of `count` matches are too many for chance, at least 0.
+    """Compute by how many decimal digits `inliers` of `count` matches are too many for chance.
 
-    Matches that are all wrong have so many inliers, for any choice of `sample` matches, in one of
-    10^s pairs (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the
-    binomial distribution.
+    If all matches are wrong, some choice of `sample` matches has so many inliers in one of 10^s
+    pairs (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the
+    binomial distribution. The result s is at least 0.
 
-    chance: probability that a wrong match is an inlier. sample: how many matches give a model.
+    chance: probability that a wrong match is an inlier.
+    sample: number of matches that determine a model.
     """
     rest = count - sample
     part = (inliers - sample) / max(rest, 1)
     if part <= chance:
         return 0.0
+    # Chernoff's bound on one model: the relative entropy of both probabilities
     nats = part * math.log(part / chance)
     if part < 1:
         nats += (1 - part) * math.log((1 - part) / (1 - chance))
+    # Log of the number of samples, each of which could have given a model
     choices = math.lgamma(count + 1) - math.lgamma(sample + 1) - math.lgamma(rest + 1)
     return max(0.0, rest * nats - choices) / math.log(10)
 
@@ -218,16 +235,18 @@ def fit_homography(
     threshold_px: float = 3.0,
     deviations: Optional[np.ndarray] = None,
 ) -> Fit:
-    """`fit_ransac` with the inliers: matches (K, 2) mapped to within `threshold_px` in image 1.
+    """Fit a homography by `fit_ransac`, and find its inliers.
 
-    The model is None if image 1 is a mirror image. OpenCV then finds a few matches that fit by
-    chance, but more fit when image 1 is mirrored.
+    Inliers are the matches (K, 2) that are mapped to within `threshold_px` in image 1. The model is
+    None if image 1 is a mirror image. OpenCV then finds a few matches that fit by chance, but more
+    fit after image 1 is mirrored.
     """
     none = Fit(None, np.zeros(len(points0), bool))
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
     if H is None:
         return none
     fit = Fit(H, _within(H, points0, points1, threshold_px))
+    # Where most matches fit, no mirror image can fit twice as many.
     if 2 * fit.inliers.sum() > len(points0):
         return fit
     mirrored = points1 * np.array([-1, 1], points1.dtype)
@@ -244,15 +263,17 @@ def fit_ransac(
     seed: int = 0,
     deviations: Optional[np.ndarray] = None,
 ) -> Optional[np.ndarray]:
-    """Robust homography 0 -> 1: RANSAC, then `refine_homography` (Hartley and Zisserman, 4.6).
+    """Fit a robust homography 0 -> 1 by RANSAC, then by `refine_homography` (Hartley and Zisserman,
+    4.6).
 
-    Uses OpenCV's USAC framework with uniform samples of four: models are scored by truncated
-    squared error (MSAC; Torr and Zisserman 2000) instead of inlier counts, and bad ones are dropped
-    early (SPRT; Matas and Chum 2005). docs/evaluation.md compares it with others.
+    This uses OpenCV's USAC framework with uniform samples of four. Models are scored by truncated
+    squared error (MSAC; Torr and Zisserman 2000) instead of inlier counts, and bad models are
+    dropped early (SPRT; Matas and Chum 2005). docs/evaluation.md compares it with other methods.
 
     points0, points1: (N, 2) matched pixels, which OpenCV reads as float32.
-    threshold_px: inlier distance in image 1.
+    threshold_px: maximum distance of an inlier in image 1.
     iterations: maximum number of samples.
+    seed: seed of the samples.
     deviations: (N,) px of refined matches, see `refine_homography`.
 
     Returns (3, 3) float64. It is None for fewer than four matches, if OpenCV finds no model, and
@@ -289,10 +310,10 @@ def refine_homography(
     The loss is robust, since true matches scatter by a few tenths of a pixel, and large keypoints
     by several pixels.
 
-    points0, points1: (N, 2); those within `threshold_px` of H count.
-    deviations: (N,) px along each axis from `refinement.refine`, which divide the distances. Where
-        they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation from a
-        plane is added to them in quadrature. A first fit measures it by the median distance of
+    points0, points1: (N, 2), of which the matches within `threshold_px` of H count.
+    deviations: (N,) px along each axis from `refinement.refine`. Distances are divided by them.
+        Where they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation from
+        a plane is added to them in quadrature. A first fit measures it by the median distance of
         refined matches.
     """
     inliers = _within(H, points0, points1, threshold_px)
@@ -302,24 +323,30 @@ def refine_homography(
     if deviations is None:
         return _minimize(H, p0, p1, np.ones(len(p0)))
     deviations = np.asarray(deviations, np.float64)[inliers]
+    # First fit, with a guess of the scene's deviation from a plane
     H = _minimize(H, p0, p1, weights_of(deviations))
     refined = np.isfinite(deviations)
     if refined.sum() < MIN_POINTS:
         return H
+    # Second fit, with the deviation that the first one measures
     scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[refined]))
     model_px = float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))
     return _minimize(H, p0, p1, weights_of(deviations, model_px))
 
 
 def weights_of(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
-    """Weights (N,) of distances by deviations (N,) px and `added_px` in quadrature; NaN gives 1."""
+    """Compute weights (N,) of distances from deviations (N,) px and `added_px`, in quadrature.
+
+    A match whose deviation is NaN has the weight 1.
+    """
     return np.nan_to_num(SCATTER_PX / np.hypot(deviations, added_px), nan=1.0)
 
 
 def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """The homography near H that minimizes the Cauchy loss of weighted distances (N,)."""
-    from scipy.optimize import least_squares  # here, since the import takes 0.3 s
+    """Find the homography near H that minimizes the Cauchy loss of distances with weights (N,)."""
+    from scipy.optimize import least_squares  # imported here, since this takes 0.3 s
 
+    # (N,) -> (2 N,), one weight for x and for y
     both = np.repeat(weights, 2)
 
     def complete(entries: np.ndarray) -> np.ndarray:
@@ -334,7 +361,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
     found = least_squares(
         distances,
         normalize(H).ravel()[:8],
-        derivatives,  # pyright: ignore  # scipy's stubs know only its names
+        derivatives,  # pyright: ignore  # scipy's stubs know only names
         x_scale="jac",
         loss="cauchy",
         f_scale=SCATTER_PX,
@@ -344,29 +371,32 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
 
 
 def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """(2 N, 8) derivatives of mapped points (N, 2) by the first eight entries of H."""
+    """Compute the derivatives (2 N, 8) of mapped points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
     linear = to_homogeneous(points) / depth[:, None]
     derivatives = np.zeros((len(points), 2, 8))
     derivatives[:, 0, :3] = derivatives[:, 1, 3:6] = linear
     derivatives[:, :, 6:] = -mapped[:, :, None] * linear[:, None, :2]
+    # (N, 2, 8) -> (2 N, 8), in the order of the distances
     return derivatives.reshape(-1, 8)
 
 
 def _within(
     H: np.ndarray, points0: np.ndarray, points1: np.ndarray, threshold_px: float
 ) -> np.ndarray:
-    """(N,) bool: matches that H maps to within `threshold_px` in image 1."""
+    """Find the matches that H maps to within `threshold_px` in image 1; return (N,) bool."""
     with np.errstate(all="ignore"):
         return np.linalg.norm(transform(points0, H) - points1, axis=1) <= threshold_px
 
 
 def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """Fundamental matrix F, x1^T F x0 = 0, of matched pixels (K, 2) by OpenCV's MAGSAC++.
+    """Fit a fundamental matrix F, x1^T F x0 = 0, to matched pixels (K, 2) by OpenCV's MAGSAC++.
+
+    threshold_px: maximum distance of an inlier.
 
     Equal matches give equal bytes. The model is None for fewer than eight matches, and where OpenCV
-    fails on degenerate ones.
+    fails on degenerate matches.
     """
     none = Fit(None, np.zeros(len(points0), bool))
     if len(points0) < MIN_FUNDAMENTAL:
@@ -375,30 +405,37 @@ def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: floa
         F, mask = cv2.findFundamentalMat(
             points0, points1, cv2.USAC_MAGSAC, threshold_px, 0.999, 3000
         )
-    except cv2.error:  # "!model.empty()" if no sample gives a model
+    except cv2.error:  # OpenCV raises "!model.empty()" if no sample gives a model
         return none
     return none if F is None else Fit(F, mask.ravel() > 0)
 
 
 def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """(K,) px: the larger distance of matched points (K, 2) from their lines in both images."""
+    """Compute the distances of matched points (K, 2) from their epipolar lines.
+
+    Returns (K,) px, the larger distance of both images.
+    """
     homogeneous0, homogeneous1 = (to_homogeneous(points) for points in (points0, points1))
+    # (K, 3) lines in image 1, and in image 0
     lines1 = homogeneous0 @ F.T
     lines0 = homogeneous1 @ F
+    # A distance is |x1^T F x0| over the length of the line's normal.
     product = np.abs((homogeneous1 * lines1).sum(axis=1))
     shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
     return product / np.maximum(shorter, 1e-12)
 
 
 def to_homogeneous(points: np.ndarray) -> np.ndarray:
-    """(K, 2) -> (K, 3), with a last entry of 1."""
+    """Return (K, 3) from points (K, 2), with a last entry of 1."""
     return np.column_stack([points, np.ones(len(points))])
 
 
 class Pose(NamedTuple):
-    """Camera 1 from camera 0: x1 = R x0 + s t, s unknown.
+    """The pose of camera 1 relative to camera 0: x1 = R x0 + s t. The scale s is not known.
 
-    R (3, 3), t (3,) of length 1, or None; inliers: (K,) bool.
+    R: (3, 3) rotation, or None.
+    t: (3,) of length 1, or None.
+    inliers: (K,) bool.
     """
 
     R: Optional[np.ndarray]
@@ -413,13 +450,14 @@ def relative_pose(
     K1: np.ndarray,
     threshold_px: float = POSE_PX,
 ) -> Pose:
-    """Relative pose of two cameras with known intrinsics K0, K1 (3, 3), from matched pixels (K, 2).
+    """Estimate the relative pose of two cameras from matched pixels (K, 2).
 
-    PoseLib's LO-RANSAC (Larsson, 2020), deterministic, which ends with a fit to all inliers.
-    R and t are None for fewer than five matches or inliers. Raises ValueError for intrinsics that
-    are not (3, 3), and RequestError without PoseLib.
+    K0, K1: (3, 3) known intrinsics in px.
+    threshold_px: maximum distance of an inlier, in pixels of the mean focal length.
 
-    threshold_px: inlier distance, in pixels of the mean focal length.
+    The method is PoseLib's LO-RANSAC (Larsson, 2020), which is deterministic and ends with a fit to
+    all inliers. R and t are None for fewer than five matches or inliers. Raises ValueError for
+    intrinsics that are not (3, 3), and RequestError without PoseLib.
     """
     poselib = import_extra("poselib", "pose")
     K0, K1 = (np.asarray(K, np.float64) for K in (K0, K1))
@@ -428,7 +466,8 @@ def relative_pose(
     none = Pose(None, None, np.zeros(len(points0), bool))
     if len(points0) < MIN_ESSENTIAL:
         return none
-    # Both cameras as one of the mean focal length and square pixels, which is what PoseLib models
+    # PoseLib models square pixels. So the points of both cameras are moved to one camera that has
+    # square pixels and the mean focal length.
     focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     camera = {"model": "SIMPLE_PINHOLE", "width": 1, "height": 1, "params": [focal, 0, 0]}
     pixels = (
@@ -444,15 +483,16 @@ def relative_pose(
 
 
 def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:
-    """Local affine maps 0 -> 1 at K matches, (K, 2, 2).
+    """Find local affine maps 0 -> 1 at K matches; return (K, 2, 2).
 
-    Inliers of a homography that fits most matches get its derivative. Others get the least-squares
-    affine map of the nearest inliers of one homography or epipolar geometry. Without a geometry all
-    get `fallback` (K, 2, 2).
+    Inliers of a homography that fits most matches get its derivative. Other matches get the
+    least-squares affine map of the nearest inliers of one homography or epipolar geometry. Without
+    a geometry all get `fallback` (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
     H, planar = fit_homography(*given, GEOMETRY_PX)
     agreeing = planar
+    # Where a plane does not explain most matches, those that fit one camera motion count too.
     if planar.sum() < PLANAR * len(planar):
         agreeing = planar | fit_fundamental(*given, GEOMETRY_PX).inliers
     if agreeing.sum() < MIN_AGREEING:
@@ -464,9 +504,9 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """Affine maps (K, 2, 2) of the nearest matches among `agreeing` (K,) bool, two or more.
+    """Fit affine maps (K, 2, 2) to the nearest matches among `agreeing` (K,) bool, two or more.
 
-    Each is regularized by the map of all of these.
+    Each map is regularized by the map of all these matches.
     """
     from scipy.spatial import KDTree
 
@@ -474,12 +514,15 @@ def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarra
     theirs = points1[agreeing]
     count = min(NEIGHBOURS, len(own))
     distance, index = KDTree(own).query(points0, count)
+    # Weights (K, n) of the neighbours, with sum 1
     weight = 1.0 / (NEAR_PX + distance)
     weight = weight / weight.sum(1, keepdims=True)
+    # (K, n, 2) positions of the neighbours relative to their centre
     p, q = (
         points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
         for points in (own, theirs)
     )
+    # Normal equations of each map, pulled towards the map of all matches
     whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
     normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
     right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole

@@ -15,7 +15,7 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
 Three numbers tell matches of one place from those of two, which may agree with one fundamental
 matrix by chance, or because windows repeat. A logistic regression weighs them (`probability`):
 
-- agreement: the part of the confidence of all matches of the network that the inliers have. Where
+- agreement: the confidence of the inliers as a part of that of all matches of the network. Where
   photographs share nothing, the network finds few matches, and these do not agree. So this is high
   also for photographs that share little.
 - order: the part of the neighbours of an inlier that are near it in the other image, too.
@@ -47,51 +47,55 @@ from superglue_sift.geometry.guided_matching import guided_matches, maps_around,
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
-ACCEPT = 0.9  # minimum probability of an accepted pair
-# Minimum number of ratio matches of one geometry to run the network; any eight may agree by chance
+ACCEPT = 0.9  # minimum probability that an accepted pair shows one place
+# The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
+# chance.
 LIKELY = 9
-SKIPPED = 0.0  # the score of a pair for which the network was not run; other scores are above it
+SKIPPED = 0.0  # score of a pair for which the network was not run; all other scores are higher
 FIRST_KEYPOINTS = 2048  # how many keypoints of an image the first look matches
 MAX_KEYPOINTS = 8192
-NETWORK_KEYPOINTS = 512  # models are as good as with 1,024, in two thirds of the time
+NETWORK_KEYPOINTS = 512  # results are as good as with 1,024, in two thirds of the time
 RESIZE = 1600  # px, longer side to which photographs are reduced
 
 # Distances from epipolar lines, in both images, in pixels of the reduced images
-INLIER_PX = 1.5  # of an inlier
-BAND_PX = 2.0  # of a match that is kept
-EXACT_PX = 0.8  # of keypoints that the pixels of all pairs refined
+INLIER_PX = 1.5  # limit for an inlier
+BAND_PX = 2.0  # limit for a match that is kept
+EXACT_PX = 0.8  # limit for keypoints that were refined by the pixels of all pairs
 
-COUNTED = 0.2  # confidence above which a match of the network counts
-NEIGHBOURS = 10  # the nearest matches in an image
-FOLLOWED = 5  # how many of them are looked for among the neighbours in the other image
-# Few matches of the ratio test say little: to those that agree so many are added, which have so
-# much support
+COUNTED = 0.2  # a match of the network counts if its confidence is above this
+NEIGHBOURS = 10  # so many nearest matches in an image are the neighbours of a match
+FOLLOWED = 5  # so many of them are looked for among those in the other image
+# Few matches of the ratio test say little. Support is therefore computed as if ADDED more matches
+# agreed with the geometry, which have USUAL_SUPPORT.
 ADDED = 20
 USUAL_SUPPORT = 0.75
-WEIGHTS = np.array([3.2, 15.7, 34.9])  # of agreement, order and support
+WEIGHTS = np.array([3.2, 15.7, 34.9])  # weights of agreement, order and support
 BIAS = -41.8
 
 # Watermarks, in pixels of an image of `two_view.REFERENCE_PX`
-SAME_PX = 1.5  # scatter of the translations of one watermark
-PLACE_PX = 10.0  # maximum distance from the same place in both images
-AROUND_PX = 16.0  # letters this far from a watermark's matches belong to it
-FEWEST = 4  # matches of a watermark
-BORDER = 0.12  # width of the border, in parts of the shorter side
-# Ratio of areas: 0.16 for a plate in the middle, 0.42 for a copy as JPEG of quality 10
+SAME_PX = 1.5  # translations of one watermark differ by at most this
+PLACE_PX = 10.0  # a watermark is at the same place in both images, up to this distance
+AROUND_PX = 16.0  # keypoints up to this far from its matches belong to a watermark
+FEWEST = 4  # minimum number of matches of a watermark
+BORDER = 0.12  # width of the border, as a part of the shorter side
+# Maximum ratio of a watermark's area to that of all keypoints. The ratio is 0.16 for a plate in the
+# middle, and 0.42 for a copy of the photograph as JPEG of quality 10.
 SPREAD = 0.28
-# True motion is smooth: where a few matches share a translation, many more have similar ones
+# True motion is smooth. Where a few matches share a translation, many more have similar ones.
 ALONE = 2.0  # minimum ratio of a watermark's matches to those with similar translations
 SIMILAR = 4.0  # limit of similar translations, times SAME_PX
 
-Points = Tuple[np.ndarray, np.ndarray]  # positions in both images
+Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) in both images
 
 
 @dataclass(frozen=True)
 class Rules:
-    """How pairs of a scene are matched. Raises RequestError for a value out of range.
+    """Say how the pairs of a scene are matched.
 
     accept: minimum probability that both photographs of an accepted pair show one place.
     likely: pairs are skipped if fewer ratio matches of the first keypoints agree on one geometry.
+
+    Raises RequestError for a value out of range.
     """
 
     accept: float = ACCEPT
@@ -107,15 +111,18 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
 
     resize: longer side in pixels to which the photographs were reduced.
 
-    Returns the number of ratio matches that agree with one fundamental matrix; and for each
-    photograph the indices (m,) of the keypoints that lie on no watermark, by falling rank.
+    Returns the number of ratio matches that agree with one fundamental matrix; and, for each
+    photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
+    # Match the first keypoints by the ratio test.
     orders = [np.argsort(-rank(view.records), kind="stable") for view in pair]
     first = [view.select(order[:FIRST_KEYPOINTS]) for view, order in zip(pair, orders)]
     found = nearest.ratio_matches(first[0].records, first[1].records)
+    # Count the matches of one geometry that lie on no watermark.
     marked = find_watermarks(first, found)
     unmarked = positions_of(reduced_points(first, resize), found.only(~marked))
     agreeing = two_view.fit_fundamental(*unmarked, INLIER_PX).inliers
+    # Drop keypoints near the watermarks, also among those that were not matched here.
     sizes = [view.size for view in pair]
     kept0, kept1 = (
         order[~_is_near(view.keypoints[order], some.keypoints[ends[marked]], sizes)]
@@ -145,6 +152,7 @@ def match_one_place(
 
     Returns the matches, none for a rejected pair, and the probability of one place.
     """
+    # A watermark may lie on keypoints that the first look did not match.
     network = network.only(~find_watermarks(pair, network))
     points = reduced_points(pair, resize)
     F, measured = verify_pair(network, mutual, points)
@@ -159,14 +167,16 @@ def verify_pair(
 ) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Fit a geometry to the matches of a pair, and measure how well they agree with it.
 
-    network, mutual: as for `match_one_place`. points: (M, 2) and (N, 2) px of all keypoints.
+    network, mutual: as for `match_one_place`.
+    points: (M, 2) and (N, 2) px, positions of all keypoints in the reduced images.
 
-    Returns F (3, 3) with x1^T F x0 = 0, None without a geometry, and its `evidence` (3,).
+    Returns F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (3,).
     """
     counted = network.above(COUNTED)
     ratio = mutual.above(1.0 - nearest.RATIO)
-    # The network's matches tell which of several geometries is right. But they may be few in wide
-    # views, or lie along one row of windows, so the ratio test's matches help to place the lines.
+    # The network's matches tell which of several geometries is right. But they may be few if the
+    # views are far apart, or lie along one row of windows. So the ratio test's matches help to
+    # place the lines.
     F = two_view.fit_fundamental(*_distinct(counted, points)[:2], INLIER_PX).model
     if F is not None:
         agreeing = _join(_near_lines(F, counted, points, INLIER_PX), ratio)
@@ -178,13 +188,15 @@ def verify_pair(
 def add_matches_near_lines(
     F: np.ndarray, network: Matches, mutual: Matches, points: Points
 ) -> Matches:
-    """Keep the matches near their epipolar lines, and add those that the matches around confirm.
+    """Keep the matches near their epipolar lines, and add those that agree with the matches around.
 
-    F, network, mutual, points: as for `verify_pair`. A match of the network that the ratio test
-    finds, too, has the network's score.
+    F, network, mutual, points: as for `verify_pair`. If both the network and the ratio test find a
+        match, it has the network's score.
     """
+    # Matches that the network or the ratio test is sure of need to be near their lines only.
     exact = _join(network, mutual.above(1.0 - nearest.RATIO))
     sure = nearest.one_each(_near_lines(F, exact, points, BAND_PX))
+    # Other mutual nearest neighbours must also be where the matches around them say.
     unsure = nearest.one_each(_near_lines(F, mutual, points, BAND_PX))
     return _join(sure, guided_matches(sure, unsure, points))
 
@@ -192,11 +204,14 @@ def add_matches_near_lines(
 def agree_with_one_geometry(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> np.ndarray:
-    """Find the matches (K, 2) of exactly placed keypoints that are near their epipolar lines.
+    """Find the matches (K, 2) of refined keypoints that are near their epipolar lines.
 
-    sizes: (width, height) of both images. Returns (K,) bool, all true if there is no geometry.
+    points0, points1: (K, 2) px.
+    sizes: (width, height) of both images in px.
+
+    Returns (K,) bool. All entries are true if there is no geometry.
     """
-    # EXACT_PX was chosen at RESIZE
+    # EXACT_PX was chosen for images reduced to RESIZE.
     points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
     points1 = points1 / two_view.unit_of(sizes[1], RESIZE)
     F = two_view.fit_fundamental(points0, points1, EXACT_PX).model
@@ -206,7 +221,7 @@ def agree_with_one_geometry(
 
 
 def reduced_points(pair: Sequence[Features], resize: int) -> Points:
-    """Positions (M, 2) and (N, 2) float64 of all keypoints in the reduced images."""
+    """Return the positions (M, 2) and (N, 2) float64 of all keypoints in the reduced images."""
     points0, points1 = (
         view.keypoints.astype(np.float64) / two_view.unit_of(view.size, resize) for view in pair
     )
@@ -214,14 +229,14 @@ def reduced_points(pair: Sequence[Features], resize: int) -> Points:
 
 
 def _join(first: Matches, second: Matches) -> Matches:
-    """Join both. A match that is in both has the score of the first."""
+    """Join two sets of matches. A match that is in both has the score of the first."""
     both = np.concatenate([first.indices, second.indices])
     indices, at = np.unique(both, axis=0, return_index=True)
     return Matches(indices, np.concatenate([first.scores, second.scores])[at])
 
 
 def _near_lines(F: np.ndarray, found: Matches, points: Points, limit_px: float) -> Matches:
-    """Keep the matches near their epipolar lines."""
+    """Keep the matches at most `limit_px` from their epipolar lines in both images."""
     away = two_view.epipolar_distances(F, *positions_of(points, found))
     return found.only(away <= limit_px)
 
@@ -247,10 +262,13 @@ def probability(measured: np.ndarray) -> float:
 def evidence(
     F: Optional[np.ndarray], network: Matches, ratio: Matches, points: Points
 ) -> np.ndarray:
-    """Measure agreement, order and support, (3,) from 0 to 1, of a geometry F (3, 3).
+    """Measure agreement, order and support of a geometry F (3, 3); return (3,), each from 0 to 1.
 
-    network: matches above COUNTED. ratio: matches of the ratio test. points: (M, 2) and (N, 2) px.
-    Returns zeros if there is no geometry, or if it is that of a mirror image.
+    network: matches with a score above COUNTED.
+    ratio: matches of the ratio test.
+    points: (M, 2) and (N, 2) px.
+
+    Returns zeros if there is no geometry, or if it is the geometry of a mirror image.
     """
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
@@ -260,6 +278,7 @@ def evidence(
     agreeing = points0[inliers], points1[inliers]
     if len(agreeing[0]) < two_view.MIN_FUNDAMENTAL:
         return nothing
+    # Local maps that reverse orientation show a mirror image.
     near0, near1 = map(_nearest, agreeing)
     if two_view.mirrored_part(maps_around(agreeing, near0, agreeing)[0]) > 0.5:
         return nothing
@@ -269,10 +288,10 @@ def evidence(
 
 
 def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
-    """Measure which part of the matches around those near their lines are near their lines, too.
+    """Measure which part of the ratio matches around those near their lines are near theirs, too.
 
-    points0, points1: (k, 2) px, scores: (k,), of the ratio test. Matches count by their scores, and
-    of both images the lower part counts.
+    points0, points1: (k, 2) px. scores: (k,), by which the matches count. Each image gives a part,
+        and the lower one counts.
     """
     near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
     count = int(near.sum())
@@ -284,31 +303,37 @@ def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np
 
 
 def _followed(near: np.ndarray, there: np.ndarray) -> float:
-    """Measure which part of the nearest neighbours in one image are neighbours in the other."""
+    """Return the part of the nearest neighbours in one image that are neighbours in the other.
+
+    near, there: (k, NEIGHBOURS) indices of the neighbours in both images.
+    """
+    # (k, FOLLOWED, 1) == (k, 1, NEIGHBOURS) -> (k, FOLLOWED)
     return float((near[:, :FOLLOWED, None] == there[:, None, :]).any(2).mean())
 
 
 def _nearest(points: np.ndarray) -> np.ndarray:
-    """Find the others nearest to each of k points (k, 2): indices (k, NEIGHBOURS), fewer if k is
-    small.
+    """Find the other points nearest to each of k points (k, 2).
+
+    Returns indices (k, NEIGHBOURS), or (k, k - 1) if there are fewer points.
     """
     from scipy.spatial import KDTree
 
     _, index = KDTree(points).query(points, min(NEIGHBOURS + 1, len(points)))
-    return np.asarray(index)[:, 1:]
+    return np.asarray(index)[:, 1:]  # without the point itself
 
 
 # Watermarks
 
 
 def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
-    """Find the matches, (K,) bool, of date bars, logos and watermarks, which no geometry may use.
+    """Find the matches of date bars, logos and watermarks, which no geometry may use; return (K,)
+    bool.
 
     A watermark lies at the same place in both images, so its matches share one translation, and any
-    F = [e]x fits them: two unrelated photographs with one date bar would show the same place.
-    COLMAP's watermark test looks for a translation among matches near the border. Here those in
-    the middle count too: photographs that are identical, or of one tripod, agree all over the
-    picture, a watermark in a small part of it.
+    F = [e]x fits them. Two unrelated photographs with the same date bar would seem to show one
+    place. COLMAP's watermark test looks for a translation among matches near the border. Here
+    matches in the middle count too. Photographs that are identical, or taken from one tripod, also
+    share one translation, but all over the picture. A watermark covers a small part of it.
     """
     marked = np.zeros(len(found), bool)
     sizes = (pair[0].size, pair[1].size)
@@ -317,14 +342,18 @@ def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
     for mark in _translations(points[0], points[1], sizes):
         spreads = [_spread(p[mark], e, size) for p, e, size in zip(points, every, sizes)]
         if min(spreads) < SPREAD:
-            # wrong matches between two letters of the mark, which lie on one line, also fit F
+            # Wrong matches between two letters of a watermark also fit F, since both letters lie on
+            # one line. So every match with both ends on the watermark belongs to it.
             on_both = [_is_near(each, each[mark], sizes) for each in points]
             marked |= on_both[0] & on_both[1]
     return marked
 
 
 def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
-    """Find the points (n, 2) that lie on the watermark whose matches are at `mark` (k, 2)."""
+    """Find the points (n, 2) that lie on the watermark whose matches are at `mark` (k, 2).
+
+    Returns (n,) bool.
+    """
     from scipy.spatial import KDTree
 
     if not len(mark):
@@ -336,15 +365,19 @@ def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.
 def _translations(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> Iterator[np.ndarray]:
-    """Yield matches, (K,) bool, that share one translation, as those of a watermark do.
+    """Yield sets of matches, (K,) bool, that share one translation, as the matches of a watermark
+    do.
 
-    It has a fixed place from two edges or the centre. It is drawn in pixels, or grows with the
-    image that it is drawn on.
+    A watermark has a fixed place relative to two edges or to the centre. It is drawn in pixels, or
+    grows with the image.
     """
     size0, size1 = (np.array(size) for size in sizes)
     unit = max(map(two_view.unit_of, sizes))
+    # The size of a watermark is the same in pixels, or relative to the longer side.
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
+        # The translation if the watermark is fixed to the first edge (0), the centre or the last
+        # edge
         rest = size1 - scale * size0
         places = {tuple(rest * part) for part in itertools.product((0, 0.5, 1), repeat=2)}
         for place in sorted(places):
@@ -354,7 +387,10 @@ def _translations(
 
 
 def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
-    """Find the shifts (K, 2) like the most frequent one near `place`, none if it is not alone."""
+    """Find the shifts (K, 2) that are like the most frequent one near `place`; return (K,) bool.
+
+    None are found if many more shifts are similar, as they are where the motion is true.
+    """
     from scipy.spatial import KDTree
 
     none = np.zeros(len(shifts), bool)
@@ -369,10 +405,10 @@ def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.n
 
 
 def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
-    """Compare the area over which `mark` (k, 2) scatters with that of all keypoints (n, 2).
+    """Compare the area over which `mark` (k, 2) scatters with the area of all keypoints (n, 2).
 
-    An area is the square root of the determinant of the covariance. What lies at the border does
-    not count. The ratio is 0 if fewer than three matches are left.
+    An area is the square root of the determinant of the covariance. Keypoints at the border do not
+    count. The ratio is 0 if fewer than three matches are left.
     """
     border = BORDER * min(size)
     high = np.array(size) - 1 - border
