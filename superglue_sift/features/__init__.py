@@ -1,9 +1,9 @@
 """From the files of photographs to keypoints with descriptors.
 
-images        a file to pixels, rotated upright or as stored
-sift          pixels to SIFT keypoints
-extractors    other features and the kinds of their descriptors
-features      the keypoints and descriptors of one image
-store         features of many images, kept on disk
-nearest       nearest neighbours, the ratio test, selection of keypoints for the network
+images        reads a file to pixels, rotated upright or as stored.
+sift          finds SIFT keypoints in pixels.
+extractors    loads other extractors of features, and knows the kinds of descriptors.
+features      holds the keypoints and descriptors of one image.
+store         keeps features of many images on disk.
+nearest       finds nearest neighbours, and selects keypoints for the network.
 """

@@ -1,4 +1,4 @@
-"""Extractors of keypoints: SIFT, or a function of yours with the name `module:function`.
+"""An extractor of keypoints is SIFT, or a function of yours with the name `module:function`.
 
     def function(gray, max_keypoints):  # (H, W) uint8; number of keypoints, more are dropped
         return {
@@ -30,11 +30,12 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, "sift" or "module:function". Call it as `sift.extract`; it returns keypoints of
-    `dtype`.
+    """An extractor, "sift" or "module:function". Call it as `sift.extract`.
 
+    dtype: dtype of the keypoints that it returns.
     scale_angle: whether it provides scale and angle, which are 0 otherwise.
-    code: the SHA-256 of the module's file; for SIFT its version.
+    function: the function that finds keypoints.
+    code: the SHA-256 of the module's file. For SIFT it is its version.
     """
 
     name: str
@@ -46,7 +47,10 @@ class Extractor:
     def __call__(
         self, gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None
     ) -> np.ndarray:
-        """(n,) keypoints, n <= max_keypoints, highest rank first, positions distinct."""
+        """Extract (n,) keypoints, n <= max_keypoints, highest rank first, positions distinct.
+
+        Raises RequestError if descriptors are not like those of other images.
+        """
         if self.name == DEFAULT.name:
             return self.function(gray, max_keypoints, mask)
         found = records_of(self.name, self.function(gray, max_keypoints))
@@ -55,6 +59,7 @@ class Extractor:
         if found.dtype != self.dtype or bool(found["scale"][0]) != self.scale_angle:
             raise RequestError(f"extractor {self.name}: its descriptors change from image to image")
         if mask is not None:
+            # The function knows no masks, so keypoints at masked pixels are dropped here.
             x, y = np.rint(sift.positions(found).T).astype(int)
             height, width = mask.shape
             found = found[mask[y.clip(0, height - 1), x.clip(0, width - 1)] > 0]
@@ -77,7 +82,7 @@ def load(name: str) -> Extractor:
         home = importlib.import_module(module)
         function = getattr(home, attribute)
         values = function(test_pattern(), 512)
-    except Exception as error:  # any: it is the user's code
+    except Exception as error:  # code of the user may raise any error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         meant = "a module that Python finds, a colon, a function: see docs/features.md"
         raise RequestError(f"extractor {name}: {reason} ({meant})") from error
@@ -90,7 +95,9 @@ def load(name: str) -> Extractor:
 
 
 def test_pattern() -> np.ndarray:
-    """(480, 640) uint8: smooth blobs of many sizes, for any detector; always the same."""
+    """Draw smooth blobs of many sizes, for any detector; return (480, 640) uint8, always
+    the same.
+    """
     rng = np.random.default_rng(0)
     total = np.zeros((480, 640))
     for cells in (6, 12, 24, 48):
@@ -100,7 +107,9 @@ def test_pattern() -> np.ndarray:
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
-    """The dtype of keypoints with descriptors of `dim` entries: "sift" or "float"."""
+    """Return the dtype of keypoints with descriptors of `dim` entries, of kind "sift" or
+    "float".
+    """
     if kind == "sift":
         return sift.ORIENTED
     geometry = [(name, "<f4") for name in sift.GEOMETRY]
@@ -108,7 +117,7 @@ def record_dtype(kind: str, dim: int) -> np.dtype:
 
 
 def kind_of(dtype: np.dtype) -> Tuple[str, int]:
-    """(kind, dim) of a dtype from `record_dtype`. Raises ValueError for any other."""
+    """Return (kind, dim) of a dtype from `record_dtype`. Raises ValueError for any other dtype."""
     if dtype in (sift.KEYPOINT, sift.ORIENTED):
         return "sift", 128
     shape = dtype["descriptor"].shape if "descriptor" in (dtype.names or ()) else ()
@@ -118,11 +127,13 @@ def kind_of(dtype: np.dtype) -> Tuple[str, int]:
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """(n,) keypoints from the return value of extractor `name`. Raises RequestError for a wrong
-    one.
+    """Convert the return value of extractor `name` to (n,) keypoints.
+
+    Raises RequestError for a wrong value.
     """
 
     def wrong(reason: str) -> RequestError:
+        """Create the error for a wrong value."""
         return RequestError(f"extractor {name}: {reason} (see docs/features.md)")
 
     try:
@@ -133,9 +144,10 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
     count = len(keypoints)
     if not count and (descriptors.ndim != 2 or not descriptors.shape[1]):
-        return np.empty(0, sift.ORIENTED)  # nothing tells the length of its descriptors
+        return np.empty(0, sift.ORIENTED)  # the length of its descriptors is not known
     if not count:
         keypoints = keypoints.reshape(0, 2)
+    # Check shapes and types.
     if keypoints.shape != (count, 2) or scores.shape != (count,):
         raise wrong(
             f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)"
@@ -144,6 +156,7 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
         raise wrong(f"descriptors {descriptors.shape} of {count} keypoints: must be (n, D)")
     if descriptors.dtype.kind != "f":
         raise wrong(f"descriptors of {descriptors.dtype}: must be float32")
+    # Copy the values to records, and check their ranges.
     records = np.zeros(count, record_dtype("float", descriptors.shape[1]))
     records["x"], records["y"] = keypoints.T
     records["score"] = scores

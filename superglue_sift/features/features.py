@@ -1,5 +1,5 @@
-"""Features of an image: keypoints with descriptors, extracted from its pixels or provided by the
-caller.
+"""Features of an image are keypoints with descriptors. They are extracted from its pixels, or
+provided by the caller.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from superglue_sift.files import FileName
 from superglue_sift.geometry import two_view
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
-# Longer side of the pixels that alignment gets, per longer side that SIFT gets. Photographs of
-# 1,536 px, SIFT at 512, known homographies: median error 0.07 px of the file with 1, 0.05 with 2,
-# 0.06 with 3 and deviations too small.
+# Alignment gets pixels whose longer side is so many times the one that SIFT gets. For photographs
+# of 1,536 px with known homographies, and SIFT at 512 px, the median error is 0.07 px of the file
+# with 1, 0.05 with 2, and 0.06 with 3, where the deviations are too small.
 ALIGNED_AT = 2
-# Smaller images are enlarged to this longer side for SIFT, at most ENLARGED_MOST times
+# Images that are smaller are enlarged to this longer side for SIFT, at most ENLARGED_MOST times.
 ENLARGED_TO = 768
 ENLARGED_MOST = 2
-# (gray, max_keypoints, mask) -> keypoints, as `sift.extract`
+# A function of this type is called as `sift.extract`: (gray, max_keypoints, mask) -> keypoints.
 Extract = Callable[..., np.ndarray]
 
 
@@ -49,12 +49,14 @@ logger = logging.getLogger(__name__)
 class Features(NamedTuple):
     """Features of one image of `size` (width, height).
 
-    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`; in pixels
-    of the image.
+    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`, in pixels
+        of the image.
     gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
     image: the image, to draw matches on it. None if it is not known.
-    frame, turned: upright or stored pixels, and the EXIF orientation that was undone (`images`).
-    found_at: (width, height) of the resized image in which they were found. None if not known.
+    frame: whether pixels are upright or stored (`images`).
+    turned: the EXIF orientation that was undone.
+    found_at: (width, height) of the resized image in which the keypoints were found. None if it is
+        not known.
     """
 
     records: np.ndarray
@@ -70,16 +72,16 @@ class Features(NamedTuple):
 
     @property
     def keypoints(self) -> np.ndarray:
-        """(n, 2) float32, pixels: x right, y down, centre of the first pixel at (0, 0)."""
+        """Return (n, 2) float32 px: x right, y down, centre of the first pixel at (0, 0)."""
         return sift.positions(self.records)
 
     def as_found(self, resize: int) -> Features:
-        """The keypoints in pixels of the image in which they were found, which is what the network
-        gets.
+        """Return the keypoints in pixels of the image in which they were found, as the network
+        needs them.
 
-        resize: for keypoints of your own, the longer side to which images are reduced, or 0.
-        SIFT finds no keypoint below `sift.MIN_SCALE`: where this would make one smaller, your own
-        SIFT saw a larger image.
+        resize: for keypoints of your own, the longer side to which images are reduced, or 0. SIFT
+            finds no keypoint below `sift.MIN_SCALE`. If reducing the image by `resize` would make
+            one smaller, your own SIFT saw a larger image, and the image is reduced less.
         """
         if self.found_at is not None:
             return self.resize(self.found_at)
@@ -90,21 +92,22 @@ class Features(NamedTuple):
         return self.resize(two_view.divide(self.size, unit))
 
     def resize(self, size: Tuple[int, int]) -> Features:
-        """The keypoints in pixels of the image resized to `size` (width, height)."""
+        """Return the keypoints in pixels of the image resized to `size` (width, height)."""
         if tuple(size) == tuple(self.size):
             return self
         records = self.records.copy()
         for name, side, before in zip(("x", "y"), size, self.size):
+            # Pixel centres are at whole numbers, so the edge of the image is at -0.5.
             records[name] = (records[name] + 0.5) * (side / before) - 0.5
         records["scale"] *= max(size) / max(self.size)
         return self._replace(records=records, size=size)
 
     def select(self, index: Union[slice, np.ndarray]) -> Features:
-        """The keypoints at these indices only, in their order."""
+        """Keep only the keypoints at these indices, in their order."""
         return self._replace(records=self.records[index])
 
     def move(self, keypoints: np.ndarray) -> Features:
-        """A copy with keypoints (n, 2) at other positions."""
+        """Return a copy with the keypoints at other positions (n, 2) px."""
         records = self.records.copy()
         records["x"], records["y"] = keypoints.T
         return self._replace(records=records)
@@ -123,8 +126,9 @@ class Features(NamedTuple):
 
         Args:
             keypoints: (n, 2) pixels, distinct.
-            scales, angles, scores: (n,) diameter in pixels, degrees, response: OpenCV's `size`,
-                `angle`, `response`.
+            scales: (n,) diameters in pixels, OpenCV's `size`.
+            angles: (n,) degrees, OpenCV's `angle`.
+            scores: (n,), OpenCV's `response`.
             descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
             size: (width, height) of the image.
         """
@@ -134,6 +138,7 @@ class Features(NamedTuple):
         descriptors = np.asarray(descriptors)
         columns = {"scales": scales, "angles": angles, "scores": scores}
         count = len(keypoints)
+        # Check the shapes and the range of what was given.
         wanted = (
             ("keypoints", keypoints, (count, 2)),
             *((name, values, (count,)) for name, values in columns.items()),
@@ -146,6 +151,7 @@ class Features(NamedTuple):
                 )
         if count and not (descriptors.min() >= 0 and 1 < descriptors.max() <= 255):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
+        # Copy the columns to records, and check their values.
         records = np.zeros(count, KEYPOINT)
         records["x"], records["y"] = keypoints.T
         for name, values in columns.items():
@@ -161,16 +167,17 @@ class Features(NamedTuple):
     def of_colmap(
         cls, keypoints: np.ndarray, descriptors: np.ndarray, size: Tuple[int, int]
     ) -> Features:
-        """Create features from a COLMAP database's, in the same order, in stored pixels.
+        """Create features from those of a COLMAP database, in the same order, in stored pixels.
 
-        COLMAP's SIFT is the same as OpenCV's but for rounding. It stores no response, so all
+        COLMAP's SIFT is the same as OpenCV's except for rounding. It stores no response, so all
         keypoints get the typical one. Two orientations of a point are two keypoints. Raises
         RequestError for a wrong shape or range.
 
         Args:
             keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
                 corner of the first pixel, as `pycolmap.Database.read_keypoints` returns them.
-            descriptors: (n, 128) uint8, RootSIFT times 512, `read_descriptors(...).data`.
+            descriptors: (n, 128) uint8, RootSIFT times 512, as `read_descriptors(...).data` returns
+                them.
             size: (width, height) of the image.
         """
         keypoints = np.asarray(keypoints, np.float32)
@@ -183,7 +190,7 @@ class Features(NamedTuple):
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
         features = cls.of(
-            keypoints[:, :2] - 0.5,
+            keypoints[:, :2] - 0.5,  # COLMAP's coordinates start at a corner
             2 * sigma,  # OpenCV's size is a diameter
             np.rad2deg(angle) % 360,
             np.full(len(keypoints), TYPICAL_SCORE, np.float32),
@@ -193,9 +200,9 @@ class Features(NamedTuple):
         return features._replace(frame=STORED)
 
 
-# A file; or a PIL image; or pixels as in OpenCV: uint8 (H, W) gray or (H, W, 3) BGR; or as in
-# torch: a tensor on any device, (H, W), (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W)
-# RGB, uint8 or float from 0 to 1.
+# An image is a file, a PIL image, an array or a tensor. Arrays are as in OpenCV: uint8, (H, W) gray
+# or (H, W, 3) BGR. Tensors are as in torch, on any device: uint8 or float from 0 to 1, (H, W),
+# (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W) RGB.
 Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
 
 
@@ -207,15 +214,16 @@ def extract(
     masks: Sequence[np.ndarray] = (),
     name: str = "an image",
 ) -> Features:
-    """Extract keypoints of (H, W) uint8, in its pixels.
+    """Extract keypoints of gray pixels (H, W) uint8, in these pixels.
 
     resize: longer side to which a larger image is reduced for the extractor. An image below
-    ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it is.
+        ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it is.
     masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
-    name: of the image, in the warning for a picture without keypoints or with few gray levels.
+    name: name of the image, for the warning about a picture without keypoints or with few gray
+        levels.
     """
     size = (gray.shape[1], gray.shape[0])
-    # the extractor sees a smaller or a larger image, and so do the masks
+    # The extractor sees a smaller or a larger image. The masks are resized to it.
     seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
     found_at = (seen.shape[1], seen.shape[0])
     mask = None
@@ -224,6 +232,7 @@ def extract(
         mask = small if mask is None else cv2.min(mask, small)
     records = extractor(seen, max_keypoints, *([] if mask is None else [mask]))
     found = Features(records, found_at, found_at=found_at)
+    # Warn about a picture in which little can be found.
     levels = count_levels(seen)
     if not len(found.records) or levels < FEW_LEVELS:
         counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
@@ -232,10 +241,11 @@ def extract(
 
 
 def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
-    """A mask that the caller gave, (H, W) uint8, for an image of `size` (width, height).
+    """Return the mask that the caller gave, as (H, W) uint8, for an image of `size` (width,
+    height).
 
-    mask: a file, of the stored pixels (`images.read_mask`), or an array (H, W), 0 or False where
-    pixels are left out. Raises RequestError for one of another size.
+    mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W) that is
+        0 or False where pixels are left out. Raises RequestError for a mask of another size.
     """
     if isinstance(mask, (str, Path)):
         return read_mask(mask, size, turned)
@@ -257,8 +267,9 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
 def gray_of(
     image: Union[np.ndarray, torch.Tensor, PIL.Image.Image],
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """The pixels of an `Image` as (H, W) uint8 gray, and their mask, (H, W) uint8 and 0 where a PIL
-    image is transparent, else None. Raises RequestError for other pixels.
+    """Convert an `Image` to (H, W) uint8 gray, and its mask. Raises RequestError for other pixels.
+
+    The mask is (H, W) uint8, and 0 where a PIL image is transparent. Other images have None.
     """
     pixels, mask = _pixels_and_mask(image)
     is_gray = pixels.ndim == 2
@@ -270,14 +281,18 @@ def gray_of(
 
 
 def photo_of(image: Image, frame: str) -> Photo:
-    """An image to draw coordinates of `frame` on; arrays and tensors are assumed to be upright."""
+    """Return an image to draw coordinates of `frame` on. Arrays and tensors are assumed to be
+    upright.
+    """
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
     return Photo(_pixels_and_mask(image)[0], np.eye(3))
 
 
 def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """The pixels of an `Image` in the layout of OpenCV, and the mask of a transparent PIL image.
+    """Convert an `Image` to pixels in the layout of OpenCV, with the mask of a transparent PIL
+    image.
+
     Raises RequestError for another type.
     """
     if isinstance(image, np.ndarray):
@@ -296,6 +311,7 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     if image.dim() == 4 and image.shape[0] == 1:
         image = image[0]
     if image.dim() == 3 and image.shape[0] in (1, 3):
+        # (3, H, W) RGB -> (H, W, 3) BGR; (1, H, W) -> (H, W)
         image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
     elif image.dim() != 2:
         allowed = "(H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"

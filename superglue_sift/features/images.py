@@ -1,6 +1,6 @@
-"""From the files of photographs to pixels of 8 bits.
+"""Read the files of photographs to pixels of 8 bits.
 
-Pillow reads a file by its content, whatever its extension; OpenCV reads colours of 16 bits, and
+Pillow reads a file by its content, whatever its extension. OpenCV reads colours of 16 bits, and
 tifffile the TIFF layouts that Pillow reads wrong or not at all. An animation gives its first
 picture. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
 
@@ -8,8 +8,8 @@ Pixels of more than 8 bits are scaled by the range that is in use (`range_in_use
 pixels and pixels without data are masked: an extractor finds no keypoint there.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
-how to rotate them upright, as browsers and `cv2.imread` do; COLMAP uses them as stored. Training
-and evaluation use pixels as stored; a matcher uses its `frame`, by default upright. Every result
+how to rotate them upright, as browsers and `cv2.imread` do. COLMAP uses pixels as stored, and so do
+training and evaluation. A matcher uses its `frame`, which is upright by default. Every result
 states the frame of its coordinates.
 """
 
@@ -31,8 +31,9 @@ from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.files import FileName
 from superglue_sift.geometry.two_view import Size, compose, divide, resizing, unit_of
 
-# What counts as a photograph of a folder: these extensions, outside of folders that the system,
-# a network drive or an archive program keeps for itself. Names that begin with a dot are hidden.
+# A file of a folder counts as a photograph if it has one of these extensions, and lies outside of
+# folders that the system, a network drive or an archive program keeps for itself. Names that begin
+# with a dot are hidden.
 EXTENSIONS = (
     ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
     ".gif", ".jp2", ".avif", ".heic", ".heif",
@@ -43,18 +44,18 @@ SYSTEM_FOLDERS = {
 }  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # more could exceed a worker's memory
-# Brands of ISO 23008-12
+# Brands by which ISO 23008-12 marks a HEIC file
 HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 
 INNER = (0.1, 99.9)  # percentiles: dust and glints beyond them do not set the range
-SAMPLED = 1 << 18  # pixels that the range is taken from
-FEW_LEVELS = 16  # gray levels: with fewer, a picture is nearly flat or a drawing
+SAMPLED = 1 << 18  # the range is computed from about so many pixels
+FEW_LEVELS = 16  # with fewer gray levels, a picture is nearly flat or a drawing
 
 UPRIGHT = "upright"
 STORED = "stored"
-FRAMES = (UPRIGHT, STORED)  # rotated according to EXIF; as in the file
+FRAMES = (UPRIGHT, STORED)  # pixels rotated according to EXIF, or as in the file
 ORIENTATION = 0x0112  # EXIF tag
-# for each orientation, upright x and upright y as (step along stored x, step along stored y)
+# For each orientation: how upright x, and upright y, go along stored x and stored y
 AXES = {
     1: ((1, 0), (0, 1)), 2: ((-1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 4: ((1, 0), (0, -1)),
     5: ((0, 1), (1, 0)), 6: ((0, -1), (1, 0)), 7: ((0, -1), (-1, 0)), 8: ((0, 1), (-1, 0)),
@@ -62,14 +63,18 @@ AXES = {
 
 
 class BadImage(RequestError):
-    """A file that is not a usable image. name: of the file; reason: one line for bad_images.csv."""
+    """A file is not a usable image.
+
+    name: name of the file. reason: one line for bad_images.csv.
+    """
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"{name}: {reason}")
         self.name = name
         self.reason = reason
 
-    def __reduce__(self):  # worker processes pickle it with both arguments
+    def __reduce__(self):
+        """Pickle the error with both arguments, since worker processes return it."""
         return type(self), (self.name, self.reason)
 
 
@@ -95,25 +100,28 @@ class Photo(NamedTuple):
 
 
 def is_photo(name: str) -> bool:
-    """Whether a path, with forward slashes and relative to its folder, names a photograph."""
+    """Say whether a path names a photograph. It has forward slashes, and begins below its
+    folder.
+    """
     *folders, file = name.split("/")
     return file.lower().endswith(EXTENSIONS) and not any(map(_is_hidden, [*folders, file]))
 
 
 def _is_hidden(name: str) -> bool:
+    """Say whether a name begins with a dot, or is one of `SYSTEM_FOLDERS`."""
     dotted = name.startswith(".") and name not in (".", "..")
     return dotted or name.lower() in SYSTEM_FOLDERS
 
 
 def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
-    """Each visible folder at or below `folder`, with its sorted file names.
+    """Yield each visible folder at or below `folder`, with its sorted file names.
 
     Links to folders are entered after all others, once, and not if they lead back above `folder`.
     """
     top = os.path.realpath(folder)
     waiting = [os.fspath(folder)]
     entered = set()
-    for start in waiting:  # links are appended meanwhile
+    for start in waiting:  # the loop appends links to this list
         for place, folders, files in os.walk(start):
             real = os.path.realpath(place)
             if real in entered or (start is not waiting[0] and f"{top}/".startswith(f"{real}/")):
@@ -127,7 +135,7 @@ def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
 
 
 def list_photos(folder: FileName) -> List[Path]:
-    """The photographs at or below `folder` by `is_photo` and `walk_folders`, sorted.
+    """List the photographs at or below `folder` by `is_photo` and `walk_folders`, sorted.
 
     Links without a target are listed, since reading them reports the error. Raises RequestError if
     the folder is missing.
@@ -140,8 +148,10 @@ def list_photos(folder: FileName) -> List[Path]:
 
 
 def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
-    """The mask of the photograph `name`, relative to its folder: `name.png` in the folder `masks`,
-    as in COLMAP, or the same with `.png` in place of the extension. None if there is neither.
+    """Find the mask of the photograph `name`, whose path is relative to its folder.
+
+    The mask is `name.png` in the folder `masks`, as in COLMAP, or the same with `.png` in place of
+    the extension. Returns None if there is neither.
     """
     first = Path(masks) / f"{name}.png"
     candidates = (first, (Path(masks) / name).with_suffix(".png"))
@@ -152,12 +162,14 @@ def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if damaged."""
+    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it
+    is damaged.
+    """
     return decode(data, name, True, frame).pixels
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode to (H, W, 3) uint8 BGR, with the checks and errors of `decode_gray`."""
+    """Decode the bytes of a file to (H, W, 3) uint8 BGR. Raises BadImage as `decode_gray`."""
     return decode(data, name, False, frame).pixels
 
 
@@ -167,7 +179,9 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 
 
 def read_photo(path: FileName, frame: str) -> Photo:
-    """Read a file in colour and upright, to draw coordinates of `frame`. Raises RequestError."""
+    """Read a file in colour and upright, to draw coordinates of `frame` on it. Raises
+    RequestError.
+    """
     photo = decode(read(path), str(path), False, UPRIGHT)
     turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
     to_shown = turn if frame == STORED else np.eye(3)
@@ -177,10 +191,11 @@ def read_photo(path: FileName, frame: str) -> Photo:
 
 
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
-    """Read the mask of a photograph as stored: (H, W) uint8, 0 where it is black.
+    """Read the mask of a photograph as stored; return (H, W) uint8, which is 0 where it is black.
 
     size: (width, height) of the photograph, after it was rotated by the EXIF orientation `turned`.
-    Raises RequestError for an unreadable mask, or one whose size is not that of the stored pixels.
+        Raises RequestError for an unreadable mask, or one whose size is not that of the stored
+        pixels.
     """
     image = open_image(read(path), str(path))
     stored = turn_size(size, turned)
@@ -196,24 +211,27 @@ def read(path: FileName) -> bytes:
     """Read the bytes of a file. Raises RequestError if it cannot be read."""
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # of a name with a null byte
+    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{path}: cannot be read: {reason}") from None
 
 
 def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
-    """Decode the bytes of a file to gray or BGR pixels in `frame`. Raises BadImage."""
+    """Decode the bytes of a file to gray or BGR pixels in `frame`. Raises BadImage if it is
+    damaged.
+    """
     tags = _tiff_tags(data)
     if tags is not None and not _pillow_reads(tags):
         values = _read_by_tifffile(data, name, tags)
         pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
-        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # white is zero
+        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # 0 means white
         stored = (tags[256], tags[257])
         turn = tags.get(ORIENTATION, 1)
         turn = turn if turn in AXES else 1
         is_upright = False
     else:
         pixels, mask, stored, turn, is_upright = _decode_by_pillow(data, name, gray)
+    # Rotate the pixels if they are not in the frame that is asked for.
     if is_upright != (frame == UPRIGHT):
         undone = inverse(turn) if is_upright else turn
         pixels = turn_upright(pixels, undone)
@@ -228,18 +246,20 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
 def _decode_by_pillow(
     data: bytes, name: str, gray: bool
 ) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int, bool]:
-    """Pixels, mask, size as stored, EXIF orientation, and whether the pixels are upright already.
+    """Decode by Pillow, or by OpenCV colours of more than 8 bits, of which Pillow keeps 8.
 
-    OpenCV reads colours of more than 8 bits, of which Pillow keeps 8.
+    Returns pixels, mask, size as stored, EXIF orientation, and whether the pixels are upright
+    already.
     """
     image = open_image(data, name)
     is_deep = _is_deep_colour(image)
     stored = _stored_size(image)
     try:
         if image.format == "PNG":
-            image.load()  # its EXIF data may follow its pixels
-        turn = _orientation(image)  # of a TIFF before decoding, after which it has none
-        # the luma of a JPEG: faster than by way of RGB, and up to two gray levels closer
+            image.load()  # the EXIF data of a PNG may follow its pixels
+        turn = _orientation(image)  # a decoded TIFF would have none any more
+        # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two gray
+        # levels closer.
         factor = _shrink(image, "L" if gray else None, name)
         values = _read_by_opencv(data) if is_deep else None
         if values is None:
@@ -248,10 +268,11 @@ def _decode_by_pillow(
             pixels, mask = _pixels_of_values(values, gray, None)
     except BadImage:
         raise
-    except Exception as error:  # any: decoders of damaged data raise what they like
+    except Exception as error:  # decoders of damaged data raise any type of error
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
     if factor > 1:
-        # libjpeg rounds the size up, so its pixels lie at multiples of the factor
+        # libjpeg rounds the size up, so its pixels lie at multiples of the factor. Move them to
+        # where an exact reduction has them.
         width, height = pixels.shape[1::-1]
         exact = resizing((stored[0] / factor, stored[1] / factor), (width, height))
         sampling = cv2.INTER_LINEAR
@@ -276,8 +297,10 @@ def open_image(data: bytes, name: str) -> Image.Image:
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
-    """Whether every decoder gives Pillow's pixels for this file: a JPEG of 8 bits, gray or of three
-    components, which ends with its end marker and has at most `MAX_PIXELS`. Raises as `open_image`.
+    """Say whether every decoder gives Pillow's pixels for this file.
+
+    They do for a JPEG of 8 bits, gray or of three components, which ends with its end marker and
+    has at most `MAX_PIXELS`. Raises BadImage as `open_image`.
     """
     image = open_image(data, name)
     width, height = image.size
@@ -286,14 +309,17 @@ def is_plain_jpeg(data: bytes, name: str) -> bool:
 
 
 def _open(data: bytes, name: str) -> Image.Image:
-    """Not by `Image.open`, whose limit of pixels is one number for the whole process."""
+    """Open a file by the first format of FORMATS that accepts it. Raises BadImage.
+
+    This is not `Image.open`, whose limit of pixels is one number for the whole process.
+    """
     if not data:
         raise BadImage(name, "empty file")
     reason = "not an image, or of a format that is not read"
     if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         reason = "a web page, not an image"
     lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
-    Image.init()  # fills Image.OPEN, the first time
+    Image.init()  # the first call fills Image.OPEN
     for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
         factory, accept = Image.OPEN[kind]
         accepts = accept is not None and accept(data[:16])
@@ -301,7 +327,7 @@ def _open(data: bytes, name: str) -> Image.Image:
             reason = accepts
         elif accepts:
             try:
-                # an MPO holds several pictures, of which the first is a JPEG
+                # An MPO holds several pictures, of which the first is a JPEG.
                 return (JpegImageFile if kind == "JPEG" else factory)(io.BytesIO(data), "")
             except Exception as error:
                 reason = f"damaged {kind}: {_line(error)}"
@@ -311,6 +337,7 @@ def _open(data: bytes, name: str) -> Image.Image:
 
 
 def _register_heic() -> bool:
+    """Let Pillow read HEIC by pillow_heif; return whether it is installed."""
     try:
         import pillow_heif
     except ImportError:
@@ -320,14 +347,15 @@ def _register_heic() -> bool:
 
 
 def _stored_size(image: Image.Image) -> Size:
-    """(width, height) as stored. Pillow swaps those of a TIFF that it will rotate."""
+    """Return (width, height) as stored. Pillow swaps both of a TIFF that it will rotate."""
     tags = getattr(image, "tag_v2", None)
     return (tags[256], tags[257]) if tags else image.size
 
 
 def _orientation(image: Image.Image) -> int:
+    """Read the EXIF orientation, 1 to 8. It is 1 if there is none, or if it is damaged."""
     for key in ("xmp", "XML:com.adobe.xmp"):
-        image.info.pop(key, None)  # Pillow would take the orientation from it where EXIF has none
+        image.info.pop(key, None)  # Pillow would use XMP where EXIF has no orientation
     try:
         turn = image.getexif().get(ORIENTATION, 1)
     except Exception:  # damaged EXIF data
@@ -336,13 +364,15 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _shrink(image: Image.Image, mode: Optional[str], name: str) -> int:
-    """Let Pillow read an image above `MAX_PIXELS` at a smaller scale: a JPEG at 1/2, 1/4 or 1/8, a
-    TIFF by its largest overview. Returns the factor of a JPEG, else 1. Raises BadImage for others.
+    """Let Pillow read an image above `MAX_PIXELS` at a smaller scale.
+
+    A JPEG is read at 1/2, 1/4 or 1/8, and a TIFF by its largest overview. Returns the factor of a
+    JPEG, else 1. Raises BadImage for other images.
     """
     width, height = image.size
     if image.format == "JPEG":
         factors = [f for f in (1, 2, 4, 8) if width * height <= MAX_PIXELS * f * f]
-        # the decoder of a progressive JPEG keeps all of it in memory, at any scale
+        # The decoder of a progressive JPEG keeps the whole image in memory, at any scale.
         if factors and (factors[0] == 1 or "progressive" not in image.info):
             image.draft(mode, (width // factors[0], height // factors[0]))
             return factors[0]
@@ -356,12 +386,13 @@ def _shrink(image: Image.Image, mode: Optional[str], name: str) -> int:
 
 
 def _is_overview(width: int, height: int, full_width: int, full_height: int) -> bool:
-    """Whether a page of a TIFF has the shape of the full picture, and can be read."""
+    """Say whether a page of a TIFF has the shape of the full picture, and can be read."""
     same_shape = abs(width * full_height / (height * full_width) - 1) < 0.01
     return same_shape and width * height <= MAX_PIXELS
 
 
 def _too_large(name: str, width: int, height: int) -> BadImage:
+    """Create the error for an image of too many pixels."""
     return BadImage(
         name,
         f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels are read"
@@ -371,8 +402,10 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
 
 
 def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Pixels of a PIL image, (H, W) uint8 gray or (H, W, 3) uint8 BGR, and their mask, (H, W) uint8
-    and 0 where the image is transparent or has no data. The mask is None if there is no such pixel.
+    """Convert a PIL image to pixels and a mask.
+
+    Returns pixels, (H, W) uint8 gray or (H, W, 3) uint8 BGR; and the mask, (H, W) uint8, which is 0
+    where the image is transparent or has no data. The mask is None if there is no such pixel.
     """
     if image.mode[0] in "IF":
         return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
@@ -381,8 +414,8 @@ def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.n
         image = image.convert("LA")
     if image.has_transparency_data:
         mask = np.array(image.convert("RGBA"))[..., 3]
-        image = image.copy()  # the caller's keeps its transparency
-        image.info.pop("transparency", None)  # of a palette: Pillow would warn
+        image = image.copy()  # the image of the caller keeps its transparency
+        image.info.pop("transparency", None)  # Pillow would warn for a palette
     if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
         image = image.convert("L")
     elif image.mode not in ("L", "RGB", "RGBA"):
@@ -392,7 +425,7 @@ def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.n
 
 
 def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
-    """Pixels (H, W) or RGB (H, W, 3 or more) uint8 as (H, W) gray or (H, W, 3) BGR, as a copy."""
+    """Copy pixels (H, W), or RGB (H, W, 3 or more), uint8, to (H, W) gray or (H, W, 3) BGR."""
     if pixels.ndim == 2:
         return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
     kind = cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR
@@ -403,13 +436,13 @@ def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
 
 
 def _is_deep_colour(image: Image.Image) -> bool:
-    """Whether a file has colours of more than 8 bits, of which Pillow reads 8, or may have them."""
+    """Say whether a file has, or may have, colours of more than 8 bits, of which Pillow reads 8."""
     may_have = ";16" in str(getattr(image, "tile", "")) or image.format in ("PPM", "JPEG2000")
     return may_have and image.mode in ("LA", "RGB", "RGBA")
 
 
 def _read_by_opencv(data: bytes) -> Optional[np.ndarray]:
-    """RGB or RGBA of more than 8 bits, (H, W, 3 or 4), as stored. None for 8 bits."""
+    """Read RGB or RGBA of more than 8 bits, (H, W, 3 or 4), as stored. Return None for 8 bits."""
     values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     if values is None or values.dtype == np.uint8 or values.ndim == 2:
         return None
@@ -422,24 +455,25 @@ def _read_by_opencv(data: bytes) -> Optional[np.ndarray]:
 
 
 def _tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
-    """The tags of the first picture of a TIFF. None for other files and damaged ones."""
+    """Read the tags of the first picture of a TIFF. Return None for other and damaged files."""
     if data[:4] not in (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+"):
         return None
     try:
+        # A BigTIFF, whose version is 43, has a longer header.
         tags = ImageFileDirectory_v2(data[: 16 if 43 in data[2:4] else 8])
         stream = io.BytesIO(data)
         stream.seek(tags.next)
         tags.load(stream)
         return tags if {256, 257} <= set(tags) else None
-    except Exception:  # Pillow then says what is damaged
+    except Exception:  # Pillow reads it next, and says what is damaged
         return None
 
 
 def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
-    """Whether Pillow, or OpenCV for colours of 16 bits, reads this layout right.
+    """Say whether Pillow, or OpenCV for colours of 16 bits, reads this layout right.
 
-    tests/features/test_images.py compares pixels. Pillow reads other layouts as noise, as a
-    negative, or not at all.
+    Pillow reads other layouts as noise, as a negative, or not at all. tests/features/test_images.py
+    compares pixels.
     """
     bits = set(tags.get(258, (1,)))
     kinds = set(tags.get(339, (1,)))
@@ -448,7 +482,7 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
     if bits <= {1, 2, 4, 8} and kinds == {1}:
         has_alpha = layout == (1, 2) and tags.get(338) == (2,)
         return has_alpha or layout in {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
-    if tags.get(284, 1) != 1:  # one plane for each band
+    if tags.get(284, 1) != 1:  # the file has one plane for each band
         return False
     if bits == {16} and kinds == {1}:
         return layout in {(1, 1), (2, 3), (2, 4), (5, 4)}
@@ -457,10 +491,11 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
 
 
 def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:
-    """Values of a TIFF, (H, W) gray or RGB(A) (H, W, 3 or 4), as stored.
+    """Read the values of a TIFF, (H, W) gray or RGB(A) (H, W, 3 or 4), as stored.
 
-    Of more bands than a photograph has, the first three are its colours, as in other programs; of
-    two, the first is its gray. Raises BadImage for what cannot be read, with its layout.
+    If there are more bands than a photograph has, the first three are its colours, as in other
+    programs. If there are two, the first is its gray. Raises BadImage, which names the layout, for
+    a file that cannot be read.
     """
     bands = tags.get(277, 1)
     kind = {1: "uint", 2: "int", 3: "float"}.get(tags.get(339, (1,))[0], "other type of ")
@@ -474,6 +509,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
     height = tags[257]
     try:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
+            # Take the first page that is small enough: the picture itself, or an overview.
             fitting = (
                 page
                 for page in file.pages
@@ -491,6 +527,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
             None
         )
     if tags.get(284, 1) == 2 and values.ndim == 3:
+        # Planes (bands, H, W) -> (H, W, bands)
         values = np.moveaxis(values, 0, -1)
     if tags.get(262, 1) not in (0, 1, 2) or values.ndim > 3 or values.dtype.kind not in "uif":
         raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
@@ -501,7 +538,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
 
 
 def _nodata(tags: Mapping[int, Any]) -> Optional[float]:
-    """The value of pixels without data that GDAL has noted in a TIFF, None without one."""
+    """Return the value that GDAL has noted in a TIFF for pixels without data, or None."""
     try:
         return float(str(tags[42113]).strip("\0 "))
     except (KeyError, ValueError):
@@ -511,14 +548,16 @@ def _nodata(tags: Mapping[int, Any]) -> Optional[float]:
 def _pixels_of_values(
     values: np.ndarray, gray: bool, nodata: Optional[float]
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Scale values of any type, (H, W) gray or (H, W, 3 or 4) RGB(A), by the range that is in use.
+    """Scale values of any type to 8 bits by the range that is in use.
 
-    Returns pixels and mask, as `pixels_of`.
+    values: (H, W) gray or (H, W, 3 or 4) RGB(A). nodata: value of pixels without data, or None.
+        Returns pixels and mask, as `pixels_of`.
     """
     known = np.isfinite(values[..., :3] if values.ndim == 3 else values)
     colours = values[..., :3] if values.ndim == 3 else values
     if nodata is not None:
         known &= colours != nodata
+    # Map `low` to 0 and `high` to 256, in float32 where it is exact enough.
     low, high = range_in_use(colours, known)
     wide = np.float32 if values.dtype.itemsize < 4 or values.dtype == np.float32 else np.float64
     levels = colours.astype(wide)
@@ -532,20 +571,20 @@ def _pixels_of_values(
 
 
 def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
-    """(low, high) of the values that become the gray levels 0 and 256.
+    """Find the range (low, high) of the values that become the gray levels 0 and 256.
 
-    They are the percentiles `INNER` of the medians of 3x3 values, so that single hot and dead
-    pixels do not count, without an end value that stands apart from the rest, such as -9999 for no
-    data. Where they fill half of the range from 0 to a power of two, it is this range: 10, 12, 14
-    and 16 bits of the same photograph give the same gray levels.
+    The range is between the percentiles `INNER` of the medians of 3x3 values, so that single hot
+    and dead pixels do not count. An end value that stands apart from the rest, such as -9999 for no
+    data, is left out. Where the range fills half of the numbers from 0 to a power of two, these
+    numbers are the range. Then 10, 12, 14 and 16 bits of one photograph give the same gray levels.
 
     Args:
-        values: (H, W) or (H, W, 3), all bands of which share one range.
+        values: (H, W) or (H, W, 3). All bands share one range.
         known: of the same shape, False where a value has no meaning.
     """
     if values.dtype == np.uint8:
         return 0.0, 256.0
-    # medians of 3x3 values at some 262,144 places of the image
+    # Take medians of 3x3 values at some 262,144 places of the image.
     step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
     rows, columns = (min(3, side) for side in values.shape[:2])
     last = values.shape[0] - rows + 1, values.shape[1] - columns + 1
@@ -555,11 +594,11 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
         for x in range(columns)
     ]
     around = [np.where(known[at], values[at].astype(np.float64), np.nan) for at in places]
-    medians = np.median(around, axis=0)  # nan where any of the nine is unknown
+    medians = np.median(around, axis=0)  # nan where one of the nine is not known
     kept = np.sort(medians[np.isfinite(medians)])
     if not kept.size:
         return 0.0, 0.0
-    # leave out an end value that is further from the rest than the rest is wide
+    # Leave out an end value that is further from the rest than the rest is wide.
     for end in (0, -1, 0, -1):  # -32768 and -9999 may both stand for no data
         rest = kept[kept != kept[end]]
         if len(np.unique(rest)) < FEW_LEVELS:
@@ -568,7 +607,7 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
         if max(low - kept[end], kept[end] - high) > high - low:
             kept = rest
     low, high = (float(value) for value in np.percentile(kept, INNER))
-    # a photograph that fills its bits keeps its gray levels
+    # A photograph that fills its bits keeps its gray levels.
     if low >= 0 and high > 0:
         top = 2.0 ** math.ceil(math.log2(high))
         top = top if values.dtype.kind == "f" else max(top, 256.0)
@@ -578,7 +617,7 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
 
 
 def count_levels(gray: np.ndarray) -> int:
-    """How many of the 256 gray levels the pixels (H, W) uint8 have."""
+    """Count how many of the 256 gray levels the pixels (H, W) uint8 have."""
     return int(np.count_nonzero(cv2.calcHist([gray], [0], None, [256], [0, 256])))
 
 
@@ -586,7 +625,10 @@ def count_levels(gray: np.ndarray) -> int:
 
 
 def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, if smaller and not 0."""
+    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, unless they are smaller.
+
+    If `longer` is 0, return them unchanged.
+    """
     size = (pixels.shape[1], pixels.shape[0])
     unit = unit_of(size, longer)
     if unit == 1:
@@ -602,17 +644,20 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def turn_size(size: Size, orientation: int) -> Size:
-    """(width, height) of an image after it is rotated upright, or back."""
+    """Return the (width, height) of an image after it is rotated upright, or back."""
     return size if AXES[orientation][0][0] else (size[1], size[0])
 
 
 def inverse(orientation: int) -> int:
-    """The orientation that undoes another."""
+    """Return the orientation that undoes another one."""
     return {6: 8, 8: 6}.get(orientation, orientation)
 
 
 def to_upright(orientation: int, size: Size) -> np.ndarray:
-    """(3, 3) float64 map from stored to upright pixel coordinates. size: stored (width, height)."""
+    """Return the map (3, 3) float64 from stored to upright pixel coordinates.
+
+    size: stored (width, height).
+    """
     H = np.eye(3)
     H[:2, :2] = AXES[orientation]
     H[:2, 2] = np.where(H[:2, :2] < 0, np.array(size) - 1.0, 0.0).sum(axis=1)
@@ -620,5 +665,5 @@ def to_upright(orientation: int, size: Size) -> np.ndarray:
 
 
 def _line(error: Exception) -> str:
-    """The message of an error in one line."""
+    """Return the message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__

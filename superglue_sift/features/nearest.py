@@ -20,18 +20,21 @@ from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.sift import ORIENTED, rank, root_sift_of
 from superglue_sift.matches import Matches
 
-RATIO = 0.8  # of distances
-MAX_DISTANCE = 0.8  # between descriptors of unit length
-BLOCK = 256  # rows of a product: 8 MiB of it at 8,192 keypoints, which stays in the cache
-ROUNDING = 1e-6  # of 1 - cosine: two copies of a descriptor are equally near
-# Ratio of distances up to which a keypoint counts as matched when keypoints are selected. With 1
-# the network gets only keypoints with something similar in the other image, and finds 20 times as
-# many matches in photographs that have nothing in common.
+RATIO = 0.8  # maximum ratio of the distances to the nearest and the second nearest
+MAX_DISTANCE = 0.8  # maximum distance of matched descriptors of unit length
+BLOCK = 256  # rows of a product, which take 8 MiB at 8,192 keypoints and stay in the cache
+ROUNDING = 1e-6  # error of 1 - cosine, so that two copies of a descriptor are equally near
+# When keypoints are selected, a keypoint counts as matched up to this ratio of distances. With a
+# ratio of 1, the network gets only keypoints with something similar in the other image, and finds
+# 20 times as many matches in photographs that have nothing in common.
 SELECTING_RATIO = 0.95
 
 
 def unit_rows(records: np.ndarray) -> np.ndarray:
-    """The (first) descriptors of records (n,) as (n, D) float32 of length 1: RootSIFT for SIFT."""
+    """Return the (first) descriptors of records (n,) as (n, D) float32 of length 1.
+
+    For SIFT they are RootSIFT.
+    """
     rows = records["descriptor"]
     if kind_of(records.dtype)[0] == "sift":
         return root_sift_of(rows)
@@ -39,12 +42,13 @@ def unit_rows(records: np.ndarray) -> np.ndarray:
 
 
 def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarray]:
-    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D), unit vectors.
+    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D). All are unit
+    vectors.
 
     Several rows may have the same neighbour. Without a second neighbour the score is 0.
 
-    Returns:
-        n matches, or none if m is 0; and (n,) bool, whether the row is its neighbour's nearest.
+    Returns n matches, or none if m is 0; and (n,) bool, whether the row is the nearest of its
+    neighbour.
     """
     if len(rows) == 0 or len(others) == 0:
         return Matches.none(), np.zeros(0, bool)
@@ -59,10 +63,10 @@ def compare(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Find the nearest of `others` (m, D) for each of `rows` (n, D), unit vectors, by one product.
 
-    Returns (n,) each: the nearest, int64; the cosine of both; the second largest cosine of the row;
-    and the largest cosine of the nearest one with any other row. This rival is infinite where
-    another row is nearer to it. If several rows are equally near, only the first has a finite
-    rival.
+    Returns four arrays (n,): the index of the nearest, int64; the cosine of both; the second
+    largest cosine of the row; and the rival, the largest cosine of the nearest one with any other
+    row. The rival is infinite where another row is nearer to it. If several rows are equally near,
+    only the first has a finite rival.
     """
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)
@@ -70,16 +74,18 @@ def compare(
     product = torch.empty((BLOCK, len(others)))
     right = torch.from_numpy(others).T
     for start in range(0, len(rows), BLOCK):
+        # (BLOCK, D) and (D, m) -> (BLOCK, m) cosines, in memory that all blocks share
         left = torch.from_numpy(rows[start : start + BLOCK])
         values = torch.mm(left, right, out=product[: len(left)]).numpy()
         here = slice(start, start + len(left))
         at = np.arange(len(left))
         nearest[here] = best = values.argmax(axis=1)
         cosine[here] = values[at, best]
+        # Without the nearest, the maximum is the second nearest of a row, or the rival of a column.
         values[at, best] = -1.0
         second[here] = values.max(axis=1)
         np.maximum(rest, values.max(axis=0), out=rest)
-    # of the rows with one nearest, all but the first in this order
+    # Rows that share a nearest one, except the first of them in this order
     order = np.lexsort((-cosine, nearest))
     beaten = order[1:][np.diff(nearest[order]) == 0]
     np.maximum.at(rest, nearest[beaten], cosine[beaten])
@@ -89,7 +95,10 @@ def compare(
 
 
 def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """(n,) ratio of two distances by the cosines of unit vectors: |a - b|^2 = 2 - 2 cos."""
+    """Compute the ratio (n,) of two distances from the cosines of unit vectors.
+
+    |a - b|^2 = 2 - 2 cos.
+    """
     nearer, farther = ((1.0 - values).clip(0) + ROUNDING for values in (cosine, second))
     return np.sqrt(nearer / farther)
 
@@ -100,7 +109,8 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
     The score is one minus the larger ratio of both directions, so the order of the images does not
     matter. A keypoint with two orientations is matched by either.
 
-    ratio: the maximum. With 1 all mutual nearest neighbours within MAX_DISTANCE are returned.
+    ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
+        returned.
     """
     rows, owner = _describe(records0)
     others, other_owner = _describe(records1)
@@ -108,14 +118,17 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
         return Matches.none()
     nearest, cosine, second, rival = compare(rows, others)
     ratios = ratio_of(cosine, np.maximum(second, rival))
+    # A row that is not the nearest of its neighbour has an infinite rival and fails.
     kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
+    # From rows, one for each orientation, to keypoints
     indices = np.stack([owner[kept], other_owner[nearest[kept]]], axis=1)
     return one_each(Matches(indices, 1.0 - ratios[kept]))
 
 
 def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Unit descriptors (m, D) float32 of records (n,), a row for each keypoint and for its second
-    orientation, and the keypoint of each, (m,) int64.
+    """Return the unit descriptors of records (n,), a row for each orientation, and their owners.
+
+    The rows are (m, D) float32. The owner of a row, (m,) int64, is the index of its keypoint.
     """
     rows = unit_rows(records)
     owner = np.arange(len(records))
@@ -133,11 +146,13 @@ def one_each(matches: Matches) -> Matches:
 
 
 def most_confident_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Indices of the matches that share neither end with a better one, by falling score (K,).
+    """Find the matches that share neither end with a better one; return indices by falling score.
 
-    ends0, ends1: (K,) keypoints or (K, 2) positions. The order of the images does not matter.
+    ends0, ends1: (K,) keypoints or (K, 2) positions. scores: (K,). The order of the images does not
+        matter.
     """
     order = np.argsort(-scores, kind="stable")
+    # `np.unique` returns the first match of each end, which is the best one in this order.
     best0, best1 = (np.unique(ends[order], axis=0, return_index=True)[1] for ends in (ends0, ends1))
     return order[np.intersect1d(best0, best1)]
 
@@ -147,12 +162,12 @@ def select_keypoints(
 ) -> Tuple[np.ndarray, np.ndarray]:
     """Select the keypoints of a pair that the network gets, at most `most` of each image.
 
-    A match needs its keypoint in both images, and which keypoints are in both depends on the other
-    image, above all on its scale. So keypoints are selected for each pair: those that the ratio
-    test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
+    A match needs its keypoint in both images. Which keypoints are in both depends on the other
+    image, above all on its scale. So keypoints are selected for each pair: first those that the
+    ratio test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
 
-    records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1.
-    Returns indices (m,) and (n,), ascending.
+    records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1. Returns
+        indices (m,) and (n,), ascending.
     """
     if max(len(records0), len(records1)) <= most:
         return np.arange(len(records0)), np.arange(len(records1))
@@ -161,6 +176,7 @@ def select_keypoints(
     selected = []
     for records, ends in zip((records0, records1), first.T):
         order = np.argsort(-rank(records), kind="stable")
+        # Fill up with the keypoints of highest rank.
         others = order[~np.isin(order, ends)]
         selected.append(np.sort(np.concatenate([ends, others])[:most]))
     return selected[0], selected[1]

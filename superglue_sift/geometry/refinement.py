@@ -163,9 +163,8 @@ def _equally_sharp(
 
     Returns both images, and the deviation of the added blur in samples.
     """
-    pixel = float(
-        (work.step0 if first else work.step1).median()
-    )  # a sample in px of the sharper image
+    # A sample in px of the sharper image, which is blurred
+    pixel = float((work.step0 if first else work.step1).median())
     sharp = (gray0 if first else gray1).astype(np.float32)
 
     def blur(deviation: float) -> List[np.ndarray]:
