@@ -1,17 +1,17 @@
 """Train SuperGlue on SIFT keypoints, and use it.
 
-The network itself is the library `superglue_sift`, which knows nothing of this package. What can be
-typed stands at the top, `python -m pipeline.<name>`; a stage is a folder, a section of params.yaml
-and a stage of dvc.yaml:
+The network itself is the library `superglue_sift`, which knows nothing of this package. Modules
+that can be run as `python -m pipeline.<name>` stand at the top. A stage is a folder, a section of
+params.yaml and a stage of dvc.yaml:
 
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
     presets, doctor, report                      write params.yaml; check the machine; show results
-    match                                        match two images
+    match                                        matches two images
 
 What stages share:
 
-    fetch.dataset      which photographs there are, how they are read
+    fetch.dataset      which photographs there are, and how they are read
     keypoints.views    random homographies without borders, rendering, photometric distortion
     keypoints.store    the keypoints of all views, which training maps into memory
     params        params.yaml: its keys, limits and messages

@@ -7,18 +7,18 @@ from typing import Any, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Un
 
 import numpy as np
 
-DIGITS = 6  # decimals of written metrics, beyond which float32 sums are noise
+DIGITS = 6  # decimals of written metrics; beyond them float32 sums are noise
 RESAMPLES = 2000
 SEED = 0
 LEVEL = 0.95
-# Photographs (scenes): five agree by chance with a probability of 2 ** (1 - 5) = 0.06
+# Photographs (or scenes) for a verdict. Five agree by chance with probability 2 ** (1 - 5) = 0.06.
 MIN_CLUSTERS = 6
 
 Line = Dict[str, Any]
 
 
 def plain(value: float) -> Optional[float]:
-    """A number for JSON, rounded; None for NaN and infinity (no pair, or an infinite median)."""
+    """Return a number for JSON, rounded. NaN and infinity become None."""
     if isinstance(value, (int, np.integer)):
         return int(value)
     return round(float(value), DIGITS) if math.isfinite(value) else None
@@ -30,24 +30,26 @@ def round_all(line: Mapping[Any, Any]) -> Dict[Any, Any]:
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """Contribution of each pair to the AUC of the recall curve up to `threshold`, 0 to 1: the AUC
-    is their mean.
+    """Return the contribution of each pair to the AUC of the recall curve up to `threshold`.
 
-    errors: one per pair, inf (or NaN) for a pair without an estimate, which counts as a failure.
+    Contributions are from 0 to 1, and the AUC is their mean. `errors` has one error per pair. It is
+    inf (or NaN) for a pair without an estimate, which counts as a failure.
     """
     return np.fmax(0.0, 1.0 - np.asarray(errors, np.float64) / threshold)  # 0 for NaN, too
 
 
 def mean_finite(values: Union[Sequence[float], np.ndarray]) -> Tuple[float, int]:
-    """Mean and number of the finite values; (NaN, 0) without any."""
+    """Return mean and number of the finite values, (NaN, 0) if there is none."""
     array = np.asarray(values, dtype=np.float64)
     finite = array[np.isfinite(array)]
     return (float(finite.mean()), int(finite.size)) if finite.size else (float("nan"), 0)
 
 
 class Estimate(NamedTuple):
-    """A metric. pairs: number in its mean; samples: its value on each resample, empty with a single
-    cluster.
+    """A metric.
+
+    `pairs` is the number of pairs in its mean. `samples` is its value on each resample, and is
+    empty if there is a single cluster.
     """
 
     value: float
@@ -55,8 +57,9 @@ class Estimate(NamedTuple):
     samples: np.ndarray
 
     def line(self) -> Line:
-        """value, low, high (percentile bootstrap, Efron and Tibshirani 1993, chapter 13) and
-        pairs.
+        """Return value, low, high and pairs, rounded.
+
+        Low and high are the percentile bootstrap (Efron and Tibshirani 1993, chapter 13).
         """
         ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         known = self.samples[np.isfinite(self.samples)]
@@ -65,9 +68,7 @@ class Estimate(NamedTuple):
 
 
 class Clusters:
-    """Photographs or sequences, resampled with replacement. names: of the photograph (sequence) of
-    each pair.
-    """
+    """Photographs or sequences, resampled with replacement. `names` has one for each pair."""
 
     def __init__(self, names: Sequence[str]):
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -77,15 +78,16 @@ class Clusters:
         drawn = np.random.default_rng(SEED).integers(
             max(self.count, 1), size=(resamples, self.count)
         )
+        # (R, C): how often each resample draws each cluster
         counts = [np.bincount(resample, minlength=self.count) for resample in drawn]
         self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
 
     def per_cluster(self, pairs: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """(C,) sums of `values` over these pairs, by cluster."""
+        """Sum `values` over these pairs by cluster, (C,)."""
         return np.bincount(self.of_pair[pairs], values, minlength=self.count)
 
     def mean(self, values: np.ndarray) -> Estimate:
-        """The mean of the finite values, (P,)."""
+        """Return the mean of the finite values (P,), with its value on each resample."""
         known = np.flatnonzero(np.isfinite(values))
         sums = self.per_cluster(known, values[known])
         counts = self.per_cluster(known, np.ones(len(known)))

@@ -23,7 +23,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple
 import torch
 import torch.distributed as dist
 
-# Here, because its functions keep the group that is there when it is imported
+# This import comes first, because its functions keep the group that exists when it is imported
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
@@ -32,11 +32,13 @@ from pipeline import compat, signals
 from pipeline.errors import RequestError, WorkError, read_number
 
 # Seconds for all ranks to meet at the start (SG_START_TIMEOUT), and later for the slowest rank to
-# come to a collective (SG_TIMEOUT), which may have to write a checkpoint or to compile first.
+# come to a collective (SG_TIMEOUT). It may have to write a checkpoint or to compile first.
 START_SECONDS = 120
-TIMEOUT_SECONDS = 600  # NCCL's own
-NOTICE_SECONDS = 2  # for torchrun to see which rank was killed, before the others end
-NCCL_BYTES_PER_RANK = 64 << 20  # its shared-memory channels between the ranks of one machine
+TIMEOUT_SECONDS = 600  # NCCL's own  # the same as NCCL's own
+NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
+# bytes of NCCL's shared-memory channels between the ranks of one machine
+NCCL_BYTES_PER_RANK = 64 << 20
+# MiB; on a slow link this is faster than torch's 25 (docs/performance.md)
 BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
 
 
@@ -53,18 +55,19 @@ class Context(NamedTuple):
 
 
 def _adopt_slurm() -> None:
-    """Use SLURM's variables as ranks (`srun python -m pipeline.train`); torchrun's have
-    precedence.
+    """Use SLURM's variables as ranks (`srun python -m pipeline.train`).
+
+    The variables of torchrun have precedence.
     """
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
-    # itself; SLURM_NTASKS is that of the job, whose interactive shell is a step of one task
+    # itself. SLURM_NTASKS belongs to the job, whose interactive shell is a step of one task.
     tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
-    # rank 0 runs on the first node of its step; the job may have been started on a login node
+    # Rank 0 runs on the first node of its step. The job may have been started on a login node.
     nodes = (
         os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     )
@@ -73,17 +76,19 @@ def _adopt_slurm() -> None:
 
 
 def first_host(nodes: str) -> str:
-    """The first of SLURM's list of nodes: gpu07 of `gpu[07-09,12],login1`.
+    """Return the first host in SLURM's list of nodes: gpu07 for `gpu[07-09,12],login1`.
 
-    As `scontrol show hostnames`, which images do not have.
+    `scontrol show hostnames` does the same, but images do not have it.
     """
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
 def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
-    """`port` if it is free at an address of this machine ("": at all); for 0 any free port.
+    """Return `port` if it is free at an address of this machine. If `port` is 0, return any free
+    one.
 
-    Raises RequestError if the port is in use, or the address another machine's.
+    The address "" stands for all addresses. Raises RequestError if the port is in use, or if the
+    address belongs to another machine.
     """
     if port > 65535:
         raise RequestError(f"MASTER_PORT={port}: must be at most 65535")
@@ -102,9 +107,10 @@ def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
 
 
 def start() -> Context:
-    """Join the process group named by torchrun's (or SLURM's) environment, if any.
+    """Join the process group that the environment of torchrun (or SLURM) names, if there is one.
 
-    NCCL carries GPU tensors, gloo CPU tensors and other objects; with torch 1.10 NCCL carries all.
+    NCCL carries GPU tensors, and gloo carries CPU tensors and other objects. With torch 1.10 NCCL
+    carries everything.
 
     Raises:
         RequestError: an environment variable is not a number, or the port is in use.
@@ -112,7 +118,7 @@ def start() -> Context:
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
-        # without torchrun this rank would hold its GPU for ever and write into the next run's
+        # If torchrun is gone, this rank would hold its GPU for ever and write into the next run's
         # folder
         signals.end_with_parent()
     _adopt_slurm()
@@ -163,31 +169,33 @@ def finish() -> None:
         dist.destroy_process_group()
 
 
-_finished: List[Any] = []  # groups that this process has left
+_finished: List[Any] = []  # groups that this process has left; `_join_threads` releases them
 
 
 @atexit.register
 def _join_threads() -> None:
-    """Release the groups, whose destructor joins gloo's threads, at the one moment when neither can
-    go wrong.
+    """Release the groups at the one moment when it is safe.
 
-    A thread may still need the GIL to free the tensors of the last collective. Earlier,
-    DistributedDataParallel may have the last reference, and its destructor holds the GIL: a
-    finished training hangs. Later, Python ends a thread that asks for the GIL, which C++ answers
-    with an abort. Each happened about once in some hundred runs.
+    The destructor of a group joins gloo's threads. A thread may still need the GIL to free the
+    tensors of the last collective. Earlier, DistributedDataParallel may have the last reference,
+    and its destructor holds the GIL, so a finished training hangs. Later, Python ends a thread that
+    asks for the GIL, which C++ answers with an abort. Each happened about once in some hundred
+    runs.
     """
     gc.collect()  # DistributedDataParallel is part of reference cycles
-    _finished.clear()  # the last reference, which releases the GIL first
+    _finished.clear()  # this is the last reference, and clearing it releases the GIL first
 
 
 def abandon() -> None:
-    """Leave the group after a failure, without waiting for the other ranks, which see the
-    connection close.
+    """Leave the group after a failure, without waiting for the other ranks.
+
+    They see that the connection closes.
     """
     if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
-    # never released: the destructor joins gloo's threads, which may wait for other ranks
+    # The group is never released: its destructor joins gloo's threads, which may wait for other
+    # ranks
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if torch.cuda.is_available() and hasattr(group, "_get_backend"):
         nccl = group._get_backend(torch.device("cuda"))
@@ -196,28 +204,29 @@ def abandon() -> None:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or hangs."""
+    """Return whether a collective failed because another rank is gone or hangs."""
     signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
     return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
 def several() -> bool:
-    """Whether there are other ranks."""
+    """Return whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def differentiable_sum(tensor: Tensor) -> Tensor:
-    """Sum over ranks through which gradients flow (for synchronised batch statistics)."""
+    """Sum over ranks. Gradients flow through the sum (for synchronised batch statistics)."""
     if not several():
         return tensor
     return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
 
 
 def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:
-    """Sums over all ranks divided by the sum of all weights; 0 if that is 0.
+    """Return the sums over all ranks, divided by the sum of all weights. If that is 0, return 0.
 
-    One collective of float64; every rank has the same names.
+    It is one collective of float64. Every rank has the same names.
     """
+    # (1 + names,) float64: one tensor, so that there is one collective
     names = sorted(sums)
     values = [weight, *(sums[name] for name in names)]
     packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
@@ -228,7 +237,7 @@ def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether the flag is True on one of the ranks; one collective."""
+    """Return whether the flag is True on any of the ranks, by one collective."""
     if not several():
         return flag
     packed = torch.tensor([float(flag)], device=_collective_device())
@@ -237,8 +246,9 @@ def any_rank(flag: bool) -> bool:
 
 
 def all_gather(item: Any) -> List[Any]:
-    """The item of every rank, in rank order; any object the standard library can serialise between
-    processes.
+    """Return the item of every rank, in the order of ranks.
+
+    An item is any object that the standard library can serialise between processes.
     """
     if not several():
         return [item]
@@ -248,11 +258,13 @@ def all_gather(item: Any) -> List[Any]:
 
 
 def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """`work(rows)` for a `work` that treats rows (K, ...) independently and keeps shapes: ranks
-    share the rows.
+    """Compute `work(rows)`, where the ranks share the rows (K, ...).
+
+    `work` must treat rows independently and keep their shapes.
     """
     if not several():
         return work(rows)
+    # every rank gets `count` rows, K / ranks rounded up; the last rows may be padding
     count = -(-len(rows) // dist.get_world_size())
     part = rows[dist.get_rank() * count :][:count]
     done = rows.new_zeros((count, *rows.shape[1:]))
@@ -263,7 +275,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
 
 
 def broadcast(item: Any, source: int = 0) -> Any:
-    """The item of rank `source`, on every rank."""
+    """Return the item of rank `source`, on every rank."""
     if not several():
         return item
     box = [item]
@@ -272,13 +284,12 @@ def broadcast(item: Any, source: int = 0) -> Any:
 
 
 def writes(folder: Path, context: Context) -> bool:
-    """Whether this rank writes to `folder`: the first rank of those that share it. All ranks call
-    it.
+    """Return whether this rank writes to `folder`. All ranks call this together.
 
-    These are rank 0, and the first rank of each node with a folder of its own under this name.
-    Raises OSError if rank 0 cannot write there.
+    The first rank of those that share a folder writes. These are rank 0, and the first rank of each
+    node that has a folder of its own under this name. Raises OSError if rank 0 cannot write there.
     """
-    name = broadcast(uuid.uuid4().hex)  # unique: no file system has cached it as missing
+    name = broadcast(uuid.uuid4().hex)  # a new name, which no file system has cached as missing
     marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)
@@ -292,7 +303,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks; an error after the timeout."""
+    """Wait for all ranks. After the timeout an error is raised."""
     if several():
         dist.barrier()
 
@@ -302,21 +313,22 @@ def _collective_device() -> torch.device:
 
 
 def shared_memory_needed(gpus: int) -> int:
-    """Bytes of /dev/shm that NCCL needs for the channels between the ranks of `gpus` GPUs."""
+    """Return the bytes of /dev/shm that NCCL needs for channels between the ranks of `gpus`
+    GPUs."""
     return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
 
 
 def wrap(module: nn.Module) -> nn.Module:
-    """DistributedDataParallel around `module` in a group of several ranks; `module` itself
-    otherwise.
+    """Wrap `module` in DistributedDataParallel if there are several ranks. Else return `module`.
 
     Buckets are small, so that the first ones are exchanged while the rest of the gradient is
     computed. Parameters should be registered in the order of the forward pass.
-    `find_unused_parameters` is set for a side effect: the buckets keep their layout. Otherwise they
-    change after the first step, but not at the same step of a resumed run. With three or more ranks
-    the ring would then add in another order, and the resumed weights would differ in their last
-    bits. Two ranks on CPUs take the same processor time with and without it (20.3 and 20.5 ms for a
-    step of 0.1 M weights).
+
+    `find_unused_parameters` is set for a side effect: the buckets keep their layout. Without it
+    they change after the first step, but not at the same step of a resumed run. With three or more
+    ranks the ring would then add in another order, and the resumed weights would differ in their
+    last bits. Two ranks on CPUs take the same processor time with and without it (20.3 and 20.5 ms
+    for a step of 0.1 M weights).
     """
     if not several():
         return module
@@ -328,9 +340,9 @@ def wrap(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Context]:
-    """Context of a process in its group: `start`, then `finish`, or `abandon` if the work fails.
+    """Give the context of a process in its group: `start`, then `finish`.
 
-    Raises WorkError if another rank died or hangs.
+    If the work fails, `abandon` the group. Raises WorkError if another rank died or hangs.
     """
     try:
         context = start()

@@ -29,7 +29,7 @@ from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
 LAUNCHED = ("pipeline.keypoints", "pipeline.train")
-# Variables of the ranks, unless they are set
+# Variables of the ranks, set unless they are set already
 VARIABLES = {
     # torch 1.10 warns at every import
     "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
@@ -47,7 +47,7 @@ VARIABLES = {
 
 
 def processes_per_node() -> int:
-    """NPROC_PER_NODE as a number. Raises RequestError."""
+    """Return NPROC_PER_NODE as a number. Raises RequestError if it is none."""
     if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
         import torch
 
@@ -56,7 +56,7 @@ def processes_per_node() -> int:
 
 
 def require_gpus(processes: int) -> None:
-    """Raises RequestError if ranks would share a GPU, which NCCL refuses."""
+    """Raise RequestError if ranks would share a GPU, which NCCL refuses."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -67,9 +67,9 @@ def require_gpus(processes: int) -> None:
 
 
 def world_sizes(processes: int) -> List[int]:
-    """All numbers of ranks that the run may have, several with an elastic NNODES such as 1:2.
+    """Return all numbers of ranks that the run may have: several if NNODES is elastic, such as 1:2.
 
-    Raises RequestError.
+    Raises RequestError if NNODES is wrong.
     """
     text = os.environ.get("NNODES", "1")
     bounds = text.split(":")
@@ -84,11 +84,12 @@ def is_one_node() -> bool:
 
 
 def torchrun_options(processes: int, restarts: int) -> List[str]:
-    """The options of torchrun, with underscores for torch 1.10.
+    """Return the options of torchrun, with underscores for torch 1.10.
 
     Raises RequestError if the address is wrong, or a port in use.
     """
     options = {"nproc_per_node": processes, "max_restarts": 0, "monitor_interval": 0.1}
+    # --standalone would resolve the host's name, which fails in some containers
     if is_one_node():  # not --standalone, which resolves the host's name; containers may fail to
         options.update(_own_address())
     else:
@@ -97,13 +98,13 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
 
 
 def _own_address() -> Dict[str, object]:
-    """Where the ranks of one node meet."""
+    """Return the options that say where the ranks of one node meet."""
     from pipeline.distributed import free_port
 
     address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
     return {
         "nnodes": 1,
-        # spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND
+        # it is spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND
         "rdzv_backend": "static",
         "rdzv_endpoint": "",
         "master_addr": address,
@@ -112,7 +113,8 @@ def _own_address() -> Dict[str, object]:
 
 
 def _rendezvous() -> Dict[str, object]:
-    """Where several nodes meet."""
+    """Return the options that say where several nodes meet. Raises RequestError if one is
+    missing."""
     from torch.distributed.launcher.api import LaunchConfig
 
     nodes = os.environ["NNODES"]
@@ -138,9 +140,9 @@ def _rendezvous() -> Dict[str, object]:
 
 
 def run_torchrun(words: List[str]) -> Tuple[int, int]:
-    """Run torchrun in this process. Returns the first rank that failed, and its exit code.
+    """Run torchrun in this process. Return the first rank that failed, and its exit code.
 
-    The code is 0 if none failed, and negative if a signal killed the rank.
+    The code is 0 if no rank failed, and negative if a signal killed the rank.
 
     Raises:
         SignalException: this process was asked to stop, and the ranks have ended.
@@ -154,7 +156,7 @@ def run_torchrun(words: List[str]) -> Tuple[int, int]:
     try:
         run.run(run.parse_args(words))
     except ChildFailedError as error:
-        # in the order in which they were seen; torchrun ended the later ones itself
+        # failures are in the order in which they were seen; torchrun ended the later ranks itself
         rank, failure = next(iter(error.failures.items()))
         return rank, failure.exitcode
     except RendezvousError as error:
@@ -166,7 +168,7 @@ def run_torchrun(words: List[str]) -> Tuple[int, int]:
 def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run the ranks until they are done, and start them again if one was killed.
 
-    Several nodes have to start again together: torchrun does it, whatever ended a rank.
+    Several nodes have to start again together. torchrun does this, whatever ended a rank.
 
     Returns the exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
     """
@@ -179,7 +181,7 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     # torchrun passes SIGTERM and SIGINT on to the ranks
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
-    # once, and again after each rank that was killed
+    # run once, and again after each rank that was killed
     restarts = read_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)
@@ -214,7 +216,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         require_gpus(processes)
         for world_size in world_sizes(processes):
             module.check(rest, world_size)
-    # End with a checkpoint if dvc is killed, before it starts another run
+    # If dvc is killed, end with a checkpoint before it starts another run
     if "DVC_STAGE" in os.environ:
         signals.end_with_parent(signal.SIGTERM)
     code = run_stage(name, rest, processes)

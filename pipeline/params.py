@@ -2,7 +2,7 @@
 
 `presets/sample.yaml` explains each key. A key has no default, so that DVC sees every value that a
 result depends on. All sections are checked, so that a misspelt key of the last stage is reported
-before the first one runs.
+before the first stage runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Section(BaseModel):
 
 # Keys that choose among the user's own images
 OF_A_FOLDER = ("val_path", "root")
-# Keys without effect; other sources: those of a folder
+# Keys without effect, by source. With a source that is not listed, OF_A_FOLDER has no effect.
 UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
 
 
@@ -50,7 +50,10 @@ class FetchParams(Section):
 
     @model_validator(mode="after")
     def _keys_are_those_of_the_source(self) -> FetchParams:
-        """A path left beside `source: sample` would train on other images than meant."""
+        """Check the keys of the source.
+
+        A path that is left beside `source: sample` would train on other images than the user means.
+        """
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
         for name in UNUSED.get(self.source, OF_A_FOLDER):
@@ -72,7 +75,7 @@ class Homography(Section):
 
 
 class Photometric(Section):
-    """Limits of changes of light and camera between views; 0: no change."""
+    """Limits of changes of light and camera between views. If a limit is 0, nothing changes."""
 
     brightness: Fraction
     contrast: Fraction
@@ -90,7 +93,7 @@ class Views(Section):
 
 
 class KeypointsParams(Section):
-    """views: the section `views`."""
+    """The section `keypoints`. Its `views` is the section `views`."""
 
     decoder: Literal["pillow", "torchvision", "dali"]
     extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
@@ -105,8 +108,10 @@ class KeypointsParams(Section):
 
 
 class RunParams(Section):
-    """How a training is computed. No stage of DVC depends on this section, so that another way to
-    compute trains nothing again by itself. Unlike the keys of other sections, these have defaults.
+    """How a training is computed.
+
+    No stage of DVC depends on this section, so another way to compute does not by itself train
+    anything again. Unlike the keys of other sections, these have defaults.
     """
 
     accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
@@ -163,7 +168,7 @@ class TrainParams(Section):
 
 
 class EvaluateParams(Section):
-    """views: the section `views` with the changes of `evaluate.views`."""
+    """The section `evaluate`. Its `views` is the section `views`, changed by `evaluate.views`."""
 
     width: Side
     height: Side
@@ -205,8 +210,9 @@ class Params(Section):
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
-    """`{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}` of sections, or of plain
-    dicts, by name.
+    """Return the values of nested sections or dicts under joined names.
+
+    For example `{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`.
     """
     flat: Dict[str, Any] = {}
     for key, value in tree.items():
@@ -220,20 +226,20 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
 
 
 def load(path: Path) -> Params:
-    """Read and check the file at `path`. Raises RequestError."""
+    """Read and check the file at `path`. Raises RequestError about the first error."""
     return parse(_read(path), str(path))
 
 
 def usual_file() -> Path:
-    """params.yaml here, else the project's."""
+    """Return params.yaml of the current folder if it exists, else the project's."""
     here = Path("params.yaml")
     return here if here.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
 
 
 def asks_for_portable(words: Sequence[str]) -> bool:
-    """Whether `train.precision` is `portable` in the file that a command line names with --params.
+    """Return whether `train.precision` is `portable` in the file that --params names.
 
-    Called before torch is loaded. Errors of the file are left to `load`.
+    It is called before torch is loaded. Errors of the file are left to `load`.
     """
     parser = Parser(add_help=False)
     parser.add_argument("--params", type=Path, default=usual_file())
@@ -244,26 +250,26 @@ def asks_for_portable(words: Sequence[str]) -> bool:
 
 
 def parse(tree: Any, origin: str) -> Params:
-    """Check the plain dicts of a file. origin: name of the file, for messages."""
+    """Check the plain dicts of a file. `origin` names the file in messages. Raises RequestError."""
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must have the sections {', '.join(Params.model_fields)}")
     try:
         return Params.model_validate(_complete(tree))
     except ValidationError as error:
-        # a misspelt key first: it explains why the right one is missing
+        # A misspelt key comes first, because it explains why the right key is missing
         first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
         raise RequestError(f"{origin}: {_problem(first)}") from None
 
 
 class Parser(argparse.ArgumentParser):
-    """A wrong argument is a RequestError."""
+    """A parser that raises RequestError for a wrong argument."""
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(message)
 
 
 def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
-    """The tree with the views of `keypoints` and `evaluate`."""
+    """Return the tree with the views in the sections `keypoints` and `evaluate`."""
     views = tree.get("views")
     full = dict(tree)
     if isinstance(tree.get("keypoints"), dict) and "views" in tree:
@@ -283,19 +289,19 @@ def _merge(tree: Any, changes: Any) -> Any:
 
 
 def preset(path: Path) -> str:
-    """The preset named in the first line of a params.yaml; "" without one."""
+    """Return the preset that the first line of a params.yaml names, or "" if it names none."""
     match = re.match(r"# Preset ([\w.-]+):", path.read_text(encoding="utf-8"))
     return match[1] if match else ""
 
 
 def data_name(fetch: FetchParams) -> str:
-    """Name of the training images: their source or folder."""
+    """Return the name of the training images: their source or folder."""
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
 @functools.lru_cache(maxsize=1)
 def _tree(text: str) -> Any:
-    """The content of a YAML file, parsed once: `asks_for_portable` comes before `load`."""
+    """Parse a YAML file, once: `asks_for_portable` and then `load` need it."""
     from ruamel.yaml import YAML
 
     return YAML(typ="safe", pure=True).load(text)
@@ -321,11 +327,11 @@ def _read(path: Path) -> Any:
 
 
 def _problem(error: Any) -> str:
-    """`train.lr = -1: must be greater than 0`, from one pydantic error."""
+    """Describe one pydantic error, such as `train.lr = -1: must be greater than 0`."""
     path = [_word(part) for part in error["loc"]]
     key = ".".join(path)
     kind = error["type"]
-    if kind == "value_error":  # of several keys: its text begins with one of them
+    if kind == "value_error":  # an error of several keys; its text begins with one of them
         return ".".join([*path, str(error["ctx"]["error"])])
     if kind == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
@@ -349,6 +355,6 @@ def _near(name: str, known: List[str]) -> str:
 
 
 def _word(value: Any) -> str:
-    """In one line, also a key with line breaks, and short."""
+    """Return a value as one short line, also a key with line breaks."""
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

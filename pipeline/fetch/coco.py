@@ -59,7 +59,7 @@ sleep = time.sleep  # a test replaces it
 
 @dataclass(frozen=True)
 class Archive:
-    """One zip. size: bytes."""
+    """One zip of `size` bytes."""
 
     file: str
     md5: str

@@ -542,8 +542,9 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
 def hold_out(
     names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = NO_CONTENTS
 ) -> Splits:
-    """Hold out a part of one set of images by the hash of their names, copies (by `contents`)
-    together.
+    """Hold out a part of one set of images by the hash of their names.
+
+    Copies of one image, found by `contents`, stay together.
     """
     different = _different(names, contents)
     # In a small set chance could hold out too few. Take the fraction itself, and enough to judge
