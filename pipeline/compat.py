@@ -1,7 +1,7 @@
 """Differences between the two software stacks, one function each, with the reason.
 
-Stack "cu111": Python 3.9 + torch 1.10. Stack "modern": Python 3.11 + torch 2.x.
-`superglue_sift.torch_compat` has those of the network; no other code checks versions.
+Stack "cu111" is Python 3.9 with torch 1.10. Stack "modern" is Python 3.11 with torch 2.x. The
+differences of the network are in `superglue_sift.torch_compat`. No other code checks versions.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from superglue_sift.torch_compat import can_compile
 
 
 def grad_scaler(enabled: bool):
-    """Loss scaling for float16; moved from `torch.cuda.amp` to `torch.amp` in torch 2.3."""
+    """Return the scaler of the loss for float16. It moved to `torch.amp` in torch 2.3."""
     if hasattr(getattr(torch, "amp", torch), "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
 
 
 def fused_adam() -> Dict[str, bool]:
-    """Options of Adam for one pass over all parameters, in a quarter of the time; torch 1.10 has
-    none.
+    """Return the options of Adam for one pass over all parameters, which takes a quarter of the
+    time.
+
+    torch 1.10 has no such option.
     """
     return {"fused": True} if can_compile() else {}
 
 
 def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
-    """Interpolate each value towards its target by `weight`, in one launch; torch 1.10 needs one
-    for each.
+    """Interpolate each value towards its target by `weight`, in place, in one launch.
+
+    torch 1.10 needs one launch for each value.
     """
     foreach = getattr(torch, "_foreach_lerp_", None)
     if foreach is not None:
@@ -42,8 +45,9 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
 
 
 def backend(device_type: str) -> str:
-    """Backend of torch.distributed: NCCL for GPU tensors, gloo for the rest; torch 1.10 allows only
-    one.
+    """Return the backend of torch.distributed: NCCL for GPU tensors, gloo for the rest.
+
+    torch 1.10 allows only one backend.
     """
     if device_type != "cuda":
         return "gloo"
@@ -51,7 +55,8 @@ def backend(device_type: str) -> str:
 
 
 def cpu_flags() -> FrozenSet[str]:
-    """The CPU flags of /proc/cpuinfo; none with torch 1.10, which does not use AMX."""
+    """Return the CPU flags of /proc/cpuinfo. With torch 1.10, which does not use AMX, return
+    none."""
     file = Path("/proc/cpuinfo")
     text = file.read_text() if can_compile() and file.is_file() else ""
     return frozenset(
@@ -60,7 +65,8 @@ def cpu_flags() -> FrozenSet[str]:
 
 
 def dali_package() -> str:
-    """pip requirement of NVIDIA DALI; later cuda110 packages only fetch the wheel from NVIDIA's
-    index.
+    """Return the pip requirement of NVIDIA DALI.
+
+    Later cuda110 packages only fetch the wheel from NVIDIA's index.
     """
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"

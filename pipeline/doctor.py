@@ -1,8 +1,8 @@
-"""Check this machine before the work: `python -m pipeline.doctor` (all), `--quick` (what `repro`
-runs first).
+"""Check this machine before the work: `python -m pipeline.doctor`.
 
-Driver, GPUs, memory, shared memory, disk and packages. Exit code 0 if the work can start, 2 if
-something prevents it. `--quick` prints only what prevents it, or else the line about the disk.
+It checks driver, GPUs, memory, shared memory, disk and packages. The exit code is 0 if the work can
+start, and 2 if something prevents it. With `--quick`, which `repro` runs first, only what prevents
+the work is printed, or else the line about the disk.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ NOTE = "note"
 WARN = "warn"
 FAIL = "FAIL"
 
-# Lowest driver for a CUDA version (docs.nvidia.com, CUDA release notes, minor-version
-# compatibility).
+# The lowest driver for each CUDA version (docs.nvidia.com, CUDA release notes, minor-version
+# compatibility)
 DRIVERS = ((13, "580"), (12, "525.60.13"), (11, "450.80.02"))
 
 
 class Finding(NamedTuple):
     """One line of the doctor.
 
-    level: OK, NOTE, WARN or FAIL. subject: what was checked. text: the result, and the fix.
+    `level` is OK, NOTE, WARN or FAIL. `subject` is what was checked. `text` is the result, and the
+    fix.
     """
 
     level: str
@@ -52,7 +53,7 @@ Findings = Iterator[Finding]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Print the findings; 0 or 2."""
+    """Print the findings. Return 0, or 2 if something prevents the work."""
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
     )
@@ -71,18 +72,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def run_check(check: Callable[[], Findings]) -> List[Finding]:
-    """The findings of a check; an exception becomes a warning."""
+    """Run a check and return its findings. An exception becomes a warning."""
     subject = check.__name__.replace("_", " ")
     try:
         return list(check())
     except errors.RequestError as error:
         return [Finding(FAIL, subject, str(error))]
-    except Exception as error:  # of any kind, on an unusual machine
+    except Exception as error:  # an unusual machine may raise anything
         return [Finding(WARN, subject, f"not checked: {type(error).__name__}: {error}")]
 
 
 def software() -> Findings:
-    """Python, torch, CUDA, image; versions of the packages that decide what works."""
+    """Report Python, torch, CUDA, the image, and the packages that decide what works."""
     import torch
 
     text = f"Python {platform.python_version()}, torch {torch.__version__}"
@@ -93,7 +94,8 @@ def software() -> Findings:
 
 
 def gpus() -> Findings:
-    """Cards against the torch build, the driver, and the number of processes asked for."""
+    """Check the cards against the torch build, the driver, and the number of processes asked
+    for."""
     import torch
 
     driver, known = nvidia_driver()
@@ -110,7 +112,7 @@ def gpus() -> Findings:
 
 
 def nvidia_driver() -> Tuple[str, int]:
-    """Driver version and number of GPUs; ("", 0) without a driver."""
+    """Return the driver version and the number of GPUs, or ("", 0) without a driver."""
     try:
         import pynvml
 
@@ -118,12 +120,13 @@ def nvidia_driver() -> Tuple[str, int]:
         version = pynvml.nvmlSystemGetDriverVersion()
         text = version.decode() if isinstance(version, bytes) else version
         return text, pynvml.nvmlDeviceGetCount()
+    # NVML has error types of its own, one of them for "no driver"
     except Exception:  # NVML's own error types, one of them for "no driver"
         return "", 0
 
 
 def memory() -> Findings:
-    """Memory of the machine and of each GPU."""
+    """Report the memory of the machine and of each GPU."""
     import psutil
     import torch
 
@@ -135,7 +138,7 @@ def memory() -> Findings:
 
 
 def shared_memory() -> Findings:
-    """/dev/shm against the needs of NCCL and of the processes that load batches for GPUs."""
+    """Check /dev/shm against the needs of NCCL and of the processes that load batches for GPUs."""
     import torch
 
     from pipeline import distributed
@@ -143,13 +146,13 @@ def shared_memory() -> Findings:
     if os.path.isdir("/dev/shm"):
         ranks = min(launch.processes_per_node(), torch.cuda.device_count())
         needed = distributed.shared_memory_needed(ranks)
-        # A batch of a few hundred pairs, for each of a few processes of a rank
+        # One GiB for each rank holds batches of a few hundred pairs, for each of a few processes
         free = shutil.disk_usage("/dev/shm").free
         yield check_shared_memory(free, needed, ranks * GIB)
 
 
 def workspace() -> Findings:
-    """Whether DVC can work in this folder: its outputs lie behind no link, and git is there."""
+    """Check that DVC can work here: no output lies behind a link, and there is a git repository."""
     for name in BEFORE_OUTPUTS:
         if Path(name).is_symlink():
             fix = (
@@ -168,12 +171,12 @@ def workspace() -> Findings:
 
 
 def disk() -> Findings:
-    """Free space against what the preset still needs."""
+    """Check the free space against what the preset still needs."""
     from pipeline.fetch import coco
 
     try:
         sections = params.load(Path("params.yaml"))
-    except errors.RequestError:  # the stages report it
+    except errors.RequestError:  # the stages report this error
         return
     fetch = sections.fetch
     views = sections.keypoints.views_per_image
@@ -185,11 +188,15 @@ def disk() -> Findings:
 
 
 def photographs(fetch: FetchParams) -> int:
-    """Photographs of a preset; of a folder those that `fetch` listed, 0 before it has run."""
+    """Return the number of photographs of a preset.
+
+    For a folder it is the number that `fetch` listed, and 0 before `fetch` has run.
+    """
     from pipeline.fetch import coco
 
     if fetch.source == "folder":
-        with contextlib.suppress(errors.RequestError):  # missing or damaged: `fetch` writes it
+        # a missing or damaged manifest is written by `fetch`
+        with contextlib.suppress(errors.RequestError):
             return len(dataset.read_manifest(MANIFEST))
     return coco.expect(fetch.source, fetch.limit)[1]
 
@@ -197,10 +204,10 @@ def photographs(fetch: FetchParams) -> int:
 def check_capability(
     name: str, capability: Tuple[int, int], arch_list: Sequence[str], cuda: str
 ) -> Finding:
-    """Whether this torch build has kernels for a card.
+    """Check that this torch build has kernels for a card.
 
     A kernel for sm_XY runs on cards of the same X and the same or a later Y. PTX (`compute_XY`) can
-    be compiled for any later card, but takes minutes, so it does not count.
+    be compiled for any later card, but this takes minutes, so it does not count.
     """
     card = f"{name} (compute capability {capability[0]}.{capability[1]})"
     names = re.findall(r"\bsm_(\d+)(\d)\b", " ".join(arch_list))
@@ -214,7 +221,7 @@ def check_capability(
 
 
 def check_driver(driver: str, cuda: str) -> Finding:
-    """The NVIDIA driver against the CUDA version torch was built with."""
+    """Check the NVIDIA driver against the CUDA version that torch was built with."""
     major = int(cuda.split(".")[0])
     wanted = next((version for since, version in DRIVERS if major >= since), "0")
     installed, needed = (
@@ -229,8 +236,9 @@ def check_driver(driver: str, cuda: str) -> Finding:
 def check_gpu_count(
     gpus: int, processes: str, hidden: int = 0, cuda: Optional[str] = None
 ) -> Finding:
-    """GPUs torch can use against NPROC_PER_NODE; `hidden`: number of GPUs that the driver
-    reports.
+    """Check the GPUs that torch can use against NPROC_PER_NODE.
+
+    `hidden` is the number of GPUs that the driver reports.
     """
     if not gpus and hidden:
         build = "has no CUDA" if cuda is None else f"has CUDA {cuda}"
@@ -245,11 +253,13 @@ def check_gpu_count(
 
 
 def check_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
-    """/dev/shm against what training needs; Docker gives 64 MB by default.
+    """Check /dev/shm against what training needs. Docker gives 64 MB by default.
 
     Args:
-        needed: bytes that it requires; batches: bytes for the processes that load batches. With
-            less memory there are fewer of these, or a thread.
+        free: bytes that are free.
+        needed: bytes without which training does not start.
+        batches: bytes for the processes that load batches. With less memory there are fewer
+            processes, or a thread.
     """
     text = f"{format_bytes(free)} free, {format_bytes(needed + batches)} wanted"
     if free >= needed + batches:
@@ -261,18 +271,19 @@ def check_shared_memory(free: int, needed: int, batches: int = 0) -> Finding:
 
 
 def disk_needed(archives: int, images: int, views: int, keypoints: int) -> int:
-    """Bytes that a preset needs: its archives (bytes), the keypoints in workspace and DVC cache,
-    checkpoints.
+    """Return the bytes that a preset needs.
+
+    They are its archives (bytes), its keypoints in workspace and DVC cache, and its checkpoints.
     """
-    # Not at the top: OpenCV may not load on a machine that the doctor checks
+    # This import is not at the top, because OpenCV may not load on a machine that the doctor checks
     from superglue_sift.features.sift import ORIENTED
 
-    # Most photographs give fewer keypoints than the limit; three quarters is a safe mean.
+    # Most photographs give fewer keypoints than the limit. Three quarters of it is a safe mean.
     return archives + 2 * int(0.75 * images * views * keypoints * ORIENTED.itemsize) + GIB
 
 
 def check_disk(free: int, needed: int, place: str) -> Finding:
-    """Disk space for a preset."""
+    """Check the disk space for a preset."""
     space = f"{format_bytes(free)} free in {place}, about {format_bytes(needed)} wanted"
     if free >= needed:
         return Finding(OK, "disk", space)

@@ -1,7 +1,7 @@
 """Errors for the user, and the exit codes of commands.
 
-0: done; 1: the work failed; 2: the request was wrong; 130: Ctrl-C; 143: stopped by a signal, after
-a checkpoint.
+The code is 0 if the work is done, 1 if it failed, and 2 if the request was wrong. It is 130 after
+Ctrl-C, and 143 after a signal that stopped the work with a checkpoint.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from superglue_sift.errors import RequestError, WorkError  # noqa: F401
 from superglue_sift.errors import exit_code as run  # noqa: F401
 
 STOPPED = 143
-RESTARTS = "SG_RESTARTS"  # set by pipeline.launch: how often it has started the ranks again
+RESTARTS = "SG_RESTARTS"  # pipeline.launch sets it to how often it has started the ranks again
 
 
 def read_number(name: str, usual: int, least: int = 0) -> int:
-    """A whole number in the environment, at least `least`. Raises RequestError."""
+    """Read a whole number, at least `least`, from the environment. Raises RequestError."""
     text = os.environ.get(name) or str(usual)
     if not text.isdigit() or int(text) < least:
         raise RequestError(f"environment {name}={text!r}: must be a whole number from {least} on")
@@ -24,13 +24,14 @@ def read_number(name: str, usual: int, least: int = 0) -> int:
 
 
 def in_image() -> bool:
-    """Whether this runs in one of the project's images, which have no make."""
+    """Return whether this runs in one of the project's images, which have no make."""
     return "IMAGE_STACK" in os.environ
 
 
 def spell_command(command: str, **options: str) -> str:
-    """A command as the user types it: `make repro PRESET=ci`, in an image `docker run ... repro
-    --preset ci`.
+    """Return a command as the user types it.
+
+    It is `make repro PRESET=ci` in a clone, and `docker run ... repro --preset ci` in an image.
     """
     if in_image():
         words = ["docker run ...", command, *(f"--{key} {value}" for key, value in options.items())]

@@ -53,19 +53,18 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
 NAME = "superglue"  # name of the model, in its file and in the evaluation
 
-# What a training stores with its best model.
+# Keys that a training stores with its best model
 KEYS = ("data", "step", "train", trained_on.KEY, "training", "validation")
-# Paths on the machine of the training; digests identify their content.
+# Paths on the machine of the training. Digests identify their content.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
-    """The description of the weights, the same in every clone.
+    """Return the description of the weights, which is the same in every clone.
 
     Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in
-    the MLflow run.
-
-    info: what the training stored with them. Raises RequestError if another program stored it.
+    the MLflow run. `info` is what the training stored with the weights. Raises RequestError if
+    another program stored it.
     """
     missing = [name for name in KEYS if name not in info]
     if missing:

@@ -31,12 +31,12 @@ def write_json(path: Path, content: Any, indent: int = 1) -> None:
 
 
 def json_digest(values: Any) -> str:
-    """Digest (16 hexadecimal digits) of JSON values, for any order of keys."""
+    """Return a digest (16 hexadecimal digits) of JSON values, the same for any order of keys."""
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def format_bytes(count: float) -> str:
-    """Bytes as text: 64 MiB, 1.5 GiB."""
+    """Return bytes as text, such as "64 MiB" or "1.5 GiB"."""
     if count >= GIB:
         return f"{count / GIB:.1f} GiB"
     return f"{math.ceil(count / MIB)} MiB"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from superglue_sift import environment
 
 if __name__ == "__main__":
-    environment.wait_passively()  # before torch is loaded
+    environment.wait_passively()  # this must come before torch is loaded
 
 from pipeline import errors
 from superglue_sift.apps.cli import main

@@ -1,5 +1,6 @@
-"""Prefetching: results are computed in advance and yielded in the order of their items. The number
-of results that wait is limited.
+"""Prefetching: results are computed in advance and yielded in the order of their items.
+
+The number of results that wait is limited.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def prefetch(
     Closing the iterator ends the threads. It waits at most CLOSE_S for a thread that hangs.
     """
     queue: SimpleQueue = SimpleQueue()
-    # no executor: the end of the process would wait for its threads
+    # These are plain threads. The end of the process would wait for the threads of an executor.
     started = [
         threading.Thread(target=_work, args=(make, queue), name="prefetch", daemon=True)
         for _ in range(threads)
@@ -71,5 +72,5 @@ def _work(make: Callable[[Any], Any], queue: SimpleQueue) -> None:
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(make(item))
-            except BaseException as error:  # raised again where the result is read
+            except BaseException as error:  # it is raised again where the result is read
                 future.set_exception(error)

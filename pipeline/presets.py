@@ -26,7 +26,7 @@ DEFAULT = "sample"
 
 
 def read(name: str) -> str:
-    """The text of a preset. Raises RequestError for an unknown one."""
+    """Return the text of a preset. Raises RequestError for an unknown one."""
     names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -36,14 +36,16 @@ def read(name: str) -> str:
 
 
 def render(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
-    """The text of params.yaml for a preset.
+    """Return the text of params.yaml for a preset.
 
     Args:
         images, val_images: the user's folders, zips, lists or annotation files.
-        text: a params.yaml of this preset whose edited keys to keep; "": the preset itself.
+        text: a params.yaml of this preset, whose edited keys are kept. If "", use the preset
+        itself.
 
-    Raises RequestError for an unknown preset, a missing or empty folder, too few or too small
-    images, or a preset that takes no folder.
+    Raises:
+        RequestError: the preset is unknown or takes no folder, a folder is missing or empty, or
+            there are too few or too small images.
     """
     origin = "params.yaml" if text else f"presets/{name}.yaml"
     text = text or read(name)
@@ -62,6 +64,8 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
     if not images:
         params.parse(tree, origin)
+        # the user's images: write their paths and a digest of their content into the section
+        # `fetch`
         return text
     from pipeline.fetch import dataset
 
@@ -77,7 +81,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
 
 
 def refresh(path: Path) -> bool:
-    """Update `fetch.content` in the file at `path`. Returns whether it changed."""
+    """Update `fetch.content` in the file at `path`. Return whether it changed."""
     fetch = params.load(path).fetch
     if fetch.source != "folder":
         return False
@@ -108,8 +112,9 @@ def require_other_images(path: Path) -> None:
 
 
 def write(path: Path, text: str) -> bool:
-    """Replace the file at `path` and print the difference. Returns False if the file has this text
-    already.
+    """Replace the file at `path` and print the difference.
+
+    Returns False if the file has this text already.
     """
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:
@@ -122,7 +127,10 @@ def write(path: Path, text: str) -> bool:
 
 
 def _flat(text: str) -> List[str]:
-    """Lines such as `train.lr: 0.0001`, so that a difference names its section; or raw lines."""
+    """Return lines such as `train.lr: 0.0001`, so that a difference names its section.
+
+    A text that is no YAML is returned in its own lines.
+    """
     try:
         flat = flatten(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, AttributeError):
@@ -153,6 +161,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         name = args.name or ("folder" if args.images else DEFAULT)
         keeps = args.params.exists() and params.preset(args.params) == name
         if keeps:
+            # the user's edits may be wrong, and are reported as such
             params.load(args.params)  # its errors are of the user's edits
         text = args.params.read_text(encoding="utf-8") if keeps else ""
         if not write(args.params, render(name, args.images, args.val_images, text)):

@@ -17,7 +17,7 @@ from pipeline.files import file_sha256
 from superglue_sift import __version__
 from superglue_sift.environment import CPU_INFO
 
-# Packages that compute keypoints, weights and metrics, under all names by which they are installed.
+# Packages that compute keypoints, weights and metrics, under all names by which they are installed
 COMPUTING = (
     "torch",
     "numpy",
@@ -32,7 +32,7 @@ VARIABLES = ("DVC_STAGE", "DVC_EXP_NAME", "IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_
 
 
 def repo_root() -> Path:
-    """The folder of dvc.yaml (or .git): DVC_ROOT, or the nearest upwards."""
+    """Return the folder of dvc.yaml (or .git): DVC_ROOT, or the nearest one upwards."""
     here = Path.cwd()
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
@@ -42,12 +42,15 @@ def repo_root() -> Path:
 
 
 def main_root() -> Path:
-    """The user's clone, for files that outlive DVC's temporary copies (`.dvc/tmp/exps/<name>`)."""
+    """Return the user's clone, for files that outlive DVC's copies (`.dvc/tmp/exps/<name>`)."""
     return Path(str(repo_root()).partition("/.dvc/tmp/exps/")[0])
 
 
 def git_state(root: Optional[Path] = None) -> Dict[str, str]:
-    """{"commit": hex or "unknown", "dirty": "true" | "false" | "unknown"} of the clone `root`."""
+    """Return the commit of the clone `root`, and whether files differ from it.
+
+    The result is {"commit": hex or "unknown", "dirty": "true", "false" or "unknown"}.
+    """
 
     def git(*words: str) -> Optional[str]:
         command = ["git", "-C", str(root or repo_root()), *words]
@@ -59,7 +62,7 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
             return None
 
     commit = git("rev-parse", "HEAD")
-    # dvc.lock and the reports change while the pipeline runs; they are not code
+    # The state of dvc.lock and the reports does not count: they change while the pipeline runs
     code = ("--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports")
     changed = git("status", "--porcelain", *code)
     if commit is None or changed is None:
@@ -69,7 +72,10 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
 
 @functools.lru_cache(maxsize=1)
 def code_version() -> str:
-    """The commit of this code, with a + if files differ from it; of a package its version."""
+    """Return the commit of this code, with a + if files differ from it.
+
+    An installed package has no commit. Return its version instead.
+    """
     root = Path(__file__).resolve().parents[1]
     if not (root / ".git").exists():
         return os.environ.get("IMAGE_REVISION") or __version__
@@ -78,7 +84,7 @@ def code_version() -> str:
 
 
 def versions(packages: Sequence[str]) -> Dict[str, str]:
-    """Versions of those packages that are installed, without importing them."""
+    """Return the versions of those packages that are installed, without importing them."""
     found = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -87,19 +93,21 @@ def versions(packages: Sequence[str]) -> Dict[str, str]:
 
 
 def pin(packages: Sequence[str]) -> Dict[str, str]:
-    """`versions` without the build after a `+`, on which results on a CPU do not depend."""
+    """Return `versions` without the build after a `+`, on which results on a CPU do not depend."""
     return {name: version.partition("+")[0] for name, version in versions(packages).items()}
 
 
 def processor() -> str:
-    """Vendor and model of the processor, `AuthenticAMD, AMD EPYC 7742`; "" if unknown."""
+    """Return vendor and model of the processor: "AuthenticAMD, AMD EPYC 7742". It is "" if
+    unknown."""
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
     found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
     return ", ".join(dict(found).values())
 
 
 def tags() -> Dict[str, str]:
-    """Tags for a run in MLflow; without those that have no value here (no DVC, GPU or image)."""
+    """Return the tags of a run in MLflow, without those that have no value (no DVC, GPU or
+    image)."""
     import torch
 
     git = git_state()

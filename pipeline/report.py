@@ -2,7 +2,7 @@
 
 python -m pipeline.report                   # the last evaluation
 python -m pipeline.report EXP1 EXP2 ...     # metrics of DVC experiments, their mean and range
-python -m pipeline.report HEAD workspace    # of the last commit and of this folder
+python -m pipeline.report HEAD workspace    # metrics of the last commit and of this folder
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ruamel.yaml import YAML
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, spell_command
 
-TEXT = "report.txt"  # files of an evaluation
+TEXT = "report.txt"  # name of a file of an evaluation
 PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
-# What two evaluations must have in common, of the stage `evaluate` in dvc.lock
+# What two evaluations must have in common, by the stage `evaluate` in dvc.lock
 PHOTOGRAPHS = "data/images"
 PROTOCOL = ("views", "evaluate")
 
 
 def next_steps(folder: Path, model: Path) -> List[str]:
-    """Lines on where to look next, for files that exist."""
+    """Return lines on where to look next, for files that exist."""
     steps = (
         ("pairs", folder / "pairs.csv", "every pair and matcher, one line each"),
         ("report", folder / PAGE, "all of it on one page, for a browser"),
@@ -46,7 +46,7 @@ def next_steps(folder: Path, model: Path) -> List[str]:
 
 
 def measured_on(lock: str) -> Dict[str, Any]:
-    """The photographs and the protocol of the evaluation in the text of a dvc.lock."""
+    """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
     found = {each["path"]: each.get("md5") for each in stage.get("deps", [])}
@@ -56,7 +56,8 @@ def measured_on(lock: str) -> Dict[str, Any]:
 
 
 def what_differs(locks: Dict[str, str]) -> List[str]:
-    """A line for each evaluation whose photographs or protocol are not those of the first."""
+    """Return a line for each evaluation with other photographs or another protocol than the
+    first."""
     first, *others = locks
     lines = []
     for name in others:
@@ -70,9 +71,10 @@ def what_differs(locks: Dict[str, str]) -> List[str]:
 
 
 def compare(names: Sequence[str]) -> str:
-    """The metrics of experiments or commits side by side, their mean, range, and what differs.
+    """Return the metrics of experiments or commits side by side, their mean and range.
 
-    `workspace` is this folder. Raises RequestError for an unknown name.
+    Lines below the table say what differs. The name `workspace` stands for this folder. Raises
+    RequestError for an unknown name.
     """
     import dvc.api
     from dvc.exceptions import DvcException
@@ -87,6 +89,7 @@ def compare(names: Sequence[str]) -> str:
         except DvcException as error:
             reason = str(error).partition("\n")[0]
             raise RequestError(f"{name}: no experiment or commit with metrics: {reason}") from None
+    # only numbers have a mean and a range
     table = pd.DataFrame(columns)
     values = table[table.map(lambda value: isinstance(value, (int, float))).all(axis=1)]
     values = values.astype(float)
@@ -97,7 +100,7 @@ def compare(names: Sequence[str]) -> str:
 
 
 def since_commit() -> List[str]:
-    """What differs from the last commit, with which `dvc metrics diff` compares."""
+    """Say what differs from the last commit, with which `dvc metrics diff` compares."""
     lock = Path("dvc.lock")
     shown = subprocess.run(["git", "show", "HEAD:./dvc.lock"], capture_output=True, text=True)
     if shown.returncode or not lock.is_file():

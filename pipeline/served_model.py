@@ -1,11 +1,11 @@
-"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into the
+"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into a
 model.
 
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, rotated as its EXIF data say, or pixels:
-(H, W) gray or (H, W, 3) BGR, 0 to 255.
+An image is the base64 text of a JPEG, PNG, WebP, ... file, which is rotated as its EXIF data say.
+It may also be pixels, (H, W) gray or (H, W, 3) BGR, from 0 to 255.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from mlflow.types.schema import AnyType
 from superglue_sift import Matcher, RequestError
 from superglue_sift.features.images import UPRIGHT, BadImage, decode_gray
 
-WEIGHTS = "weights"  # name of the artifact
-MAX_KEYPOINTS = 4096  # of an image, in any request
-MAX_PIXELS = 50_000_000  # of an image given as pixels
+WEIGHTS = "weights"  # name of the artifact that holds the weights
+MAX_KEYPOINTS = 4096  # largest number of keypoints of an image, in any request
+MAX_PIXELS = 50_000_000  # largest number of pixels of an image that is given as pixels
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 
 
 def signature(threshold: float) -> ModelSignature:
-    """Columns image0 and image1, and the parameters with their defaults.
+    """Describe the columns image0 and image1, and the parameters with their defaults.
 
-    threshold: the model's own.
+    `threshold` is the model's own threshold.
     """
     inputs = Schema([ColSpec(AnyType(), name) for name in ("image0", "image1")])
     params = [
@@ -47,8 +47,9 @@ def signature(threshold: float) -> ModelSignature:
 
 
 def pixels(image: Any, name: str) -> np.ndarray:
-    """The image of a request, (H, W) or (H, W, 3) uint8. Raises RequestError or BadImage, naming
-    the column.
+    """Decode the image of a request, (H, W) or (H, W, 3) uint8.
+
+    Raises RequestError or BadImage, which name the column.
     """
     if isinstance(image, str):
         try:
@@ -68,8 +69,10 @@ def pixels(image: Any, name: str) -> np.ndarray:
 
 
 class Answers:
-    """Base of MatcherModel, since MLflow warns of a `predict` without type hints in a subclass of
-    PythonModel.
+    """Base of MatcherModel.
+
+    It is a class of its own, because MLflow warns about a `predict` without type hints in a
+    subclass of PythonModel.
     """
 
     matcher: Matcher
@@ -77,13 +80,16 @@ class Answers:
     def load_context(self, context: Any) -> None:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
-    # Without types: MLflow reads them as a signature
+    # It has no type hints, because MLflow would read them as a signature
     def predict(self, context, model_input, params=None):
-        """For each row keypoints0, keypoints1 (N, 2), matches (K, 2) and scores (K,), as lists; and
-        aligned0, aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
+        """Match each row, and return one dict of lists for each row.
+
+        A dict has keypoints0 and keypoints1 (N, 2), matches (K, 2) and scores (K,). It also has
+        aligned0 and aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
         position was not refined. With refine=False, these four are None.
 
-        Raises MlflowException (HTTP 400) for an invalid image or parameter, with the reason.
+        Raises MlflowException (HTTP 400), which gives the reason, for an invalid image or
+        parameter.
         """
         rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
         try:
@@ -119,8 +125,9 @@ class Answers:
 
 
 class MatcherModel(Answers, PythonModel):
-    """`Matcher` behind MLflow's interface. One answer for each row of the input."""
+    """`Matcher` behind MLflow's interface. It gives one answer for each row of the input."""
 
 
+# MLflow loads this file from the model's copy
 if __name__ != "pipeline.served_model":  # loaded by MLflow from the model's copy
     set_model(MatcherModel())

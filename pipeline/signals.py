@@ -1,6 +1,4 @@
-"""Signals: a request to stop, which takes effect between two steps, and the end of a process with
-its parent.
-"""
+"""Signals: a request to stop between two steps, and the end of a process with its parent."""
 
 from __future__ import annotations
 
@@ -12,9 +10,9 @@ import sys
 import threading
 from typing import Iterator, Optional
 
-# What containers, Ctrl-C, and SLURM before preemption send
+# Signals that containers, Ctrl-C, and SLURM before preemption send
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
 
 
 def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
@@ -41,7 +39,7 @@ def block() -> Iterator[None]:
 
 
 def serve(parent: int) -> None:
-    """In a worker of process `parent`: ignore the signals, and end with the parent."""
+    """Ignore the signals in a worker of process `parent`, and end with the parent."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -49,7 +47,7 @@ def serve(parent: int) -> None:
 
 
 class Stop:
-    """`requested` becomes True when one of the signals arrives.
+    """A request to stop. `requested` becomes True when one of the signals arrives.
 
     A second Ctrl-C ends the process at once. SIGTERM does not count as one, because schedulers send
     several signals to the same process.
@@ -67,7 +65,7 @@ class Stop:
 
 @contextlib.contextmanager
 def defer() -> Iterator[Stop]:
-    """In this context the signals only set the flag; their handlers are restored afterwards."""
+    """Let the signals only set the flag in this context. Their handlers are restored afterwards."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread can handle signals

@@ -2,8 +2,8 @@
 
 A list stands next to the file of each model, so that nobody tests on these photographs by accident.
 `best.safetensors` has `best.trained_on.txt`: one photograph a line
-(`fetch.dataset.Entry.photograph`), including those of the initial weights. The description
-inside the model file has the list's digest.
+(`fetch.dataset.Entry.photograph`), including the photographs of the initial weights. The
+description inside the model file has the list's digest.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _TITLE = (
 
 
 def list_of(model: Path) -> Path:
-    """The file of the list, next to that of the model."""
+    """Return the file of the list, next to the file of the model."""
     return model.with_suffix(f".{KEY}.txt")
 
 
 def digest(photographs: Iterable[str]) -> str:
-    """Digest (16 hexadecimal digits) of a list, in any order."""
+    """Return a digest (16 hexadecimal digits) of a list, the same for any order."""
     return hashlib.sha256("\n".join(sorted(photographs)).encode()).hexdigest()[:16]
 
 
 def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
-    """Write the list of a model atomically, the same bytes for the same photographs in any order.
+    """Write the list of a model atomically, or that it is unknown if `photographs` is None.
 
-    photographs: None if they are not known.
+    The same photographs give the same bytes in any order.
     """
     lines = (
         [_UNKNOWN]
@@ -65,7 +65,7 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
         return None
     try:
         stated = load_model_file(model)[1].get(KEY)
-    except (FileNotFoundError, BadCheckpoint):  # reported where the model is loaded
+    except (FileNotFoundError, BadCheckpoint):  # this error is reported where the model is loaded
         stated = None
     if stated is not None and stated != digest(photographs):
         raise RequestError(
@@ -80,12 +80,12 @@ def leave_out(
     """Leave out the photographs that a model was trained on.
 
     Args:
-        keep: leave none out, and only say how many there are.
+        keep: whether to keep them, and only say how many there are.
         title: name of the model in the message.
 
     Returns:
-        The indices of the photographs that stay, and a message, "" if no photograph was in the
-        training.
+        The indices of the photographs that stay, and a message. It is "" if the model was trained
+        on none of the photographs.
     """
     every = list(range(len(photographs)))
     known = read(model)
