@@ -33,7 +33,7 @@ LAUNCHED = ("pipeline.keypoints", "pipeline.train")
 VARIABLES = {
     # torch 1.10 warns at every import
     "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
-    # no warnings of torch's C++ code, whose failures raise in Python
+    # torch's C++ code prints no warnings, because its failures raise in Python
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # a restarted rank must not read a dead peer's address from a shared store: it would hang
     # (pytorch#135712)

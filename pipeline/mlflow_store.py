@@ -22,15 +22,15 @@ from pipeline import errors, provenance
 from pipeline.bootstrap import MIN_CLUSTERS, Clusters, auc_by_pair
 
 EXPERIMENT = "superglue-sift"
-MODEL = "superglue-sift"  # in the model registry
-CHAMPION = "champion"  # its alias for the best version
-EVALUATION = "test"  # prefix of the metrics, and folder of the files, of the stage `evaluate`
-LIMIT = 5  # px, of the AUC that decides
+MODEL = "superglue-sift"  # name of the model in the registry
+CHAMPION = "champion"  # alias of the best version
+EVALUATION = "test"  # for the stage `evaluate`: prefix of its metrics, and folder of its files
+LIMIT = 5  # px, the limit of the AUC that decides
 SEPARATOR = " · "  # between a run's name and its result
-TAGS = "superglue."  # prefix of our tags
+TAGS = "superglue."  # how names of the project's tags begin
 KEY_TAG = f"{TAGS}run_key"
-OWN_STORE = "sqlite:///mlflow.db"  # of a clone
-CUDA_STORE = "mlflow-cu111.db"  # of the CUDA 11.1 image, whose MLflow is older
+OWN_STORE = "sqlite:///mlflow.db"  # the store of a clone
+CUDA_STORE = "mlflow-cu111.db"  # the store of the CUDA 11.1 image, whose MLflow is older
 ARTIFACTS = "mlartifacts"  # folder of the files of all runs, beside a local store
 
 
@@ -51,8 +51,9 @@ _OPTION = re.compile(r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig)[\w.-]*
 
 
 def redact(value: Any) -> Any:
-    """A text, or a JSON value with its texts, without logins in addresses and without the secrets
-    of the environment.
+    """Return a text without logins in addresses and without the secrets of the environment.
+
+    A JSON value is returned with all its texts treated so.
     """
     if isinstance(value, dict):
         return {key: redact(inner) for key, inner in value.items()}
@@ -80,21 +81,23 @@ def say(text: str) -> None:
 
 
 def database(uri: str) -> Optional[Path]:
-    """The file of a SQLite address; None for a server. A relative file lies in the user's clone."""
+    """Return the file of a SQLite address, which is relative to the user's clone. None for a
+    server."""
     scheme, _, path = uri.partition(":///")
     return provenance.main_root() / path if scheme == "sqlite" and path else None
 
 
 def shorten(path: Path) -> str:
-    """A path for a log: that of a file of the user's clone begins there."""
+    """Return a path for a log. A path in the user's clone is relative to the clone."""
     path = path.resolve()
     root = provenance.main_root().resolve()
     return str(path.relative_to(root) if root in path.parents else path)
 
 
 def place_of(uri: str) -> str:
-    """An address as logs name it: without a password, and the store of a clone without the folder
-    of the clone, which may be copied or moved.
+    """Return an address as logs name it, without a password.
+
+    The store of a clone has no folder in it, because a clone may be copied or moved.
     """
     return OWN_STORE if database(uri) == database(OWN_STORE) else redact(uri)
 
@@ -104,7 +107,7 @@ def experiment_name() -> str:
 
 
 def error_code(error: Exception) -> str:
-    """The error code of MLflow's answer; "" for other errors."""
+    """Return the error code of MLflow's answer, or "" for other errors."""
     return getattr(error, "error_code", "")
 
 
@@ -121,9 +124,10 @@ PATHS = (
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
 )
+# MLflow's limits for one request
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-FILE_SECONDS = "300"  # for the answer to a file
+FILE_SECONDS = "300"  # seconds to wait for the answer to a file
 ENVIRONMENT = {
     TIMEOUT: "5",  # seconds, for small requests
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
@@ -168,8 +172,10 @@ ABOUT_MODEL = (
 
 
 def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
-    """A client of the server or local store, and the id of the experiment, which is created if it
-    does not exist. Raises RequestError for an address without a scheme.
+    """Open the server or local store. Return a client, and the id of the experiment.
+
+    The experiment is created if it does not exist. Raises RequestError for an address without a
+    scheme.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -180,14 +186,14 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
     logging.disable(logging.INFO)  # alembic, which changes tables, sets its own level and handler
     if "://" not in uri and not uri.startswith("databricks"):
         raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
-    # MLflow finds artifacts and the source of a model with the global address, not the client's
+    # MLflow finds artifacts and the source of a model by the global address, not by the client's
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     path = database(uri)
     place = None
     if path:
         create_database(path)
-        # MLflow's default is the current directory, which may be a temporary copy of DVC
+        # By default MLflow uses the current directory, which may be a temporary copy of DVC
         place = bind_artifacts(path, name)
     client = MlflowClient(uri, uri)
     experiment = client.get_experiment_by_name(name)
@@ -201,7 +207,7 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
 def create_database(path: Path) -> None:
     """Create the file of a local store, or bring it to the tables of this version of MLflow.
 
-    This happens in a file beside it, which is then renamed: a process that is killed meanwhile
+    This happens in a file beside it, which is then renamed. A process that is killed meanwhile thus
     leaves the store as it was. Raises RequestError for a file that MLflow cannot read.
     """
     from mlflow.store.db import utils
@@ -212,11 +218,11 @@ def create_database(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.new")
     with open(beside, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may do the same
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may do the same at this time
         if _revision(path) == newest:
             beside.unlink(missing_ok=True)
             return
-        # what a killed process left
+        # a killed process may have left this file
         beside.with_name(f"{beside.name}-journal").unlink(missing_ok=True)
         shutil.copyfile(path if path.is_file() else os.devnull, beside)
         try:
@@ -234,7 +240,7 @@ def create_database(path: Path) -> None:
 
 
 def _revision(path: Path) -> str:
-    """The revision of the tables in a local store; "" without a complete store."""
+    """Return the revision of the tables in a local store, or "" if there is no complete store."""
     if not path.is_file():
         return ""
     with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as store:
@@ -243,16 +249,16 @@ def _revision(path: Path) -> str:
 
 
 def bind_artifacts(path: Path, name: str) -> str:
-    """Let an experiment and its runs have their files beside the local store `path`. Returns the
-    address of that folder.
+    """Put the files of an experiment and its runs beside the local store `path`.
 
-    MLflow stores whole paths. In a clone that was copied or moved, or that a container sees at
-    another path, they name the old folder.
+    Returns the address of that folder. MLflow stores whole paths. In a clone that was copied or
+    moved, or that a container sees at another path, they name the old folder.
     """
     place = (path.resolve().parent / ARTIFACTS / name).as_uri()
     with contextlib.closing(sqlite3.connect(path, timeout=60)) as store, store:
         query = "SELECT artifact_location FROM experiments WHERE name = ?"
         (old,) = next(store.execute(query, (name,)), (place,))
+        # only the project's own folder of artifacts is renamed, in every table
         if old == place or not old.endswith(f"/{ARTIFACTS}/{place.rpartition('/')[2]}"):
             return place
         for table, column in PATHS:
@@ -282,11 +288,11 @@ class Store:
         self.run_id = runs[0].info.run_id
 
     def is_active(self) -> bool:
-        """Whether the run can be written, since nobody has deleted it."""
+        """Return whether the run can be written, which means that nobody has deleted it."""
         return self._client.get_run(self.run_id).info.lifecycle_stage == "active"
 
     def send(self, events: List[Event]) -> None:
-        """Add metrics, params, tags, data and the state of the run."""
+        """Send metrics, params, tags, data and the state of the run."""
         from mlflow.entities import Metric, Param, RunTag
 
         metrics = []
@@ -299,6 +305,7 @@ class Store:
             tags.update({} if "run" in event else event.get("tags", {}))
         run_tags = [RunTag(*item) for item in tags.items()]
         items = {"metrics": metrics, "params": params, "tags": run_tags}
+        # in batches that MLflow accepts
         for kind, most in AT_ONCE.items():
             for at in range(0, len(items[kind]), most):
                 part: Dict[str, Any] = {kind: items[kind][at : at + most]}
@@ -313,15 +320,16 @@ class Store:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         source = json.dumps({"uri": event["source"], "digest": event["digest"]})
+        # MLflow's limit; `source` has the whole digest
         short = event["digest"].rpartition(":")[2][:36]  # MLflow's limit; `source` has all of it
         data = Dataset(event["name"], short, "local", source)
         inputs = [DatasetInput(data, [InputTag("mlflow.data.context", "training")])]
         self._client.log_inputs(self.run_id, datasets=inputs)
 
     def send_files(self, event: Event) -> None:
-        """Send the files of an event, or compare its model."""
+        """Send the files of an event, or compare the run's model with the champion."""
         path, experiment = self._local
-        if path:  # another one may have opened it meanwhile, at another path: a container
+        if path:  # a container may have opened the store meanwhile, at another path
             bind_artifacts(path, experiment)
         before = os.environ[TIMEOUT]
         os.environ[TIMEOUT] = FILE_SECONDS
@@ -339,15 +347,20 @@ class Store:
             os.environ[TIMEOUT] = before
 
     def _register(self, files: List[str], step: int) -> None:
-        """Log the weights as a model of the run, and register a version. The first is champion."""
+        """Log the weights as a model of the run, and register a version.
+
+        The first version becomes champion. A model of a step that is registered is left as it is.
+        """
         from mlflow.entities import LoggedModelOutput
 
         from superglue_sift import Matcher
 
-        threshold = Matcher.load(files[0], device="cpu").threshold  # first, to check the file
+        # this comes first, to check the file
+        threshold = Matcher.load(files[0], device="cpu").threshold
         done = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if any(version.tags.get("step") == str(step) for version in done):
             return
+        # the model of the run
         logged = self._client.create_logged_model(
             self._experiment, MODEL, self.run_id, model_type="matcher"
         )
@@ -356,6 +369,7 @@ class Store:
             self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(self.run_id, [LoggedModelOutput(logged.model_id, step)])
+        # the registered model, and its new version
         registered = self._client.search_registered_models(f"name = '{MODEL}'")
         if not registered:
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
@@ -377,7 +391,7 @@ class Store:
             self._client.set_model_version_tag(MODEL, version, CHAMPION, "no: not yet evaluated")
 
     def _describe(self, version: str) -> None:
-        """Say on the page of a version what it is: its run, preset and AUC."""
+        """Write on the page of a version what it is: its run, preset and AUC."""
         run = self._client.get_run(self.run_id)
         name, _, result = str(run.info.run_name).partition(SEPARATOR)
         preset = run.data.tags.get(f"{TAGS}preset", "")
@@ -385,7 +399,7 @@ class Store:
         self._client.update_model_version(MODEL, version, text)
 
     def _champion(self) -> Any:
-        """The version with the alias; None if there is none."""
+        """Return the version with the alias, or None if there is none."""
         number = self._client.get_registered_model(MODEL).aliases.get(CHAMPION)
         return None if number is None else self._client.get_model_version(MODEL, number)
 
@@ -422,10 +436,10 @@ class Store:
 
 
 def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
-    """Whether a model is better than another one, and why, by the pairs.csv of their evaluations.
+    """Return whether a model is better than another one, and why, from the pairs.csv of both.
 
-    Better: the 95 % interval of the difference of AUC@5 on the same pairs is above 0, with enough
-    photographs. theirs: None for a model that was never evaluated.
+    It is better if the 95 % interval of the difference of AUC@5 on the same pairs lies above 0,
+    with enough photographs. `theirs` is None if the other model was never evaluated.
     """
     import pandas
 
@@ -453,12 +467,13 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
 
 
 def make_monitors() -> List[Any]:
-    """MLflow's monitors of CPU and memory, and of NVIDIA's GPUs where there are some."""
+    """Return MLflow's monitors of CPU and memory, and of NVIDIA's GPUs if there are any."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
     monitors: List[Any] = [CPUMonitor()]
-    with contextlib.suppress(Exception):  # without a driver or its library: of various types
+    # without a driver or its library this raises errors of various types
+    with contextlib.suppress(Exception):
         monitors.append(GPUMonitor())
     return monitors
 
@@ -466,7 +481,10 @@ def make_monitors() -> List[Any]:
 def save_model(
     folder: Path, run_id: str, model_id: str, files: List[str], threshold: float
 ) -> None:
-    """Write an MLflow model. files: the weights, and their JSON. threshold: the model's own."""
+    """Write an MLflow model into `folder`.
+
+    `files` are the weights and their JSON. `threshold` is the model's own threshold.
+    """
     from mlflow import pyfunc
     from mlflow.models import Model
 
@@ -475,7 +493,7 @@ def save_model(
 
     pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # MLflow would like an example of an input
+        warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
         pyfunc.save_model(
             folder,
             python_model=str(served_model.__file__),
@@ -488,15 +506,19 @@ def save_model(
 
 
 def show_pages(uri: str, host: str, port: int) -> int:
-    """Become MLflow's server on the local store, and print the address of the table of runs."""
+    """Become MLflow's server on the local store, and print the address of the table of runs.
+
+    For another store, only print the address. Raises RequestError if the store does not answer.
+    """
     try:
         _, experiment = open_experiment(uri, experiment_name())
     except errors.RequestError:
         raise
-    except Exception as error:  # of MLflow, HTTP, a database
+    except Exception as error:  # an error of MLflow, HTTP or a database
         raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
     table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
-    table += "&workflowType=machine_learning"  # else MLflow 3.17 opens its page for chat models
+    # without it MLflow 3.17 opens its page for chat models
+    table += "&workflowType=machine_learning"
     if database(uri) is None:
         print(f"table of runs: {redact(uri)}{table}")
         return 0
@@ -506,8 +528,9 @@ def show_pages(uri: str, host: str, port: int) -> int:
     if other.is_file() and database(uri) != other:
         print(f"{other} has the runs of the CUDA 11.1 image: its command `ui` shows them")
     sys.stdout.flush()
-    # `ps` shows no password that is in the environment
+    # The address is in the environment, so that `ps` shows no password
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri
-    os.environ.setdefault("MLFLOW_UVICORN_OPTS", "--log-level warning")  # no line for each request
+    # the server prints no line for each request
+    os.environ.setdefault("MLFLOW_UVICORN_OPTS", "--log-level warning")
     server = ["mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     return os.execv(sys.executable, [sys.executable, "-m", *server])

@@ -45,16 +45,16 @@ from pipeline.mlflow_store import (
 )
 from pipeline.params import flatten
 
-# Of provenance: what MLflow's page shows elsewhere, and what is no input of this run
+# Tags of provenance that are no tags here: MLflow's page shows them elsewhere, or they are no input
 SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256", "world_size")
-# Of provenance: parameters of a run
+# How tags of provenance begin that become parameters of a run
 MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
 
 # --- the log
 
 
 def now_ms() -> int:
-    """Milliseconds since 1970, MLflow's unit of time."""
+    """Return the milliseconds since 1970, MLflow's unit of time."""
     return int(time.time() * 1000)
 
 
@@ -62,9 +62,9 @@ class EventLog:
     """An append-only file of JSON lines, one event each. Any thread may append.
 
     An event is the header (`run`), `metrics`, `artifact`, `dataset`, `model`, `compare`, `tags`,
-    `end` (the state of the run), or `sent`: the number of bytes of which the server `place` has
-    everything. The header names the training, as checkpoints and models do, so metrics find their
-    run also after `dvc checkout` of an older model.
+    `end` (the state of the run), or `sent`. `sent` is the number of bytes of the log that the
+    server `place` has completely. The header names the training, as checkpoints and models do, so
+    metrics find their run also after `dvc checkout` of an older model.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,8 @@ class EventLog:
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (kept open)
-            with contextlib.suppress(OSError):  # so that `resend` leaves it to this process
+            # with the lock `resend` sees that this process writes
+            with contextlib.suppress(OSError):
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             size = self.path.stat().st_size
             if size and os.pread(self._stream.fileno(), 1, size - 1) != b"\n":
@@ -92,19 +93,20 @@ class EventLog:
             self._stream = None
 
     def is_in_use(self) -> bool:
-        """Whether a process of this machine has it open for writing."""
+        """Return whether a process of this machine has the file open for writing."""
         with open(self.path, "rb") as stream:
             try:
                 fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
-            except OSError:  # a network file system without locks
+            except OSError:  # a network file system may have no locks
                 return False
         return False
 
     def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
-        """The events from byte `offset`, each with the offset of its end. A partial last line is
-        left out, and a damaged line is {}.
+        """Yield the events from byte `offset`, each with the offset of its end.
+
+        A partial last line is left out, and a damaged line is {}.
         """
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as stream:
             stream.seek(offset)
@@ -118,16 +120,17 @@ class EventLog:
                 yield (event if isinstance(event, dict) else {}), offset
 
     def header(self) -> Event:
-        """The first event; {} for an empty or foreign file."""
+        """Return the first event, or {} if the file is empty or no log."""
         first = next((event for event, _ in self.read()), {})
         return first if "run" in first else {}
 
     def sent(self) -> Dict[str, int]:
-        """Bytes of which each server has everything; 0 for one that has answered once."""
+        """Return how many bytes each server has completely, 0 for one that has only answered
+        once."""
         return {event["place"]: event["sent"] for event, _ in self.read() if "place" in event}
 
     def last_steps(self) -> Dict[str, int]:
-        """The last step logged under each metric's name."""
+        """Return the last step logged under each metric's name."""
         last: Dict[str, int] = {}
         for event, _ in self.read():
             for name in event.get("metrics", ()):
@@ -136,14 +139,15 @@ class EventLog:
 
 
 def find_log(folder: Path, key: str, value: Optional[str]) -> Optional[EventLog]:
-    """The newest log in a folder whose header has this value under `key`; None without one."""
+    """Return the newest log in a folder whose header has this value under `key`, or None."""
     logs = sorted(folder.glob("log*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
     found = (log for log in map(EventLog, logs) if value and log.header().get(key) == value)
     return next(found, None)
 
 
 def take_log(folder: Path, run: Optional[str]) -> EventLog:
-    """`log.jsonl` for a run, with its events so far. The log of another run stays beside it."""
+    """Return `log.jsonl` for a run, with its events so far. The log of another run stays beside
+    it."""
     path = folder / "log.jsonl"
     known = find_log(folder, "run", run)
     if known is None or known.path != path:
@@ -160,27 +164,30 @@ def take_log(folder: Path, run: Optional[str]) -> EventLog:
 class Run:
     """A run whose events go to a log, and from there to a server. Nothing here blocks or raises.
 
-    Created by `open_run` and `attach`. Without a log it does nothing, as on ranks other than the
+    `open_run` and `attach` create it. Without a log it does nothing, as on ranks other than the
     first. As a context manager it closes itself: as FINISHED, as FAILED on an exception, and as
     KILLED on Ctrl-C or sys.exit (by which a signal ends a stage).
     """
 
     def __init__(self, log: Optional[EventLog] = None, uri: str = "", owner: bool = False) -> None:
-        """owner: sample the use of the machine, and end the run when it is closed."""
+        """Start to send the log to the address `uri`.
+
+        An `owner` also samples the use of the machine, and ends the run when it is closed.
+        """
         self._log = log
         self._owner = owner
         self._warned = False
         self._sender: Optional[Sender] = None
         if log is not None:
-            # A resumed training repeats steps, whose points the log has
+            # A resumed training repeats steps, whose points are in the log already
             self._known = log.last_steps() if owner else {}
             self.key = log.header()["run"]
             self._sender = Sender(log, uri, self.log if owner else None)
             self._sender.start()
-            atexit.register(self.close, "FAILED")  # for a stage that ends without closing
+            atexit.register(self.close, "FAILED")  # a stage may end without closing the run
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        """Log metrics of one step: name -> number (floats, tensors of one element), also NaN.
+        """Log metrics of one step by name: floats or tensors of one element, also NaN.
 
         Points that the log had before the run was resumed are left out.
         """
@@ -191,7 +198,7 @@ class Run:
             for name, value in metrics.items():
                 if step > self._known.get(name, -1):
                     number = float(value)
-                    # JSON has no NaN and no infinity: as text
+                    # JSON has no NaN and no infinity, so they are written as text
                     points[name] = number if math.isfinite(number) else str(number)
         except (TypeError, ValueError) as error:
             self._warn(f"a metric is not a number: {error}")
@@ -200,7 +207,8 @@ class Run:
                 self._append({"metrics": points, "step": int(step), "time": now_ms()})
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. Sent at the end."""
+        """Add a file, or all files of a folder, under `folder` of the run. They are sent at the
+        end."""
         self._append({"artifact": shorten(path), "folder": folder})
 
     def dataset(self, name: str, digest: str, source: str = "") -> None:
@@ -215,7 +223,7 @@ class Run:
             self.tags({"mlflow.runName": name, "mlflow.note.content": note})
 
     def model(self, *paths: Path, step: int = 0) -> None:
-        """Register the model at the end. paths: its weights, and their JSON."""
+        """Register the model at the end of the run. `paths` are its weights and their JSON."""
         self._append({"model": [shorten(path) for path in paths], "step": step})
 
     def compare_with_champion(self, pairs: Path) -> None:
@@ -227,9 +235,10 @@ class Run:
         self._append({"tags": prefixed(tags)})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
-        """End the run as FINISHED, FAILED or KILLED. True if everything has reached the server.
+        """End the run as FINISHED, FAILED or KILLED. Return whether everything reached the server.
 
-        Waits at most `wait` seconds (default: `Sender.stop`) and names what has not arrived.
+        It waits at most `wait` seconds (see `Sender.stop` for the default), and then names what has
+        not arrived.
         """
         if self._sender is None or self._log is None:
             return True
@@ -266,12 +275,12 @@ def prefixed(tags: Dict[str, str]) -> Dict[str, str]:
 
 
 def ending(kind: Any) -> str:
-    """FAILED or KILLED, from the exception that ended the work."""
+    """Return FAILED or KILLED, from the type of the exception that ended the work."""
     return "KILLED" if issubclass(kind, (KeyboardInterrupt, SystemExit)) else "FAILED"
 
 
 def tracking_uri(log: Optional[EventLog] = None) -> str:
-    """The address for a new run, or for the run of a log.
+    """Return the address for a new run, or for the run of a log.
 
     A run stays where it has once arrived, since the environment may be that of an image. Otherwise
     MLFLOW_TRACKING_URI counts, then the address that the run began with, then `mlflow.db` in the
@@ -306,17 +315,20 @@ def open_run(
 
     `folder` gets `log.jsonl`, in which `attach` and `known_run` find the run of this `training`.
     The run's name is `name`, or the time. `params` may be nested: {"train": {"lr": 1}} becomes
-    `train.lr`. `resume` is `.key` of the interrupted run. With `enabled=False` (every rank but the
-    first) it does nothing.
+    `train.lr`. `resume` is `.key` of the interrupted run. With `enabled=False` (on every rank but
+    the first) the run does nothing.
     """
     if not enabled:
         return Run()
+    # parameters of the run: the sections, without what repeats, and the machine
     log = take_log(folder, resume)
     flat = {key: str(value) for key, value in flatten(params).items()}
-    # Sections repeat the views that all stages share: `evaluate.views.x` is `views.x`
+    # Sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
+    # `views.x`
     flat = {key: text for key, text in flat.items() if flat.get(key.partition(".")[2]) != text}
     about = provenance.tags()
     machine = {key: value for key, value in about.items() if key.startswith(MACHINE)}
+    # tags of the run, of MLflow and of provenance
     all_tags = {
         **(tags or {}),
         **{key: value for key, value in about.items() if key not in (*machine, *SHOWN)},
@@ -347,17 +359,17 @@ def open_run(
 
 
 def known_run(folder: Path, training: str) -> Optional[str]:
-    """`resume` of a resumed training; None if its run is unknown (another clone or machine)."""
+    """Return `resume` for a resumed training, or None if its run is on another clone or machine."""
     log = find_log(folder, "training", training)
     return log.header()["run"] if log else None
 
 
 def attach(path: Path, training: Optional[str]) -> Run:
-    """Continue the run of a training from another stage; without one, do nothing.
+    """Continue the run of a training from another stage. Without such a run, do nothing.
 
-    path: `log.jsonl` of the training or of a later one in the same folder. Its log gets the events.
-    What the server does not have of it is sent first; if it has all, and nothing is added, it is
-    not called. Closing does not change the run's state.
+    `path` is `log.jsonl` of the training, or of a later training in the same folder. The log of the
+    training gets the events. What the server lacks is sent first. If it lacks nothing and nothing
+    is added, it is not called. Closing does not change the run's state.
     """
     log = find_log(path.parent, "training", training)
     return Run(log, tracking_uri(log)) if log else Run()
@@ -366,23 +378,24 @@ def attach(path: Path, training: Optional[str]) -> Run:
 # --- the thread that sends
 
 POLL_SECONDS = 2.0
-LONGEST_PAUSE_SECONDS = 10.0
+LONGEST_PAUSE_SECONDS = 10.0  # longest time between two tries while no server answers
 EVENTS_AT_ONCE = 500
 FILE_TRIES = 3
-BYTES_PER_SECOND = 50_000  # of the slowest network on which files arrive before the work ends
+BYTES_PER_SECOND = 50_000  # the slowest network on which files still arrive before the work ends
 FILES = {"artifact", "model", "compare"}  # keys of events that send files, or that need sent files
-# What MLflow will never accept, by the error codes of its answers
+# Error codes of answers that mean that MLflow will never accept the event
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 # Answers before the first event that no wait will change: wrong address, login or host name
 CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
 
 
 class Sender(threading.Thread):
-    """Sends a log from the first event that the server does not have, until stopped.
+    """A thread that sends a log from the first event that the server lacks, until it is stopped.
 
-    Points and tags are sent while the run is open; files and the model when it ends. What fails is
-    tried again, so everything is sent at least once. MLflow identifies a point by (run, name, time,
-    step, value), so it stores a point once. What a server refuses for ever ends the thread.
+    Points and tags are sent while the run is open. Files and the model are sent when it ends. What
+    fails is tried again, so everything is sent at least once. MLflow identifies a point by (run,
+    name, time, step, value), so it stores a point once. What a server refuses for ever ends the
+    thread.
     """
 
     def __init__(
@@ -391,8 +404,10 @@ class Sender(threading.Thread):
         uri: str,
         record: Optional[Callable[[Dict[str, Any], int], None]] = None,
     ) -> None:
-        """uri: the server, or a local store. record: `Run.log`, to record the use of this machine;
-        if None, it is not sampled.
+        """Prepare to send `log` to the server or local store `uri`.
+
+        `record` is `Run.log`, to record the use of this machine. If it is None, the use is not
+        sampled.
         """
         super().__init__(name="tracking", daemon=True)
         self.place = place_of(uri)
@@ -404,8 +419,8 @@ class Sender(threading.Thread):
         self._sampled = time.monotonic()
         self._store: Optional[Store] = None
         self._marked = log.sent().get(self.place, 0)
-        self._offset = self._marked  # in the log: everything before it is sent, except files
-        self._files: List[Event] = []  # whose turn comes when the run ends
+        self._offset = self._marked  # everything in the log before this byte is sent, except files
+        self._files: List[Event] = []  # events with files, which are sent when the run ends
         self._refused: List[str] = []
         self._wake = threading.Event()
         self._stopping = threading.Event()
@@ -414,6 +429,7 @@ class Sender(threading.Thread):
     def run(self) -> None:
         pause = POLL_SECONDS
         while not self._given_up.is_set():
+            # read it first, so that the run's last event is in the log
             last = self._stopping.is_set()  # read first: the run's last event is in the log by then
             if self._try(last):
                 if last:
@@ -425,11 +441,12 @@ class Sender(threading.Thread):
             self._wake.clear()
 
     def stop(self, wait: Optional[float] = None) -> bool:
-        """Send the rest. True if all has arrived; else what is missing is named.
+        """Send the rest. Return whether everything has arrived. If not, a line names what is
+        missing.
 
-        Waits `wait` seconds. Default: 6 s for a server that did not answer the last request; else
-        20 s (60 s for a local store, which may have to be created), and one more for each 50 kB of
-        files.
+        It waits `wait` seconds. By default it waits 6 s if the server did not answer the last
+        request, and otherwise 20 s (60 s for a local store, which may have to be created), and one
+        more second for each 50 kB of files.
         """
         size = sum(path.stat().st_size for event in self._waiting() for path in _paths(event))
         limit = (20.0 if self._uri.startswith("http") else 60.0) + size / BYTES_PER_SECOND
@@ -462,7 +479,8 @@ class Sender(threading.Thread):
         return [*([f"{others} entries"] if others else []), *self._refused, *map(_name, files)]
 
     def _try(self, last: bool) -> bool:
-        """Send what the log has, files only at last. False if it has to be tried again."""
+        """Send what the log has, and files if it is the last time. Return False to be called
+        again."""
         try:
             if self._record and not last:
                 self._sample(self._record)
@@ -474,7 +492,7 @@ class Sender(threading.Thread):
         except ImportError as error:  # without MLflow nothing can be sent
             self.error = str(error)
             self._given_up.set()
-        except Exception as error:  # of any kind: the work continues
+        except Exception as error:  # whatever it is, the work continues
             final = isinstance(error, errors.RequestError)
             final |= error_code(error) in (CLOSED if self._store is None else REFUSALS)
             what = "refuses the run" if final else "does not answer"
@@ -495,8 +513,8 @@ class Sender(threading.Thread):
             if self._store is None:
                 self._store = Store(self._uri, self._log.header())
                 if self.place not in self._log.sent():
-                    self._log.append({"sent": 0, "place": self.place})  # it has answered
-                if self._store.is_new:  # it gets all events
+                    self._log.append({"sent": 0, "place": self.place})  # the server has answered
+                if self._store.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
             self._send(self._store, [event for event in events if not FILES & event.keys()])
@@ -507,7 +525,7 @@ class Sender(threading.Thread):
                 say(f"{self.place} answers again")
 
     def _send(self, store: Store, events: List[Event]) -> None:
-        """Send events. One that is refused is named and left out, unless the run is deleted."""
+        """Send events. A refused event is named and left out, unless the run itself is deleted."""
         try:
             store.send(events)
         except Exception as error:
@@ -516,11 +534,12 @@ class Sender(threading.Thread):
             if len(events) == 1:
                 self._refused.append(f"{_name(events[0])} ({reason_of(error)})")
                 return
+            # one of several events is refused: find it by sending each alone
             for event in events:
                 self._send(store, [event])
 
     def _send_files(self) -> None:
-        """Send files and models, each for itself: one that is refused holds up no other."""
+        """Send files and models, each by itself, so that a refused one holds up no other."""
         for _ in range(FILE_TRIES):
             for event in list(self._files):
                 if self._given_up.is_set() or self._store is None:
@@ -529,25 +548,26 @@ class Sender(threading.Thread):
                     self._store.send_files(event)
                     self._files.remove(event)
                     self.error = None
-                except Exception as error:  # of MLflow, HTTP, an object store
+                except Exception as error:  # errors of MLflow, HTTP or an object store
                     self.error = reason_of(error)
             if not self._files:
                 return
             self._given_up.wait(1.0)
 
     def _sample(self, record: Callable[[Dict[str, Any], int], None]) -> None:
-        """Log the use of CPU, memory and GPUs when the next sample is due."""
+        """Log the use of CPU, memory and GPUs if the next sample is due."""
         seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
         if time.monotonic() < self._sampled + seconds:
             return
         last = self._log.last_steps()
-        if not last:  # never the first metric, by which MLflow compares runs
+        if not last:  # these must not become the first metric, by which MLflow compares runs
             return
         self._sampled = time.monotonic()
         self._monitors = self._monitors or mlflow_store.make_monitors()
         used = {}
         for monitor in self._monitors:
-            with contextlib.suppress(Exception):  # a driver that fails: of various types
+            # a driver that fails raises errors of various types
+            with contextlib.suppress(Exception):
                 monitor.collect_metrics()
                 used.update(monitor.aggregate_metrics())
                 monitor.clear_metrics()
@@ -558,7 +578,7 @@ class Sender(threading.Thread):
 
 
 def _paths(event: Event) -> List[Path]:
-    """The files that an event sends and that are there."""
+    """Return the files that an event sends and that exist."""
     names = event.get("model") or [event.get("artifact")]
     paths = [provenance.main_root() / name for name in names if name]
     found = [file for path in paths for file in (path, *path.rglob("*"))]
@@ -566,7 +586,7 @@ def _paths(event: Event) -> List[Path]:
 
 
 def _name(event: Event) -> str:
-    """What an event is, for messages."""
+    """Say what an event is, for messages."""
     if "artifact" in event:
         return Path(event["artifact"]).name
     if "model" in event:
@@ -601,14 +621,14 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 def resend(log: EventLog, wait: float, to: Optional[str] = None) -> bool:
-    """Send what is missing of one run. True if the server has all of it then."""
+    """Send what is missing of one run. Return whether the server has all of it then."""
     if log.is_in_use():
         print(f"{log.path}: a process is writing it, and sends it itself")
         return True
-    # Whether its state was set after it was opened or resumed for the last time
+    # Whether the state of the run was set after it was opened or resumed for the last time
     states = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
     if not states[-1]:
-        log.append({"end": "KILLED", "time": now_ms()})  # its process is gone
+        log.append({"end": "KILLED", "time": now_ms()})  # the process of the run is gone
     return Run(log, to or tracking_uri(log)).close(wait=wait)
 
 
