@@ -34,12 +34,12 @@ from pipeline.errors import RequestError, WorkError, read_number
 # Seconds for all ranks to meet at the start (SG_START_TIMEOUT), and later for the slowest rank to
 # come to a collective (SG_TIMEOUT). It may have to write a checkpoint or to compile first.
 START_SECONDS = 120
-TIMEOUT_SECONDS = 600  # NCCL's own  # the same as NCCL's own
+TIMEOUT_SECONDS = 600  # NCCL has the same limit
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
 # bytes of NCCL's shared-memory channels between the ranks of one machine
 NCCL_BYTES_PER_RANK = 64 << 20
 # MiB; on a slow link this is faster than torch's 25 (docs/performance.md)
-BUCKET_MB = 4  # faster on a slow link than torch's 25 (docs/performance.md)
+BUCKET_MB = 4
 
 
 class Context(NamedTuple):
@@ -118,8 +118,8 @@ def start() -> Context:
     """
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     if by_torchrun:
-        # If torchrun is gone, this rank would hold its GPU for ever and write into the next run's
-        # folder
+        # Without torchrun this rank would hold its GPU for ever. It would also write into the
+        # folder of the next run.
         signals.end_with_parent()
     _adopt_slurm()
 
@@ -194,8 +194,8 @@ def abandon() -> None:
     if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
-    # The group is never released: its destructor joins gloo's threads, which may wait for other
-    # ranks
+    # The group is never released, because its destructor joins gloo's threads. These may wait for
+    # other ranks.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     if torch.cuda.is_available() and hasattr(group, "_get_backend"):
         nccl = group._get_backend(torch.device("cuda"))

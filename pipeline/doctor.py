@@ -121,7 +121,7 @@ def nvidia_driver() -> Tuple[str, int]:
         text = version.decode() if isinstance(version, bytes) else version
         return text, pynvml.nvmlDeviceGetCount()
     # NVML has error types of its own, one of them for "no driver"
-    except Exception:  # NVML's own error types, one of them for "no driver"
+    except Exception:
         return "", 0
 
 

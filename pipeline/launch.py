@@ -90,7 +90,7 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
     """
     options = {"nproc_per_node": processes, "max_restarts": 0, "monitor_interval": 0.1}
     # --standalone would resolve the host's name, which fails in some containers
-    if is_one_node():  # not --standalone, which resolves the host's name; containers may fail to
+    if is_one_node():
         options.update(_own_address())
     else:
         options.update(_rendezvous(), max_restarts=restarts)

@@ -26,7 +26,7 @@ MODEL = "superglue-sift"  # name of the model in the registry
 CHAMPION = "champion"  # alias of the best version
 EVALUATION = "test"  # for the stage `evaluate`: prefix of its metrics, and folder of its files
 LIMIT = 5  # px, the limit of the AUC that decides
-SEPARATOR = " · "  # between a run's name and its result
+SEPARATOR = " · "  # stands between the name of a run and its result
 TAGS = "superglue."  # how names of the project's tags begin
 KEY_TAG = f"{TAGS}run_key"
 OWN_STORE = "sqlite:///mlflow.db"  # the store of a clone
@@ -125,7 +125,7 @@ PATHS = (
     ("model_versions", "storage_location"),
 )
 # MLflow's limits for one request
-AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}  # MLflow's limits for one request
+AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}
 TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
 FILE_SECONDS = "300"  # seconds to wait for the answer to a file
 ENVIRONMENT = {
@@ -321,7 +321,7 @@ class Store:
 
         source = json.dumps({"uri": event["source"], "digest": event["digest"]})
         # MLflow's limit; `source` has the whole digest
-        short = event["digest"].rpartition(":")[2][:36]  # MLflow's limit; `source` has all of it
+        short = event["digest"].rpartition(":")[2][:36]
         data = Dataset(event["name"], short, "local", source)
         inputs = [DatasetInput(data, [InputTag("mlflow.data.context", "training")])]
         self._client.log_inputs(self.run_id, datasets=inputs)

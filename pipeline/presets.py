@@ -162,7 +162,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         keeps = args.params.exists() and params.preset(args.params) == name
         if keeps:
             # the user's edits may be wrong, and are reported as such
-            params.load(args.params)  # its errors are of the user's edits
+            params.load(args.params)
         text = args.params.read_text(encoding="utf-8") if keeps else ""
         if not write(args.params, render(name, args.images, args.val_images, text)):
             print(f"{args.params} already holds preset {name}")

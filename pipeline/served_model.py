@@ -61,7 +61,7 @@ def pixels(image: Any, name: str) -> np.ndarray:
     except ValueError:  # rows of different lengths
         array = np.empty(0)
     fits = array.dtype.kind in "iuf" and array.ndim in (2, 3) and 0 < array.size <= 3 * MAX_PIXELS
-    if not fits or not (array.min() >= 0 and array.max() <= 255):  # NaN is neither
+    if not fits or not (array.min() >= 0 and array.max() <= 255):  # both are False for NaN
         raise RequestError(
             f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
         )
@@ -129,5 +129,5 @@ class MatcherModel(Answers, PythonModel):
 
 
 # MLflow loads this file from the model's copy
-if __name__ != "pipeline.served_model":  # loaded by MLflow from the model's copy
+if __name__ != "pipeline.served_model":
     set_model(MatcherModel())

@@ -77,7 +77,7 @@ class EventLog:
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a+b", buffering=0)  # noqa: SIM115 (kept open)
-            # with the lock `resend` sees that this process writes
+            # the lock tells `resend` that this process writes
             with contextlib.suppress(OSError):
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             size = self.path.stat().st_size
@@ -430,7 +430,7 @@ class Sender(threading.Thread):
         pause = POLL_SECONDS
         while not self._given_up.is_set():
             # read it first, so that the run's last event is in the log
-            last = self._stopping.is_set()  # read first: the run's last event is in the log by then
+            last = self._stopping.is_set()
             if self._try(last):
                 if last:
                     return

@@ -82,8 +82,7 @@ class Matchers:
         self.further = further
         self.scene = scene
         self.network_keypoints = network_keypoints
-        # Smallest confidences by name. `answers` gives all mutual matches of these matchers, also
-        # below.
+        # Smallest confidences by name. `answers` also gives the mutual matches below them.
         own = {name: network.threshold for name, network in networks.items()}
         self.thresholds = {**own, RATIO_TEST: RATIO_THRESHOLD}
 
@@ -133,7 +132,7 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
     module, _, attribute = name.partition(":")
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # any: it is the user's code  # the user's code may raise anything
+    except Exception as error:  # the user's code may raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RequestError(f"--also {name}: {reason}") from error
 

@@ -178,8 +178,7 @@ def score_pair(
     scored = {}
     for name, matches in answers.items():
         correct, found, truth = count_matches(known, matches, truth0)
-        # keep all matches for the curves over the confidence, and those above the threshold for the
-        # rows
+        # the curves over the confidence need all matches, the rows those above the threshold
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found
             kept = matches.scores > thresholds[name]
@@ -188,8 +187,8 @@ def score_pair(
             found = found[kept]
         count = len(matches)
         hits = int(found.sum())
-        # A pair without a match is a failure: its precision is 0. Without a true match recall is
-        # undefined.
+        # A pair without a match is a failure, so its precision is 0. Without a true match the
+        # recall is undefined.
         values = {
             "keypoints0": len(pair.records0),
             "keypoints1": len(pair.records1),

@@ -43,7 +43,7 @@ STORED = 0
 DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # number of bytes before a member's name
-HEADER = _LOCAL_HEADER.size  # bytes before a member's name
+HEADER = _LOCAL_HEADER.size
 MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip has about 1
 MAX_IMAGE_BYTES = 512 * 1024 * 1024
 # names of COCO's files of 2014 and of 2017
@@ -547,8 +547,8 @@ def hold_out(
     Copies of one image, found by `contents`, stay together.
     """
     different = _different(names, contents)
-    # In a small set chance could hold out too few. Take the fraction itself, and enough to judge
-    # by.
+    # In a small set chance could hold out too few images. Take the fraction itself, but enough
+    # images to judge by.
     at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
     parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
     return split_names(*parts, settings, contents)

@@ -67,7 +67,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _check(bad, total, rows, options.reports)
     for split, folder in folders.items():
-        # This must wait until now: before, a file that is not in the plan may be one that another
+        # This must wait until all ranks are done, because an unknown file may be one that another
         # rank writes
         folder.discard_unknown()
         folder.close(rows[split], settings)

@@ -36,7 +36,7 @@ FORMAT = "superglue-sift-keypoints"
 VERSION = 2
 INDEX = "store.json"
 # number of shards to hash with verify="sample"
-SAMPLED_SHARDS = 3  # shards to hash with verify="sample"
+SAMPLED_SHARDS = 3
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 

@@ -336,13 +336,11 @@ def find_start(
     if source is None:
         return folder, None, None
     tensors, info = saved or ({}, {})
-    # Clone them: sending a tensor sends all of its memory, which may be the memory of the whole
-    # file
+    # Clone them: sending a tensor sends all of its memory, which may be that whole file
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors, info = distributed.broadcast((tensors, info), source)
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
-        # The checkpoint belongs to another training, or this node has a folder of its own and lacks
-        # it
+        # The checkpoint belongs to another training, or it is missing in this node's own folder
         save(folder, info["step"], tensors, info)
     return folder, None, (tensors, info)
 

@@ -110,8 +110,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
-        # An image may give pairs in several rounds. It then has both kinds of pairs over the
-        # rounds.
+        # An image may give pairs in several rounds. Over the rounds it has both kinds of pairs.
         augmented = (i % images + i // images) % 2 == 1
         own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
         samples.append(Sample(image, int(view0), int(view1), own))
@@ -173,8 +172,7 @@ def load_batch(
         )
         pairs.append((view0, view1))
         negative.append(image1 != sample.image)
-    # One call composes all homographies (B, 3, 3). Calls for single pairs take 1 ms for a batch of
-    # 64.
+    # One call composes all homographies (B, 3, 3). 64 calls for single pairs would take 1 ms.
     to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in zip(*pairs))
     H_0to1 = compose(to1, inverse(to0))
     H_0to1[negative] = APART
@@ -267,7 +265,7 @@ def size_of_step(pairs: int, keypoints: int, record: int, parts: int = 1) -> int
     Each pair has two views of `keypoints` keypoints with `record` bytes each, their counts and
     sizes, a homography and two cells. The pairs are in `parts` micro-batches.
     """
-    # A view adds its count and size (8 bytes each) and its cell (3 x 3 float64), a pair its
+    # A view has a count and a size (8 bytes each) and a cell (3 x 3 float64). A pair has a
     # homography.
     return pairs * (2 * (keypoints * record + 8 + 8 + 72) + 72) + parts * TENSORS * PAGE
 
@@ -396,8 +394,7 @@ def prefetch_by_processes(
         pin_memory=torch.cuda.is_available(),
         multiprocessing_context=context,
         worker_init_fn=functools.partial(_begin, parent=os.getpid()),
-        # A draw from the global generator would change the random state in the checkpoint at each
-        # start
+        # A draw from the global generator would change the state that a checkpoint holds
         generator=torch.Generator(),
     )
     with signals.block():
@@ -413,5 +410,5 @@ def prefetch_by_processes(
 
 
 def a_process_died(error: BaseException) -> bool:
-    """Whether torch's DataLoader raised this because one of its processes was killed."""
+    """Return whether torch's DataLoader raised this because one of its processes was killed."""
     return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")

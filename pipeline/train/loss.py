@@ -35,7 +35,7 @@ from superglue_sift.network.superglue import SuperGlue, mutual_matches, unit_vec
 # either.
 POSITIVE_PX = 3.0
 NEGATIVE_PX = 5.0
-CONFIDENCE_BINS = 500  # of the histograms from which a threshold is chosen: steps of 0.002
+CONFIDENCE_BINS = 500  # bins of the histograms from which a threshold is chosen, 0.002 wide
 # Validation pairs that are computed together. The number is fixed, so that metrics do not depend
 # on the number of processes.
 CHUNK = 8
@@ -149,7 +149,7 @@ class Validation:
         self._load = lambda part: load_batch(store, part, max_keypoints, augmentation)
         self._kind = lambda sample: augmentation.kind(sample.image, len(store), sample.seed)
         about = repr((store.digest, samples)).encode()
-        self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs do not compare
+        self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs cannot be compared
 
     def metrics(self, objective: MatchingObjective) -> Dict[str, float]:
         """Return the mean loss with its parts, precision and recall over all pairs, on every rank.

@@ -44,8 +44,8 @@ from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
 
-CLIP_NORM = 1.0  # largest norm of the gradient: no single batch moves the weights far
-MAX_SKIPPED = 20  # steps without a finite gradient: more mean that the training diverges
+CLIP_NORM = 1.0  # largest norm of the gradient, so that no single batch moves the weights far
+MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training diverges
 # Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
 # initial weights is kept.
 MIN_IMAGES = 16
@@ -425,8 +425,8 @@ class Training:
                 metrics = self._metrics_of(state.best_weights)
                 state.best_metrics = {**metrics, "f1_ratio_test": baseline}
                 state.best = state.best_metrics["f1"]
-            # the published file may belong to another training
-            self._save_best()  # the published file may be another training's
+            # The published file may belong to another training
+            self._save_best()
 
     def _print_changes(self, info: Dict[str, Any], other_versions: str) -> None:
         """Print where the training resumes, and what has changed since the checkpoint."""
