@@ -98,18 +98,21 @@ def main(argv: Optional[List[str]] = None) -> int:
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}
+    # the weights of the training, and what is known about them
     metrics = (
         read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first")
         if args.metrics
         else {}
     )
     description = describe(info, sections, metrics, args.model)
+    # the file of the model, and the list of its photographs beside it
     path = args.out / f"{NAME}.safetensors"
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
     trained_on.write(path, trained_on.read(args.model))
     save_model_file(path, weights, description)
+    # the run in MLflow gets the description
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:
             run.tags({"export.sha256": file_sha256(path)})

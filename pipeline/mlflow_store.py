@@ -412,11 +412,13 @@ class Store:
         versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
         if not versions:
             return
+        # the latest version of this run, and the champion
         version = str(max(int(each.version) for each in versions))
         self._describe(version)
         champion = self._champion()
         if champion is None or champion.run_id == self.run_id:
             return
+        # the pairs of the champion's evaluation, if it was evaluated
         path = f"{EVALUATION}/pairs.csv"
         files = [file.path for file in self._client.list_artifacts(champion.run_id, EVALUATION)]
         theirs = None
@@ -425,6 +427,7 @@ class Store:
                 theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
             better, reason = better_than(pairs, theirs)
         result = f"{reason}; compared with version {champion.version}"
+        # move the alias if this version is better, and say why on both pages
         if better:
             self._crown(version, f"yes: {result}")
             lost = f"no: version {version} is better"

@@ -100,6 +100,7 @@ def require_other_images(path: Path) -> None:
     allowed = sections.run.allow_training_images
     if fetch.source != "folder" or not model or allowed:
         return
+    # only images of the user can be chosen, so only they are checked
     names, held = dataset.own_splits(fetch)
     container = held[dataset.container_of("val", held)]
     photographs = [entry.photograph for entry in container.entries(names["val"])]

@@ -124,6 +124,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if args.experiments:
         print(compare(args.experiments))
         return 0
+    # the last evaluation, and what has changed since the last commit
     html = args.evaluation / PAGE
     try:
         print((args.evaluation / TEXT).read_text(encoding="utf-8"), flush=True)
@@ -133,6 +134,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         ) from None
     print("\n".join([*since_commit(), "Where to look next"]))
     print("\n".join(next_steps(args.evaluation, args.model)))
+    # a browser needs a screen
     screen = (
         sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     )

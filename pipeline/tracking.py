@@ -602,6 +602,7 @@ def _name(event: Event) -> str:
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking")
     commands = parser.add_subparsers(dest="command", required=True)
+    # what can be typed
     send = commands.add_parser("resend", help="send what a server has missed")
     send.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
     send.add_argument("--wait", type=float, default=3600, help="seconds for each run")
@@ -614,6 +615,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return mlflow_store.show_pages(tracking_uri(), args.host, args.port)
     if not args.reports.is_dir():
         raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
+    # the logs of all runs below the folder
     logs = [log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.header()]
     results = [resend(log, args.wait, args.to) for log in logs]
     print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")

@@ -76,17 +76,21 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
+    # which matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
     also = "another model, or a matcher module:function; repeat for more"
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
+    # which pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     cameras = "instead: a pairs_with_gt.txt of pairs with cameras, images in --images"
     add("--poses", type=Path, help=cameras)
+    # where files are read and written
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     run = "reports/train/log.jsonl, to add the results to the run of the training"
     add("--mlflow-run", type=Path, help=run)
+    # keypoints, matches and metrics
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
     curves = "SVG of the learning curve for the page (default: none)"
     add("--curves", type=Path, help=curves)
@@ -102,6 +106,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--bound", action="store_true", help=bound)
     refined = "skip the metrics of refined matches, to save time"
     add("--no-refine", dest="refine", action="store_false", help=refined)
+    # further pairs, and the machine
     hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
     add("--robustness", type=int, default=0, help=hard)
     overlap = "keep photographs that a model was trained on, and say so in the title"
@@ -407,6 +412,7 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
     posed = isinstance(source, PosePairs)
     known = estimators.POSE_ESTIMATORS if posed else estimators.ESTIMATORS
     used = known if posed else settings.estimators
+    # when a match counts as correct
     truth = (
         f"symmetric epipolar distance, squared, below {estimators.EPIPOLAR_LIMIT} in normalized"
         " coordinates"
@@ -416,11 +422,12 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
             f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
             " directions"
         )
-    # what is known of every network
+    # robust estimation, and the keypoints that every matcher gets
     robust = f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations"
     default = settings.extractor is extractors.DEFAULT
     few = matched.network_keypoints
     selected = f", of which {few} are selected for a network" if few else ""
+    # what is known about every network
     models = {
         name: {
             "file": network.file.name,
@@ -459,12 +466,14 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
     networks, skipped = load_networks(args, device)
+    # the pairs: photographs leave out what a compared model was trained on
     entries: List[Entry] = []
     files = {name: network.file for name, network in networks.items()}
     notes: List[str] = []
     if args.pairs is None and args.poses is None:
         entries, files, notes = choose_photographs(args, files)
     source, where = choose_source(args, section, entries, notes)
+    # the matchers, and how they are scored
     compared = {name: networks[name] for name in files}
     is_scene = args.poses is not None
     matched = Matchers(compared, device, args.further, is_scene, args.network_keypoints)

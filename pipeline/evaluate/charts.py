@@ -72,6 +72,7 @@ def line_chart(
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
+        # the network is drawn last, so that its line lies above the others
         axes = figure.subplots()
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
@@ -83,6 +84,7 @@ def line_chart(
             axes.set_xticks(range(len(ticks)), ticks)
         else:
             axes.margins(x=0)
+        # an SVG without a date, so that equal charts give equal bytes
         axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, 1.02))
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
@@ -184,10 +186,12 @@ def gains_of(results: Results) -> List[Tuple[str, List[Tuple[str, str, str, str]
 
     A group has the name of the other matcher, and (metric, points, interval, verdict) of each line.
     """
+    # the metrics that the page compares
     frame = results.differences
     shown = frame["metric"].isin([*report.SHORT, "auc_5", f"within_{metrics.WITHIN}"])
     frame = frame[shown & ~frame["baseline"].isin(list(results.same))]
     best = frame.drop_duplicates(metrics.KEY)
+    # the first group has the best baseline of each metric, the others have one model each
     baselines = set(best["baseline"]) | {RATIO_TEST}
     further = [name for name in frame["baseline"].unique() if name not in baselines]
     groups = [("the best baseline", best)]

@@ -175,6 +175,7 @@ def read_sequence(path: Path, root: Path) -> Optional[Tuple[str, Dict[int, Path]
     """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
+    # collect what the folder has, by number
     for file in sorted(path.iterdir()):
         match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
         if match and int(match[1]) != REFERENCE:
@@ -185,6 +186,7 @@ def read_sequence(path: Path, root: Path) -> Optional[Tuple[str, Dict[int, Path]
                 raise RequestError(
                     f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one"
                 )
+    # then check that each image but the first has a homography, and each homography an image
     if REFERENCE not in images:
         if not homographies:
             return None

@@ -207,6 +207,7 @@ def headline(results: Results) -> Dict[str, float]:
     recall = recall_of(results)
     ours = only(results.metrics, matcher=OURS).set_index(KEY)["value"]
     gains = results.differences.drop_duplicates(KEY).set_index(KEY)["value"]
+    # the three metrics that come with their gain over the best baseline
     asked = {
         "auc_5": ("auc_5", lead, False),
         "auc_5_aligned": ("auc_5", lead, True),
@@ -216,6 +217,7 @@ def headline(results: Results) -> Dict[str, float]:
     for name, key in asked.items():
         values[name] = ours.get(key)
         values[f"{name}_gain"] = gains.get(key)
+    # the metrics without a gain
     values[f"within_{WITHIN}"] = ours.get((f"within_{WITHIN}", lead, False))
     for name in ("precision", recall, "negative_matches"):
         values[name] = ours.get((name, "", False))
@@ -418,6 +420,7 @@ def in_percent(name: str, value: float) -> float:
 
 def write(out: Path, results: Results, page: str) -> None:
     """Write all files, and remove the files of an earlier evaluation."""
+    # metrics, for DVC and for programs
     values = {}
     for row in results.metrics.itertuples():
         name = f"{row.matcher}.{name_of(row.metric, row.estimator, row.refined)}"
@@ -426,6 +429,7 @@ def write(out: Path, results: Results, page: str) -> None:
     short = headline(results)
     write_json(out / "summary.json", short, indent=2)
     write_json(out / "protocol.json", results.protocol, indent=2)
+    # remove the curves and pictures of an earlier evaluation
     for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
@@ -434,6 +438,7 @@ def write(out: Path, results: Results, page: str) -> None:
         write_atomic(out / f"{name}.csv", text_of_file)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
+    # the report as text and as a page
     write_atomic(out / TEXT, text(results) + "\n")
     write_atomic(out / PAGE, page)
 

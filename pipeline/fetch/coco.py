@@ -270,6 +270,7 @@ class RemoteZip:
         problems = []
         for url in list(self._urls):
             problem = ""
+            # wait longer after each failure
             for failures in range(1, TRIES + 2):
                 try:
                     return action(files, url)
@@ -280,6 +281,7 @@ class RemoteZip:
                     problem = f"{type(error).__name__}: {error}"
                     sleep(min(2.0**failures / 2 - 0.5, 30.0))
             problems.append(f"{url}: {problem}")
+            # the address that failed becomes the last one
             self._urls = [*self._urls[1:], url]
         raise WorkError(
             f"the archive cannot be read ({'; '.join(problems)}); run again, set {MIRROR}, or"

@@ -119,6 +119,7 @@ def read_manifest(path: Path) -> List[Entry]:
     except OSError:
         raise RequestError(f"{path}: no manifest here; run `dvc repro fetch` first") from None
     entries = []
+    # line 1 has the names of the columns
     for line, row in enumerate(rows, 2):
         try:
             numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}

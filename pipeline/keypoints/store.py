@@ -95,6 +95,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
         metadata={"format": f"{FORMAT} {VERSION}"},
     )
     write_atomic(path, data)
+    # the row of this shard in store.json
     return {
         "file": path.name,
         "images": [image.name for image in images],

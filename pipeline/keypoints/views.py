@@ -347,6 +347,7 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     """
     height, width = view.shape
     tile = _tile()
+    # the place in the tile; indices continue at its beginning where the view is larger
     top = int(y * TILE)
     left = int(x * TILE)
     rows = np.arange(top, top + height) % TILE
@@ -357,6 +358,7 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
         else tile[rows[0] :, columns[0] :]
     )
     noise = np.ascontiguousarray(noise[:height, :width])
+    # the noise has the deviation 16 in the tile
     return (
         cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
         .clip(0, 255)

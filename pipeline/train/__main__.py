@@ -56,6 +56,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     add("--validate-only", action="store_true", help=only)
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     sections = params.load(args.params)
+    # without initial weights, the best model is validated
     if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
         train = sections.train.model_copy(update={"init_from": best})

@@ -354,6 +354,7 @@ def load_to_continue(folder: Path, ours: Fingerprint) -> Saved:
     if saved is None:
         raise RequestError(f"--continue {folder}: there is no undamaged checkpoint step-*")
     info = saved[1]
+    # a longer training may have another schedule, and nothing else
     allowed = FREE | {f"train.{key}" for key in SCHEDULE}
     wrong = [key for key in changed_keys(info["fingerprint"], ours) if key not in allowed]
     if wrong:

@@ -185,10 +185,12 @@ class TrainingLogger:
         self.context = context
         self.writes = writes
         self.pairs = pairs
+        # a resumed training continues its sums, its run and its curves
         tensors, info = saved or ({}, {})
         self.sums = _own_share(info.get("log_window", []), context)
         self._restart_clock()
         self.status = "FAILED"
+        # the run in the local log and in MLflow
         self.data = params.data_name(sections.fetch)
         names = (params.preset(args.params), self.data)
         self.run = tracking.open_run(

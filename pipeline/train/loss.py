@@ -165,10 +165,12 @@ class Validation:
         model.eval()
         kinds = self._sums(lambda batch: network_sums(objective, batch))
         model.train(was_training)
+        # the means over all pairs
         sums = kinds.pop(ALL)
         losses = ("loss", "loss_positive", "loss_unmatched")
         metrics = {name: float(sums[name] / sums["pairs"]) for name in losses}
         metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
+        # the first bin above the threshold, for the pairs of each kind
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
         for kind, own in kinds.items() if len(kinds) > 1 else ():
             if kind == "negative":
