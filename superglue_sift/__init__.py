@@ -5,21 +5,22 @@
     found = Matcher.load().match("A.jpg", "B.jpg")
 
 The library needs torch, numpy, scipy, OpenCV, Pillow, safetensors and tqdm. `onnx`, `serve` and
-HEIC need more, imported on use. `pipeline` trains the models. In reading order:
+HEIC need further packages, which are imported on use. `pipeline` trains the models. Read the
+modules in this order:
 
-    matcher, match_result         images in, matches out; geometry and pictures of the matches
-    matches                       the one type for matches: indices and scores
-    features/                     files to pixels, pixels to keypoints with descriptors
-    network/                      SuperGlue, optimal transport, ground truth, model files
-    geometry/                     two views, refined positions, photographs of one place
-    apps/                         the command line, folders of photographs, the page in the browser
-    interop/                      COLMAP, hloc, OpenCV, LightGlue
-    onnx                          the network for ONNX Runtime
-    opencv_features               two examples of other features
-    drawing, progress             pictures of matches; progress of long work
-    errors, files                 errors for the user, atomic writes
-    environment                   the same bytes on every processor, threads that sleep
-    torch_compat                  differences from torch 1.10 to 2.x
+    matcher, match_result    match two images, fit geometries, draw the matches.
+    matches                  holds matches as indices and scores.
+    features/                reads files to pixels, and finds keypoints with descriptors.
+    network/                 has SuperGlue, optimal transport, ground truth and model files.
+    geometry/                fits two views, refines positions, verifies photographs of one place.
+    apps/                    has the command line, folders of photographs, the page in the browser.
+    interop/                 converts for COLMAP, hloc, OpenCV and LightGlue.
+    onnx                     exports the network for ONNX Runtime.
+    opencv_features          shows how to use other features.
+    drawing, progress        draw matches, and show the progress of long work.
+    errors, files            report errors to the user, and write files atomically.
+    environment              gives the same bytes on every processor, and threads that sleep.
+    torch_compat             hides differences from torch 1.10 to 2.x.
 """
 
 from __future__ import annotations
@@ -76,7 +77,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names on first use: `import superglue_sift` alone does not import torch."""
+    """Import public names on first use, so that `import superglue_sift` does not import torch.
+
+    Raises AttributeError for an unknown name.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = importlib.import_module(f"{__name__}.{_HOMES[name]}")

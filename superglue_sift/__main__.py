@@ -1,4 +1,4 @@
-"""The command `superglue-match`, also `python -m superglue_sift`."""
+"""Run the command `superglue-match`, also as `python -m superglue_sift`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Pictures of matches: two images side by side, joined by thin lines.
+"""Draw pictures of matches: two images side by side, joined by thin lines.
 
-The colour of a match is that of its place in the first image, yellow at the left to magenta at the
-right, so that the eye can follow a line; confidences, most of them near 1, would all look the same.
-`LINES` matches that are spread over the image are lines, the others dots, so that the images stay
-visible. Known wrong matches are red and end in crosses.
+The colour of a match shows its place in the first image, from yellow at the left to magenta at the
+right, so that the eye can follow a line. Colours of confidences would all look the same, since most
+confidences are near 1. `LINES` matches that are spread over the image are drawn as lines, and the
+others as dots, so that the images stay visible. Known wrong matches are red and end in crosses.
 """
 
 from __future__ import annotations
@@ -24,23 +24,26 @@ from superglue_sift.geometry.two_view import Size, unit_of
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
-# Degrees, at the left and right edge of the first image. Red is for wrong matches.
+# Hues in degrees at the left and right edge of the first image. Red is left for wrong matches.
 HUES = (50.0, 300.0)
-LINES = 100  # matches of a pair that are lines
-CELLS = (8, 6)  # across and down the first image, from which the lines are taken in turn
-OPACITY = 0.75  # of lines; their ends are opaque
+LINES = 100  # maximum number of matches of a pair that are lines
+CELLS = (8, 6)  # cells across and down the first image, from which lines are taken in turn
+OPACITY = 0.75  # opacity of lines, whose ends are opaque
 SIDE = 1280  # maximum longer side of each image in the picture, pixels
 GAP = 8  # pixels between the two images
-LETTERS = 50  # height of a letter is this part of the picture's width: readable on a phone
-SMALLEST = 12  # letter in pixels
+LETTERS = 50  # a letter's height is this part of the picture's width, to be read on a phone
+SMALLEST = 12  # minimum height of a letter in pixels
 
 
 @dataclass(frozen=True)
 class Panel:
     """The matches of one matcher.
 
-    points0, points1: (K, 2) pixels. scores: (K,) confidence, 0 to 1. wrong: (K,) bool,
-    False if not known. wrong_means: legend for the wrong ones.
+    heading: text above the picture.
+    points0, points1: (K, 2) pixels.
+    scores: (K,) confidences from 0 to 1.
+    wrong: (K,) bool, False if it is not known.
+    wrong_means: what the legend says about wrong matches.
     """
 
     heading: str
@@ -53,7 +56,10 @@ class Panel:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that a notebook shows. pixels: (H, W, 3) uint8 BGR; legend: what colours say."""
+    """A picture that a notebook shows.
+
+    pixels: (H, W, 3) uint8 BGR. legend: a text that says what the colours mean.
+    """
 
     pixels: np.ndarray
     legend: str = ""
@@ -62,30 +68,44 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def _repr_jpeg_(self) -> bytes:
+        """Return the picture for a notebook."""
         return self.encode()
 
     def encode(self, ending: str = ".jpg") -> bytes:
-        """The bytes of a file with this extension. Raises RequestError if OpenCV writes none."""
+        """Return the bytes of a file with this extension. Raises RequestError if OpenCV writes
+        none.
+        """
         try:
             return cv2.imencode(ending, self.pixels)[1].tobytes()
         except cv2.error:
             raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None
 
     def save(self, path: FileName) -> None:
-        """Write the picture in the format of its extension. Raises RequestError, OSError."""
+        """Write the picture in the format of its extension.
+
+        Raises RequestError for an unknown extension, and OSError if the file cannot be written.
+        """
         write_atomic(path, self.encode(Path(path).suffix.lower()))
 
 
 def colours_of(points: np.ndarray, width: int) -> np.ndarray:
-    """(K, 3) uint8 BGR of places (K, 2) in an image of this width: their hue is that of x."""
-    hue = np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2  # OpenCV: two degrees
+    """Return the colours (K, 3) uint8 BGR of places (K, 2) in an image of this width.
+
+    The hue of a place is that of its x.
+    """
+    hue = (
+        np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2
+    )  # OpenCV's unit is two degrees
     hsv = np.full((len(points), 1, 3), 255, np.uint8)
     hsv[:, 0, 0] = np.rint(hue)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(points) else hsv[:, 0]
 
 
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
-    """(H0, W0) and (H1, W1) uint8, gray or BGR -> (max H, W0 + gap + W1, 3) uint8."""
+    """Put two images (H0, W0) and (H1, W1) uint8, gray or BGR, next to each other.
+
+    Returns (max(H0, H1), W0 + GAP + W1, 3) uint8 BGR.
+    """
     height = max(len(image0), len(image1))
     right = image0.shape[1] + GAP
     canvas = np.full((height, right + image1.shape[1], 3), 255, np.uint8)
@@ -96,38 +116,43 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
 
 
 def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
-    """(K,) int64: matches in the order in which they become lines.
+    """Return the matches in the order in which they become lines, (K,) int64.
 
-    First the strongest of each cell of an image of `size` (width, height), then the second of each,
-    and so on.
+    First comes the most confident match of each cell of an image of `size` (width, height), then
+    the second of each cell, and so on.
     """
     scaled = points / size * CELLS
     across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
     cells = down * CELLS[0] + across
     by_cell = np.lexsort((-scores, cells))
-    firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # where the cell of each begins
+    firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # where the cell of each match begins
     turns = np.empty(len(cells), int)
     turns[by_cell] = np.arange(len(cells)) - firsts
     return np.lexsort((-scores, turns))
 
 
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
-    """Draw the matches of a panel on two images side by side; size: (width, height) of the left."""
-    # correct matches from weak to strong, then wrong ones, which stay visible
+    """Draw the matches of a panel on two images side by side.
+
+    size: (width, height) of the left image.
+    """
+    # Draw correct matches by rising confidence, then wrong ones, so that these stay visible.
     order = np.lexsort((panel.scores, panel.wrong))
     lines = spread(panel.points0, panel.scores, size)[:LINES]
     thickness = 1 + canvas.shape[1] // 2000
-    # fixed-point coordinates for cv2: four fractional bits
+    # OpenCV takes fixed-point coordinates, here with four fractional bits.
     points1 = panel.points1 + np.array([size[0] + GAP, 0])
     ends = np.rint(16 * np.stack([panel.points0, points1], axis=1)).astype(int).tolist()
     colours = colours_of(panel.points0, size[0])
     colours[panel.wrong] = RED
     colours = colours.tolist()
+    # Draw the lines, and blend them with the images.
     below = canvas.copy()
     for index in order[np.isin(order, lines)]:
         start, end = ends[index]
         cv2.line(canvas, start, end, colours[index], thickness, cv2.LINE_AA, 4)
     cv2.addWeighted(canvas, OPACITY, below, 1 - OPACITY, 0, dst=canvas)
+    # Draw the ends of all matches: dots, or crosses for wrong ones.
     for index in order:
         for x, y in ends[index]:
             colour = colours[index]
@@ -141,9 +166,9 @@ def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
 
 
 def text_bar(width: int, text: str) -> np.ndarray:
-    """Text on a dark bar (h, width, 3) uint8, in as many lines as it needs.
+    """Write text on a dark bar (h, width, 3) uint8, in as many lines as it needs.
 
-    The letters grow with the picture, which is shown smaller than it is: on a page, on a phone.
+    The letters grow with the picture, because a page or a phone shows it smaller than it is.
     """
     size = max(SMALLEST, width // LETTERS)
     font = ImageFont.load_default(size)
@@ -153,11 +178,11 @@ def text_bar(width: int, text: str) -> np.ndarray:
     for row, line in enumerate(lines):
         place = (size // 2, int(1.4 * size * row + size))
         ImageDraw.Draw(bar).text(place, line, fill="white", font=font, anchor="lm")
-    return np.array(bar)  # white and gray: the same in RGB and BGR
+    return np.array(bar)  # white and gray are the same in RGB and BGR
 
 
 def legend(panels: Sequence[Panel]) -> str:
-    """Say what colours, lines, dots and crosses mean; name only what the panels use."""
+    """Say what colours, lines, dots and crosses mean. Name only what the panels use."""
     counts = [len(panel.scores) for panel in panels]
     words = ["The colour of a match is its place in the first image."] * any(counts)
     means = dict.fromkeys(panel.wrong_means for panel in panels if panel.wrong.any())
@@ -170,10 +195,11 @@ def legend(panels: Sequence[Panel]) -> str:
 def draw(
     image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel], captions: bool = True
 ) -> np.ndarray:
-    """Draw one picture, (H, W, 3) uint8 BGR: panels below each other, with headings, and a legend.
+    """Draw one picture, (H, W, 3) uint8 BGR, of panels below each other, with headings and a
+    legend.
 
-    Images are reduced to a longer side of `SIDE`. captions: False leaves out headings and legend,
-    for a page that has them as text.
+    Images are reduced to a longer side of `SIDE`. captions: whether to draw headings and legend. A
+    page may have them as text.
     """
     small0, small1 = (reduce(image, SIDE) for image in (image0, image1))
     unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))

@@ -13,16 +13,20 @@ Main = Callable[[Optional[List[str]]], int]
 
 
 class RequestError(Exception):
-    """A wrong request (exit code 2): one line that names the file, key or value, and the fix."""
+    """The request of the user is wrong (exit code 2).
+
+    The message is one line that names the file, key or value, and the fix.
+    """
 
 
 class WorkError(Exception):
-    """A correct request that failed (exit code 1): one line with the reason."""
+    """A correct request failed (exit code 1). The message is one line with the reason."""
 
 
 def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:
-    """Raise RequestError unless `value` is a number from `least` to `most`, whole if there is no
-    `most`.
+    """Raise RequestError unless `value` is a number from `least` to `most`.
+
+    If there is no `most`, it must be a whole number.
     """
     counts = most == math.inf
     kind = numbers.Integral if counts else numbers.Real
@@ -33,9 +37,9 @@ def check_range(name: str, value: Any, least: float, most: float = math.inf) -> 
 
 
 def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
-    """Run a command's `main`; return its exit code, or that of an error, printed to stderr.
+    """Run a command's `main`, print its errors to stderr, and return the exit code.
 
-    130: Ctrl-C.
+    It is 2 after a RequestError, 1 after a WorkError or an error of a file, and 130 after Ctrl-C.
     """
     try:
         return main(argv)
@@ -52,8 +56,8 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
         sys.stderr.close()  # the reader of stdout is gone
         return 0
     except OSError as error:
-        # errors of a file or a full disk, which users can fix; others (a network, a pipe) keep
-        # their traceback
+        # Users can fix errors of a file or a full disk. Other errors, such as those of a network or
+        # a pipe, keep their traceback.
         if error.errno != errno.ENOSPC and error.filename is None:
             raise
         print(f"failed: {error.strerror}: {error.filename or 'the disk is full'}", file=sys.stderr)
@@ -61,7 +65,10 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
 
 
 def import_extra(package: str, extra: str) -> Any:
-    """Import an optional package, of an extra of the wheel. Raises RequestError without it."""
+    """Import an optional package, which an extra of the wheel brings.
+
+    Raises RequestError if it is not installed.
+    """
     try:
         return importlib.import_module(package)
     except ImportError:

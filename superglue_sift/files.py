@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and their digests."""
+"""Read and write files. They are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from zipfile import BadZipFile
 from superglue_sift.errors import RequestError
 
 FileName = Union[str, Path]
-TRIES = 5  # to replace a file that another program has open, which Windows refuses
-# Raised by a damaged `.npz`, whose bits can also ask for another compression or a password
+TRIES = 5  # Windows refuses to replace a file that another program has open, so try again
+# A damaged `.npz` raises one of these errors, since its bits can also ask for another compression
+# or a password.
 DAMAGED = (
     *(OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error),
     *(SyntaxError, tokenize.TokenError),  # numpy parses the headers
@@ -30,17 +31,17 @@ DAMAGED = (
 
 
 def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
-    """Write `content` to `path`, and create its folder. After a kill, the old or the new file is
-    there, complete.
+    """Write `content` to `path`, and create its folder. Text is stored as UTF-8.
 
-    Text is stored as UTF-8 (surrogateescape, for file names that are not UTF-8). Raises OSError
-    that names `path`, such as for a full disk.
+    If the process is killed, the complete old or the complete new file is there. Names of files in
+    a text that are not UTF-8 keep their bytes (surrogateescape). Raises OSError that names `path`,
+    such as for a full disk.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
-    # unique per thread: two threads may write the same path, such as features of a photograph and
-    # its copy
+    # The name is unique for each thread, since two threads may write the same path, such as the
+    # features of a photograph and of its copy.
     temporary = path.with_name(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as stream:
@@ -56,7 +57,7 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
         temporary.unlink(missing_ok=True)
     try:
         directory = os.open(path.parent, os.O_RDONLY)
-    except PermissionError:  # Windows opens no folder, nor does Linux a folder without `r`
+    except PermissionError:  # Windows opens no folder, and Linux none without permission to read
         return
     try:
         os.fsync(directory)  # the rename, too, must survive a power loss
@@ -65,7 +66,10 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Rename a file. Windows refuses while another program or thread reads the old one."""
+    """Rename a file, in several tries on Windows.
+
+    Windows refuses while another program or thread reads the old file.
+    """
     for attempt in range(TRIES):
         try:
             os.replace(temporary, path)
@@ -80,7 +84,7 @@ def _replace(temporary: Path, path: Path) -> None:
 def name_below(path: FileName, root: FileName) -> str:
     """Name a file by its path below `root`, with "/" on every system, as COLMAP and hloc do.
 
-    Windows has no such path to another drive: then the name is the whole path.
+    Windows has no such path to another drive. The name is then the whole path.
     """
     try:
         name = os.path.relpath(path, root)
@@ -90,12 +94,13 @@ def name_below(path: FileName, root: FileName) -> str:
 
 
 def slashes(name: str) -> str:
-    """A path with "/" between its parts, also on Windows."""
+    """Return a path with "/" between its parts, also on Windows."""
     return name.replace(os.sep, "/")
 
 
 def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
-    """Raise RequestError if `path` could not be written. Call it before long work; writes nothing.
+    """Raise RequestError if `path` could not be written. Call it before long work. It writes
+    nothing.
 
     named: the file or folder that the user gave, which the message names instead of `path`.
     """
@@ -103,7 +108,7 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        while not folder.exists() and folder != folder.parent:  # a drive can be missing, too
+        while not folder.exists() and folder != folder.parent:  # even a drive can be missing
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -114,14 +119,14 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
 
 def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
-    """Write a table atomically; the first row is the header."""
+    """Write a table atomically. The first row is the header. Raises OSError as `write_atomic`."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_atomic(path, text.getvalue())
 
 
 def file_sha256(path: FileName) -> str:
-    """Hex SHA-256 of a file. Raises OSError."""
+    """Compute the hex SHA-256 of a file. Raises OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open(path, "rb") as stream:
         for block in iter(lambda: stream.read(1 << 20), b""):
@@ -130,12 +135,12 @@ def file_sha256(path: FileName) -> str:
 
 
 def read_lines(path: FileName) -> List[Tuple[int, str]]:
-    """The lines of a text file, stripped, with their numbers from 1; without empty lines and those
-    that begin with `#`.
+    """Read the lines of a text file, stripped, with their numbers from 1.
 
-    Reads UTF-8 and UTF-16 (as PowerShell writes it), with and without a byte order mark, and line
-    ends of any system. Bytes of file names that are not UTF-8 are kept (surrogateescape). Raises
-    RequestError for a file that is missing or no text.
+    Empty lines and those that begin with `#` are left out. UTF-8 and UTF-16 (as PowerShell writes
+    it) are read, with and without a byte order mark, and line ends of any system. Names of files
+    that are not UTF-8 keep their bytes (surrogateescape). Raises RequestError for a file that is
+    missing or no text.
     """
     try:
         data = Path(path).read_bytes()
@@ -157,7 +162,7 @@ def read_lines(path: FileName) -> List[Tuple[int, str]]:
 
 
 def spelled_as_file(folder: FileName, name: str) -> Optional[str]:
-    """`name` as a file below `folder` spells it, None if there is no such file.
+    """Return `name` as a file below `folder` spells it, or None if there is no such file.
 
     Lists from another system name a file with backslashes, or spell an accented letter as one
     character or as two (Unicode NFC, and NFD on a Mac).

@@ -17,11 +17,12 @@ from superglue_sift.geometry import refinement, two_view
 from superglue_sift.geometry.two_view import POSE_PX, Pose, Size, relative_pose
 from superglue_sift.matches import Matches
 
-FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # of `fits`, in pictures
-# Attributes of matches whose positions were refined; None otherwise
+FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # names of `fits` in pictures
+# Attributes that are None unless the positions of the matches were refined
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
-# Distances up to which a match is an inlier, in pixels of an image of `two_view.REFERENCE_PX`
-INLIER_PX = 3.0  # of a homography or a fundamental matrix
+# A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
+# image of `two_view.REFERENCE_PX`.
+INLIER_PX = 3.0
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -77,12 +78,14 @@ class MatchResult:
 
     @property
     def matches(self) -> np.ndarray:
-        """(K, 2) int64: index into keypoints0 and into keypoints1; each index at most once."""
+        """Return (K, 2) int64, indices into keypoints0 and keypoints1. Each index occurs at most
+        once.
+        """
         return self.found.indices
 
     @property
     def scores(self) -> np.ndarray:
-        """(K,) float32: the probability of each match.
+        """Return the probability of each match, (K,) float32.
 
         A guided match has the mean of the matches around it, or with `scene` one minus the ratio of
         distances.
@@ -91,12 +94,16 @@ class MatchResult:
 
     @property
     def points0(self) -> np.ndarray:
-        """(K, 2) float32: positions of the matches in image 0, which are refined if they can be."""
+        """Return the positions of the matches in image 0, (K, 2) float32 px, refined if they can
+        be.
+        """
         return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
 
     @property
     def points1(self) -> np.ndarray:
-        """(K, 2) float32: the same in image 1."""
+        """Return the positions of the matches in image 1, (K, 2) float32 px, refined if they can
+        be.
+        """
         return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
 
     @classmethod
@@ -114,8 +121,10 @@ class MatchResult:
         )
 
     def dense(self, image: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """Return the match of each keypoint of `image` (0 or 1) in the other one, or -1, int64; and
-        its score, or 0, float32.
+        """Return the match of each keypoint of `image` (0 or 1) in the other one, and its score.
+
+        The first array is int64, and -1 without a match. The second is float32, and 0 without a
+        match. Both are (M,) for image 0, and (N,) for image 1.
         """
         if image == 0:
             return self.found.to_dense(len(self.keypoints0))
@@ -127,7 +136,7 @@ class MatchResult:
         return replace(self.only(self.scores > threshold), threshold=highest)
 
     def only(self, chosen: np.ndarray) -> MatchResult:
-        """Keep the chosen matches. chosen: (K,) bool, or indices."""
+        """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
         given = {name: getattr(self, name) for name in REFINED}
         kept = {name: values[chosen] for name, values in given.items() if values is not None}
         return replace(self, found=self.found.only(chosen), **kept)
@@ -135,12 +144,13 @@ class MatchResult:
     def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
         """Refine the positions by the pixels of both images (`refinement.refine`).
 
-        Without pixels, return self.
+        Return self if the features have no pixels.
         """
         gray0 = features0.gray
         gray1 = features1.gray
         if gray0 is None or gray1 is None:
             return self
+        # Refine in the pixels that the features keep, which may be reduced.
         small0 = features0.resize(gray0.shape[::-1])
         small1 = features1.resize(gray1.shape[::-1])
         records0 = small0.records[self.matches[:, 0]]
@@ -150,7 +160,7 @@ class MatchResult:
         )
         if features0.size == small0.size and features1.size == small1.size:
             aligned0 = positions(records0)
-        else:  # from pixels of the reduced image 1 to those of the file
+        else:  # convert from pixels of the reduced image 1 to those of the file
             aligned0 = self.keypoints0[self.matches[:, 0]]
             unit = np.float32(max(features1.size) / max(small1.size))
             start1 = self.keypoints1[self.matches[:, 1]]
@@ -166,22 +176,26 @@ class MatchResult:
 
     @property
     def accepted(self) -> bool:
-        """False for a pair of a scene without matches: it was rejected, or none were kept."""
+        """Say whether a pair has matches of one place.
+
+        It is False for a pair of a scene that was rejected, or of which no matches were kept. It is
+        always True without `scene`.
+        """
         return self.pair_score is None or len(self.matches) > 0
 
     def homography(self, threshold_px: Optional[float] = None) -> two_view.Fit:
-        """Robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
+        """Fit a robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
         Its model is None for fewer than four matches, and where matches only fit a mirror image.
         `supported` says whether most matches agree with it, and more than by chance.
 
-        threshold_px: distance in image 1 up to which a match is an inlier. If None, 3 px, and in
-            images larger than 1,024 px as much more as they are larger.
+        threshold_px: distance in image 1 up to which a match is an inlier. If None, it is 3 px, and
+            in images larger than 1,024 px as much more as they are larger.
         """
         return self._fit("homography", threshold_px)
 
     def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
-        """Robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
+        """Fit a robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
         Its model is None for fewer than eight matches. `supported` says whether most matches agree
         with it, and more than by chance.
@@ -192,7 +206,7 @@ class MatchResult:
         return self._fit("fundamental", threshold_px)
 
     def _fit(self, name: str, threshold_px: Optional[float]) -> two_view.Fit:
-        """Fit once for each threshold, since a result does not change."""
+        """Fit a model once for each threshold, since a result does not change."""
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
         to0, to1, points0, points1 = self._reduce()
@@ -203,14 +217,16 @@ class MatchResult:
             model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
             if model is not None:
                 model = two_view.compose(two_view.inverse(to1), model, to0)
-            chance = math.pi * limit**2  # the area where a wrong match would be an inlier
+            chance = math.pi * limit**2  # area where a wrong match is an inlier
             sample = two_view.MIN_POINTS
         else:
             model, inliers = two_view.fit_fundamental(points0, points1, limit)
             if model is not None:
                 model = to1.T @ model @ to0
+            # A wrong match is an inlier in a band along the line, which is at most a diagonal long.
             chance = 2 * limit * math.hypot(width, height)
             sample = two_view.SEVEN
+        # A wrong match lies anywhere in image 1 with equal probability.
         chance = min(chance / (width * height), 0.5)
         count = int(inliers.sum())
         digits = two_view.significance(len(inliers), count, chance, sample)
@@ -221,21 +237,22 @@ class MatchResult:
     def relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
     ) -> Pose:
-        """Relative pose of cameras with intrinsics K0, K1 (3, 3) in px (`two_view.relative_pose`).
+        """Estimate the relative pose of cameras with intrinsics K0, K1 (3, 3) in px.
 
-        R and t are None without a solution. Raises ValueError for intrinsics of another shape, and
-        RequestError without PoseLib.
+        See `two_view.relative_pose`. R and t are None without a solution. Raises ValueError for
+        intrinsics of another shape, and RequestError without PoseLib.
 
-        threshold_px: distance from epipolar lines, in pixels of image 1. If None, 0.6 px, and more
-            in larger images as for `homography`.
+        threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px, and
+            more in larger images as for `homography`.
         """
         to0, to1, points0, points1 = self._reduce()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
     def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """(3, 3) maps from pixels of both images to those at which lengths were chosen, and the
-        matched points (K, 2) float64 in these.
+        """Convert the matches to pixels of images of the size at which lengths were chosen.
+
+        Returns the maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.
         """
         to0, to1 = (
             two_view.resizing((unit, unit), (1, 1))
@@ -248,7 +265,7 @@ class MatchResult:
         return to0, to1, points0, points1
 
     def fits(self) -> Dict[str, two_view.Fit]:
-        """The robust homography and fundamental matrix, by name."""
+        """Return the robust homography and fundamental matrix, by name."""
         return {"homography": self.homography(), "fundamental": self.fundamental()}
 
     def describe_fits(self) -> str:
@@ -268,7 +285,9 @@ class MatchResult:
         return f"{fitting}, {flat} of them one plane" if plane.supported else fitting
 
     def summarize(self) -> str:
-        """What the matches fit, how exact they are, and of how many keypoints, in two lines."""
+        """Say in two lines what the matches fit, and how many keypoints and refined matches there
+        are.
+        """
         words = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:
             known = self.deviations[np.isfinite(self.deviations)]
@@ -280,11 +299,14 @@ class MatchResult:
     def show(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None, captions: bool = True
     ) -> drawing.Picture:
-        """Draw the matches (`drawing`), outliers of the fit with more inliers in red.
+        """Draw the matches (`drawing`). Outliers of the fit with more inliers are red.
 
-        A notebook shows the picture, `.save("matches.png")` writes it. image0, image1: needed if
-        features without their images were matched. captions: False leaves out the lines of text,
-        for a page that has them. Raises RequestError if an image is missing or cannot be read.
+        A notebook shows the picture, and `.save("matches.png")` writes it.
+
+        image0, image1: the images, if features without their images were matched.
+        captions: whether to write lines of text into the picture. A page may have them as text.
+
+        Raises RequestError if an image is missing or cannot be read.
         """
         photos = self.photos(image0, image1)
         fits = self.fits()
@@ -292,6 +314,7 @@ class MatchResult:
             two_view.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
+        # Only a model that the matches support tells which of them are wrong.
         name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
         off = ~fits[name].inliers & fits[name].supported
         means = f"matches that do not fit the {FIT_NAMES[name]}"
@@ -302,7 +325,7 @@ class MatchResult:
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
     ) -> Tuple[Photo, Photo]:
-        """Both images upright, for drawing. Raises RequestError as `show`."""
+        """Return both images upright, for drawing. Raises RequestError as `show`."""
         first, second = (
             kept if given is None else given for given, kept in zip((image0, image1), self.images)
         )

@@ -1,4 +1,4 @@
-"""Two images in, matches out: SIFT keypoints, SuperGlue, mutual matches.
+"""Match two images: find SIFT keypoints, run SuperGlue, and keep mutual matches.
 
     from superglue_sift import Matcher
 
@@ -54,14 +54,14 @@ from superglue_sift.torch_compat import no_compiler
 
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
-RESIZE = 1024  # px, longer side
+RESIZE = 1024  # px, longer side to which images are reduced
 USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
 USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, verification.RESIZE)
-# Attributes that may be set after loading
+# These attributes may be set after loading.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
 )  # fmt: skip
-PRECISIONS = ("float32", "bfloat16", "float16")  # of the layers
+PRECISIONS = ("float32", "bfloat16", "float16")  # number types of the layers
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,6 +74,7 @@ class Matcher:
     RequestError for a setting out of range.
 
     model: the network for inference on `device`, as `fuse_for_inference` returns it.
+    device: the torch device of the network.
     max_keypoints: maximum number of keypoints of an image.
     network_keypoints: maximum number of keypoints of an image that are selected for the network
         (`nearest.select_keypoints`). Time and memory grow with its square.
@@ -81,13 +82,14 @@ class Matcher:
         `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Keypoints are
         always in pixels of the original image.
     threshold: minimum probability of a match of the network.
-    extractor: what finds keypoints; None if it may not be run.
-    refine: refine positions by the pixels, if there are any (`MatchResult.aligned1`).
-    rules: the images show one place, but not every two of them overlap. Each pair is first accepted
-        or rejected, then matches of all keypoints are added (`verification`). If None, match any
-        images.
-    frame: the frame of coordinates: "upright" is rotated according to EXIF, like `cv2.imread` and
-        browsers; "stored" is not, like COLMAP (see `images`).
+    extractor: the extractor of keypoints. None if it may not be run.
+    refine: whether to refine positions by the pixels, if there are any (`MatchResult.aligned1`).
+    rules: rules for images that show one place, of which not every two overlap. Each pair is first
+        accepted or rejected, then matches of all keypoints are added (`verification`). If None,
+        match any images.
+    frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread` and
+        browsers. "stored" is not rotated, as in COLMAP (see `images`).
+    workers: number of pairs that are matched at a time (`side_by_side`).
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -103,7 +105,7 @@ class Matcher:
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = dataclasses.field(default_factory=os.getpid, init=False, repr=False)
-    # arguments of `load` that no other attribute has
+    # Arguments of `load` that no other attribute keeps
     _loaded: Optional[Dict[str, Any]] = dataclasses.field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -178,7 +180,7 @@ class Matcher:
         return matcher
 
     def __reduce__(self) -> Tuple[Any, ...]:
-        """Pickle the name of the file and the settings; the file is loaded again."""
+        """Pickle the name of the file and the settings. The file is loaded again."""
         if self._loaded is None:
             raise TypeError("this Matcher has no file to be pickled by: create it by Matcher.load")
         settings = {name: getattr(self, name) for name in SETTINGS}
@@ -195,9 +197,9 @@ class Matcher:
     def extract(self, image: Image, mask: Optional[Union[FileName, np.ndarray]] = None) -> Features:
         """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read.
 
-        mask: no keypoint lies where it is black (0) or False: (H, W) pixels of the image, or a file
-            of the size of the image's file, as COLMAP has them. Transparent pixels are left out in
-            any case.
+        mask: where it is black (0) or False, there is no keypoint. It is an array (H, W) like the
+            image, or a file of the size of the image's file, as in COLMAP. Transparent pixels are
+            left out in any case.
         """
         if isinstance(image, (str, Path)):
             return self.extract_file(read(image), image, mask)
@@ -208,19 +210,23 @@ class Matcher:
     def extract_file(
         self, data: bytes, path: FileName, mask: Optional[Union[FileName, np.ndarray]] = None
     ) -> Features:
-        """`extract` for the bytes of a file."""
+        """Extract keypoints from the bytes of a file. `path` names it in messages. See
+        `extract`.
+        """
         photo = decode(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
         given = None if mask is None else mask_of(mask, photo.size, turned)
         features = self.extract_gray(photo.pixels, (photo.mask, given), str(path))
-        # a file of very many pixels is read at a smaller scale
+        # A file of very many pixels was read at a smaller scale.
         return features.resize(photo.size)._replace(image=path, turned=turned)
 
     def extract_gray(
         self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]] = (), name: str = "an image"
     ) -> Features:
-        """`extract` for gray pixels (H, W) uint8, without keypoints where one of the masks (H, W)
-        uint8 is 0. name: of the image, for warnings.
+        """Extract keypoints of gray pixels (H, W) uint8. See `extract`.
+
+        masks: (H, W) uint8 or None each. No keypoint lies where one of them is 0.
+        name: name of the image, for warnings.
 
         Raises RequestError if the model's extractor may not be run.
         """
@@ -234,7 +240,7 @@ class Matcher:
         return extract(gray, *settings, used, name)._replace(frame=self.frame)
 
     def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
-        """`extract` several images, two at a time; features are returned unchanged."""
+        """Extract features of several images, two at a time. Features are returned unchanged."""
 
         def features_of(image: Union[Image, Features]) -> Features:
             return image if isinstance(image, Features) else self.extract(image)
@@ -287,7 +293,7 @@ class Matcher:
         *,
         refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
-        """Match each pair, in order; `batch_size` pairs are read and matched at a time.
+        """Match each pair, in order. `batch_size` pairs are read and matched at a time.
 
         Batches are faster on a GPU. Their scores differ from those of single pairs by rounding.
         Raises RequestError for an image that cannot be read, before its batch is matched.
@@ -306,7 +312,9 @@ class Matcher:
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
     ) -> Iterator[MatchResult]:
-        """Refine each result that is not yet, with the features of its images, in their order."""
+        """Refine each result that is not refined yet, with the features of its images, in their
+        order.
+        """
 
         def refine(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
             result, features0, features1 = item
@@ -318,11 +326,12 @@ class Matcher:
             yield from self._map(refine, group)
 
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+        """Call `function` for each of `items` in `workers` threads; yield the results in order."""
         with ThreadPoolExecutor(self.workers) as pool:
             yield from pool.map(function, items)
 
     def side_by_side(self) -> None:
-        """On a CPU, match one pair per core at a time, each with one thread; no effect on a GPU.
+        """Match one pair per core at a time on a CPU, each with one thread. A GPU is not affected.
 
         The steps of a pair are too short to be shared by threads, which would mostly wait for each
         other. This sets torch's number of threads for the whole process.
@@ -344,6 +353,7 @@ class Matcher:
             for features, matched in zip(batch, self.match_network(batch)):
                 pair, found, mutual, selected = matched
                 points = positions(pair.records0), positions(pair.records1)
+                # Add matches of keypoints that the network did not get, then drop doubtful ones.
                 found = add_guided_matches(found, mutual, selected, points, self.threshold)
                 results.append(MatchResult.of(*features, found).above(self.threshold))
         if not refine:
@@ -355,13 +365,15 @@ class Matcher:
     ) -> List[Tuple[Pair, Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
         """Match pairs by the network alone.
 
-        Returns for each pair its keypoints as the network gets them, all its matches whatever their
-        scores, the mutual nearest neighbours of all keypoints, and the selected keypoints.
+        Returns, for each pair: its keypoints as the network gets them, in pixels of the reduced
+        images; all matches of the network, whatever their scores; the mutual nearest neighbours of
+        all keypoints; and the indices (m,) and (n,) of the selected keypoints.
         """
-        # in pixels of the reduced images: in those of the files the network would see a zoom that
-        # is not there
+        # Give the network positions and scales in pixels of the reduced images. In pixels of the
+        # files, it would see a zoom that is not there.
         seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in batch)
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
+        # Select the keypoints of each pair that have a likely partner.
         mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
             nearest.select_keypoints(*pair[:2], self.network_keypoints, each)
@@ -374,18 +386,22 @@ class Matcher:
     def _match_scene(
         self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
     ) -> List[MatchResult]:
-        """Run the network only where the ratio test finds something in common, and verify."""
+        """Match pairs of a scene: run the network where the ratio test finds something,
+        and verify.
+        """
         looks = [verification.first_look(pair, self.resize) for pair in batch]
         asked = [number for number, (agreeing, _) in enumerate(looks) if agreeing >= rules.likely]
-        # without the keypoints of watermarks
+        # Leave out the keypoints of watermarks.
         pairs = []
         for number in asked:
             one, other = (view.select(at) for view, at in zip(batch[number], looks[number][1]))
             pairs.append((one, other))
+        # Match and verify the pairs that are left. Skipped pairs have no matches.
         found = [(Matches.none(), verification.SKIPPED)] * len(batch)
         settings = self.threshold, self.resize, rules.accept
         for number, pair, (_, own, mutual, _) in zip(asked, pairs, self.match_network(pairs)):
             matches, score = verification.match_one_place(pair, own, mutual, *settings)
+            # Back to indices of all keypoints
             found[number] = matches.renumber(*looks[number][1]).sort(), score
         return [
             dataclasses.replace(MatchResult.of(*pair, matches), pair_score=score)
@@ -394,15 +410,15 @@ class Matcher:
 
 
 def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
-    """Lists of `size` items, read as they are needed; the last may have fewer."""
+    """Yield lists of `size` items, read as they are needed. The last list may have fewer."""
     waiting = iter(items)
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])
 
 
 def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
-    """Rules of a scene, with the limits that are not None.
+    """Return the rules of a scene, with the limits that are not None.
 
-    Raises RequestError for limits without a scene.
+    Without a scene, return None. Raises RequestError for limits without a scene.
     """
     given = {name: value for name, value in limits.items() if value is not None}
     if given and not scene:
@@ -411,7 +427,9 @@ def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
 
 
 def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """The network for inference. Raises RequestError for a precision or a compiler it has not."""
+    """Prepare the network for inference. Raises RequestError if precision or compiler do
+    not exist.
+    """
     _check_choice("precision", precision, PRECISIONS)
     network = fuse_for_inference(model, precision)
     if compile:
@@ -423,12 +441,16 @@ def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    """Raise RequestError unless `value` is one of those that are allowed."""
     if value not in allowed:
         raise RequestError(f"{name} {value!r}: must be {' or '.join(map(repr, allowed))}")
 
 
 def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
-    """The extractor of a model: SIFT, or code that the caller allowed by name, or None."""
+    """Return the extractor of a model: SIFT, code that the caller allowed by name, or None.
+
+    Raises RequestError if the caller allowed other code than the model needs.
+    """
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
     if of_model == DEFAULT.name:
@@ -437,9 +459,12 @@ def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
 
 
 def check_features(config: SuperGlueConfig, *pair: Features) -> None:
-    """Raise RequestError for descriptors that the network does not match, missing scales, or
-    coordinates of two frames.
+    """Raise RequestError unless the network can match the features of a pair.
+
+    It cannot match other descriptors than it was trained on, keypoints without scales that it
+    needs, or coordinates of two frames.
     """
+    # Upright and stored pixels are the same if no rotation was undone.
     frames = {each.frame for each in pair if each.turned != 1 or each.frame == STORED}
     if len(frames) > 1:
         raise RequestError(

@@ -1,7 +1,7 @@
-"""The one type for the matches of two images.
+"""The type `Matches` holds the matches of two images everywhere in the library.
 
 The ratio test, the network, guided matching, verification, refinement and scoring take and return
-it. It knows indices of keypoints and scores, and no positions: those are of the features.
+it. It holds indices of keypoints and scores, but no positions, which belong to the features.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 class Matches:
     """K matches of two images with M and N keypoints.
 
-    Each keypoint has at most one match, but for `nearest.neighbours` in image 1.
+    Each keypoint has at most one match. Only in the matches of `nearest.neighbours` a keypoint of
+    image 1 may have several.
 
     indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
     scores: (K,) float32, from 0 to 1, the confidence of each match.
@@ -26,10 +27,11 @@ class Matches:
     scores: np.ndarray
 
     def __len__(self) -> int:
+        """Return the number of matches, K."""
         return len(self.indices)
 
     def only(self, chosen: np.ndarray) -> Matches:
-        """Keep the chosen matches. chosen: (K,) bool, or indices."""
+        """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
         return Matches(self.indices[chosen], self.scores[chosen])
 
     def above(self, threshold: float) -> Matches:
@@ -50,7 +52,7 @@ class Matches:
 
     @classmethod
     def none(cls) -> Matches:
-        """Return no matches."""
+        """Return zero matches."""
         return cls(np.empty((0, 2), np.int64), np.empty(0, np.float32))
 
     @classmethod
@@ -60,6 +62,7 @@ class Matches:
         matches0: (M,), the index of the match in image 1, or -1 for a keypoint without a match.
         scores0: (M,), the confidence of each match.
         """
+        # (M,) with -1 -> (K, 2) without
         index0 = np.flatnonzero(matches0 >= 0)
         indices = np.stack([index0, matches0[index0]], axis=1).astype(np.int64)
         return cls(indices, np.asarray(scores0)[index0].astype(np.float32))

@@ -1,5 +1,6 @@
-"""An extractor from OpenCV as an example: `superglue_sift.opencv_features:kaze`. See
-`features/extractors.py`.
+"""Show by an example how to use other features: `superglue_sift.opencv_features:kaze`.
+
+See `features/extractors.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from superglue_sift.features import sift
 
 
 def kaze(gray: np.ndarray, max_keypoints: int) -> Dict[str, np.ndarray]:
-    """KAZE (Alcantarilla et al. 2012): float descriptors of 64 entries. OpenCV 5 has none."""
+    """Extract KAZE features (Alcantarilla et al. 2012), whose descriptors are float of 64 entries.
+
+    Raises RequestError with OpenCV 5, which has no KAZE.
+    """
     if not hasattr(cv2, "KAZE"):
         fix = "pip install 'opencv-python<5'"
         raise RequestError(f"OpenCV {cv2.__version__} has no KAZE, which 5.0 removed: {fix}")

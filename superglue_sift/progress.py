@@ -1,9 +1,9 @@
-"""Progress and remaining time by tqdm: a bar on a terminal, plain lines in a log.
+"""Show progress and remaining time by tqdm, as a bar on a terminal or as lines in a log.
 
     for image in Progress(images, desc="features", unit="images"): ...
 
     with Progress(total=count, initial=done, desc="matching", unit="pairs") as bar:
-        bar.show("loss 0.25")       # behind the pace
+        bar.show("loss 0.25")       # shown after the pace
         bar.say("a line of its own")
         bar.update(1)
 
@@ -18,28 +18,31 @@ from typing import Any, Iterable, Iterator, Optional
 
 from tqdm import tqdm
 
-EVERY_SECONDS = (15.0, 0.2)  # between updates in a log, on a terminal
+EVERY_SECONDS = (15.0, 0.2)  # time between updates in a log, and on a terminal
 
 
 class Progress(tqdm):
-    """tqdm, with a line for each update in a log, and nothing for no items.
+    """tqdm that prints a line for each update in a log, and nothing if there are no items.
 
-    terminal: whether stderr is one.
+    terminal: whether stderr is a terminal.
     """
 
-    monitor_interval = 0  # no thread: processes are forked while a bar is shown
+    monitor_interval = 0  # without a thread, since processes are forked while a bar is shown
 
     def __init__(self, iterable: Optional[Iterable] = None, **options: Any) -> None:
+        """Show the progress of an iterable, or of updates by hand. Options are those of tqdm."""
         self.terminal = sys.stderr.isatty()
         self.initial = options.get("initial", 0)
-        width = {"dynamic_ncols": True} if self.terminal else {"ncols": 0}  # 0: without a bar
+        width = {"dynamic_ncols": True} if self.terminal else {"ncols": 0}  # 0 means no bar
         every = EVERY_SECONDS[self.terminal]
         pace = {"mininterval": every, "miniters": 1, "smoothing": 0}
         super().__init__(iterable, file=_Stderr(), **pace, **width, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        """The items. Each counts when it is handed over, because a consumer may stop at the last
-        one, as `zip` does, and tqdm would end at 92 % of 12.
+        """Yield the items.
+
+        An item counts when it is handed over. A consumer may stop at the last one, as `zip` does,
+        and tqdm would then end at 92 % of 12.
         """
         with self:
             for item in self.iterable:
@@ -47,7 +50,7 @@ class Progress(tqdm):
                 yield item
 
     def show(self, text: str) -> None:
-        """Show text, such as metrics, behind the pace from the next update on."""
+        """Show text, such as metrics, after the pace, from the next update on."""
         self.set_postfix_str(text, refresh=False)
 
     def say(self, line: str) -> None:
@@ -55,7 +58,7 @@ class Progress(tqdm):
         self.write(line, file=self.fp if self.terminal else _Stderr())
 
     def display(self, msg: Optional[str] = None, pos: Optional[int] = None) -> None:
-        """Print the progress; called by tqdm."""
+        """Print the progress. tqdm calls it."""
         if self.terminal:
             super().display(msg, pos)
         elif msg is None and self.n > self.initial:
@@ -68,15 +71,17 @@ class Progress(tqdm):
 
 
 class _Stderr:
-    """The standard error. Where it is gone, such as a closed pipe, the work goes on without it."""
+    """The standard error. If it is gone, such as a closed pipe, the work goes on without it."""
 
     def write(self, text: str) -> None:
+        """Write text at once."""
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(text)
             sys.stderr.flush()
 
     def flush(self) -> None:
-        pass
+        """Do nothing, since `write` flushes."""
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)  # encoding; fileno, by which tqdm asks for the width
+        # tqdm reads the encoding, and asks for the width of the terminal by `fileno`.
+        return getattr(sys.stderr, name)

@@ -1,4 +1,4 @@
-"""Differences between versions of torch and between processors: each is one function.
+"""Hide differences between versions of torch, and between processors, in one function each.
 
 The rest of the library does not depend on the version.
 """
@@ -16,13 +16,14 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-MAX_WEIGHTS = 1 << 26  # weights of attention at a time in torch 1.10: 256 MiB in float32
+MAX_WEIGHTS = 1 << 26  # maximum number of weights of attention at a time, 256 MiB in float32
 
 
 def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """`superglue.attention` for torch 1.10, which has no kernel for it.
+    """Compute `superglue.attention` in torch 1.10, which has no kernel for it.
 
-    Chunks of queries are computed one by one, and again for the gradient.
+    Chunks of queries are computed one by one, and once more for the gradient. The shapes are those
+    of `superglue.attention`.
     """
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
     chunks = [(part, k, v, visible) for part in q.split(rows, 2)]
@@ -33,7 +34,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """Attention with plain products; softmax in float32 or wider."""
+    """Compute attention with plain products, and softmax in float32 or wider."""
     logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(
         q.shape[-1]
     )
@@ -43,14 +44,15 @@ def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor
 
 
 def can_compile() -> bool:
-    """Whether torch can compile a module in place (2.x)."""
+    """Say whether torch can compile a module in place (2.x)."""
     return hasattr(torch.nn.Module, "compile")
 
 
 class _WideLayerNorm(nn.LayerNorm):
-    """LayerNorm under autocast, for torch 1.10, which cannot mix bfloat16 and float32 on a CPU."""
+    """LayerNorm for torch 1.10, which cannot mix bfloat16 and float32 on a CPU under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalize x in the dtype of the weights."""
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -58,7 +60,7 @@ LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
 def no_compiler(device_type: str) -> str:
-    """Say why `torch.compile` cannot run here, or "" if it can.
+    """Say why `torch.compile` cannot run here, or return "" if it can.
 
     torch 2 needs a C++ compiler, and on a GPU a C compiler.
     """
@@ -73,26 +75,27 @@ def no_compiler(device_type: str) -> str:
     )
 
 
-# Whether `torch.compile` or `torch.export` reads the code (torch 2.1)
+# Say whether `torch.compile` or `torch.export` is reading the code (torch 2.1 or newer).
 is_traced: Callable[[], bool] = getattr(
     getattr(torch, "compiler", None), "is_compiling", lambda: False
 )
 
 
 def can_export() -> bool:
-    """Whether torch can export a network with dynamic shapes (2.5)."""
+    """Say whether torch can export a network with dynamic shapes (2.5 or newer)."""
     return hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO")
 
 
 def join_bytes(data: Tensor) -> Tensor:
-    """`floats_of_bytes` with integer arithmetic."""
+    """Compute `floats_of_bytes` with integer arithmetic."""
+    # (..., 4 k) bytes -> (..., k, 4), the lowest byte first
     parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
     words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
     return words.view(torch.float32)
 
 
-# View uint8 (..., 4 k) as little-endian float32 (..., k); torch 1.10's `view` cannot change the
-# element size.
+# View uint8 (..., 4 k) as little-endian float32 (..., k). torch 1.10's `view` cannot change the
+# size of an element.
 floats_of_bytes: Callable[[Tensor], Tensor] = (
     functools.partial(Tensor.view, dtype=torch.float32)
     if hasattr(Tensor, "untyped_storage")
@@ -101,19 +104,20 @@ floats_of_bytes: Callable[[Tensor], Tensor] = (
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Square root of float32 (...) to 1.5 units of the last place, the same on every processor.
+    """Compute the square root of float32 (...), the same on every processor.
 
-    On CPUs `Tensor.sqrt` calls MKL, which begins with an instruction (RSQRTPS) that Intel and AMD
-    round differently.
+    Its error is at most 1.5 units of the last place. On CPUs `Tensor.sqrt` calls MKL, which begins
+    with an instruction (RSQRTPS) that Intel and AMD round differently.
     """
-    return x.sqrt() if x.is_cuda else x.rsqrt().reciprocal()  # of 0: 1 / inf
+    return x.sqrt() if x.is_cuda else x.rsqrt().reciprocal()  # 0 gives 1 / inf
 
 
 def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Call `function(*arguments)` with gradient checkpointing.
 
-    Its gradient is part of the graph, as DistributedDataParallel needs it. The state of random
-    generators is not kept: the network draws no numbers, and a CUDA graph cannot read it.
+    The gradient is part of the graph, as DistributedDataParallel needs it. The state of random
+    generators is not kept, because the network draws no numbers and a CUDA graph cannot read the
+    state.
     """
     if not can_compile():
         return _checkpoint_by_hooks(function, *arguments)
@@ -123,11 +127,16 @@ def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """`checkpoint` for torch 1.10, whose own form runs a second backward pass inside the first."""
+    """Do `checkpoint` in torch 1.10, whose own form runs a second backward pass inside
+    the first.
+    """
+    # The first forward pass saves numbers in place of tensors. The backward pass asks for a number,
+    # and the second forward pass computes the tensors again.
     places = itertools.count()
     again: List[Tensor] = []  # what the second forward pass saves, in the same order
 
     def unpack(place: int) -> Tensor:
+        """Return a saved tensor. The first call runs the function once more."""
         if not again:
             keep = torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: again.append(tensor.detach()),
