@@ -62,10 +62,12 @@ def redact(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = _OPTION.sub(r"\1***", _LOGIN.sub(r"\1", value))
+    # a secret may also appear on its own, without an address
     secrets = [os.environ.get(name, "") for name in SECRETS]
     with contextlib.suppress(ValueError):
         password = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", "")).password or ""
         secrets += [password, unquote(password)]
+    # shorter secrets would hide ordinary text
     for secret in secrets:
         if len(secret) > 3:
             text = text.replace(secret, "***")

@@ -110,6 +110,7 @@ def tags() -> Dict[str, str]:
     image)."""
     import torch
 
+    # the code and its data, then the machine
     git = git_state()
     lock = repo_root() / "dvc.lock"
     cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))

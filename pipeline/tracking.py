@@ -45,9 +45,9 @@ from pipeline.mlflow_store import (
 )
 from pipeline.params import flatten
 
-# Tags of provenance that are no tags here: MLflow's page shows them elsewhere, or they are no input
+# Tags of provenance that are left out. MLflow shows them elsewhere, or they are no input of the run.
 SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256", "world_size")
-# How tags of provenance begin that become parameters of a run
+# Tags of provenance that begin like this become parameters of a run
 MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
 
 # --- the log
@@ -448,6 +448,7 @@ class Sender(threading.Thread):
         request, and otherwise 20 s (60 s for a local store, which may have to be created), and one
         more second for each 50 kB of files.
         """
+        # the time that the files take on a slow network
         size = sum(path.stat().st_size for event in self._waiting() for path in _paths(event))
         limit = (20.0 if self._uri.startswith("http") else 60.0) + size / BYTES_PER_SECOND
         began = time.monotonic()
@@ -458,6 +459,7 @@ class Sender(threading.Thread):
             if time.monotonic() > began + seconds:
                 break
             self.join(0.1)
+        # end the thread, and name what has not arrived
         self._given_up.set()
         missing = textwrap.shorten(", ".join(self._name_unsent()), 600, placeholder=" ...")
         if missing:

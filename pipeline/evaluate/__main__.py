@@ -120,6 +120,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 
     Raises RequestError for a wrong option.
     """
+    # options that exclude each other
     if args.pairs is not None and args.poses is not None:
         raise RequestError("--pairs and --poses are two evaluations: run one at a time")
     if args.robustness and (args.pairs or args.poses):
@@ -130,6 +131,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         raise RequestError("--bound needs homographies: leave it out with --poses")
     if args.estimators and args.poses:
         raise RequestError("--estimators are of homographies: leave it out with --poses")
+    # values of single options
     if args.out.exists() and not args.out.is_dir():
         raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
     if not 0.0 <= args.threshold < 1.0:
@@ -137,6 +139,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     for name, least in LEAST.items():
         if getattr(args, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
+    # what the options name: models, parameters and estimators
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     asked = args.estimators.split(",") if args.estimators else estimators.DEFAULT
@@ -163,6 +166,7 @@ def models_of(
             raise RequestError(
                 f"--also {word}: there is a matcher called {name} already; choose another name"
             )
+        # module:function is the user's code, anything else is a file
         if re.fullmatch(r"[\w.]+:\w+", file):
             further[name] = matchers.load_function(file)
         else:
@@ -219,12 +223,14 @@ def choose_source(
     few = f"{args.network_keypoints} of " if args.network_keypoints else ""
     keypoints = f"{few}{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
+    # pairs that are read from files
     if args.pairs is not None:
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
     if args.poses is not None:
         source = PosePairs(args.poses, args.images, args.resize)
         return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
+    # pairs that are rendered from photographs, named by where these come from
     held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
     name = fetched.get("source", "folder")

@@ -136,6 +136,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
         levels = sorted(part["level"].unique(), key=float)
         fewest = int(only(part, metric="pairs")["value"].min())
         for metric, estimator, label in shown:
+            # one line for each matcher over the levels
             rows = only(part, metric=metric, estimator=estimator, refined=False)
             wide = rows.pivot(index="level", columns="matcher", values="value").loc[levels]
             series = {
@@ -159,6 +160,7 @@ def cells_of(results: Results) -> List[Tuple[str, List[str], List[Tuple[str, str
         for refined, rows in part.groupby("refined"):
             kind = "matches refined by the pixels" if refined else "matches as detected"
             groups.append((f"AUC {str(estimator).upper()}, {kind}, in %", rows))
+    # one line for each matcher, one column for each metric
     tables = []
     for caption, rows in groups:
         keys = list(dict.fromkeys(rows["metric"]))

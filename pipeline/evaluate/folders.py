@@ -251,6 +251,7 @@ def read_line(where: str, words: Sequence[str]) -> Tuple[str, str, Pose]:
         raise RequestError(
             f"{where}: EXIF rotation {words[2]} {words[3]}: rotate the images first and write 0 0"
         )
+    # the words after the two rotations, row by row
     K0 = values[2:11].reshape(3, 3)
     K1 = values[11:20].reshape(3, 3)
     T = values[20:].reshape(4, 4)

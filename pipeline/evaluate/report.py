@@ -158,6 +158,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
     lead = leading(results)
     recall = recall_of(results)
     found = "of the true matches" if recall == "recall" else "of the keypoints"
+    # label, detail, metric and estimator of each row
     asked = (
         ("correct matches", "of the matches", "precision", ""),
         ("found matches", found, recall, ""),
@@ -166,6 +167,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
     )
     rows = []
     for label, detail, metric, estimator in asked:
+        # the row of each matcher, and their difference
         key = {"metric": metric, "estimator": estimator, "refined": False}
         both = only(results.metrics, **key).set_index("matcher")
         gain = only(results.differences, baseline=RATIO_TEST, **key).iloc[0]
@@ -181,6 +183,7 @@ def verdict(results: Results) -> str:
     if results.scenes < MIN_CLUSTERS:
         counts = f"{results.scenes}, and at least {MIN_CLUSTERS} are needed"
         return f"Too few {results.unit} to judge: {counts}."
+    # what is better, worse and equal, in words
     said: Dict[str, List[str]] = {"better": [], "worse": [], "equal": []}
     for duel in duels(results)[:3]:
         said[duel["gain"]["verdict"]].append(duel["label"])
@@ -338,11 +341,13 @@ def legend(results: Results) -> List[str]:
         lines.append(
             f"{REFINED}: matches refined by the pixels around them, of every matcher alike"
         )
+    # only the estimators that were used
     used = set(results.metrics["estimator"])
     lines += [words for estimator, words in ESTIMATORS.items() if estimator in used]
     limits = only(results.metrics, metric="threshold").set_index("matcher")["value"]
     text = ", ".join(f"{title(name)} {limit:g}" for name, limit in limits.items())
     lines.append(f"smallest confidence of a network's matches: {text}")
+    # pairs without a true match have no recall
     counts = only(results.metrics, metric="recall_pairs", matcher=OURS)["value"]
     pairs = results.table["number"].nunique()
     if len(counts) and counts.iloc[0] != pairs:

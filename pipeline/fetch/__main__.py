@@ -32,9 +32,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     options = parser.parse_args(argv)
+    # find or download the images, then write the manifest
     entries, containers = _fetch(options, params.load(options.params))
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", containers)
+    # metrics for DVC
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in dataset.SPLITS
@@ -57,12 +59,14 @@ def _fetch(options: argparse.Namespace, sections: Params) -> Tuple[List[Entry], 
     """
     own = None
     settings = sections.fetch
+    # the user's own images are checked before anything is written
     if settings.source == "folder":
         own = dataset.own_splits(settings)
         dataset.require_usable(*own, dataset.smallest_images(sections))
         copies = len(own[1]["train"].names) - len(own[0]["train"])
         if settings.val_path and copies and not settings.limit:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
+    # the sample is copied, all other images stay where they are
     for folder in (options.out, options.archives, options.reports):
         check_writable(folder / "manifest.csv", folder)
     if settings.source == "sample":

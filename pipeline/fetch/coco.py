@@ -406,6 +406,7 @@ def _read(http: Any, url: str, start: int, size: int) -> Iterator[bytes]:
             raise Interrupted(str(error.args[0].reason)) from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
+        # the body broke off: wait, and request the rest
         if start < size:
             failures = 0 if start - begun >= PROGRESS else failures + 1
             if failures > TRIES:

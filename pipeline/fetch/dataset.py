@@ -176,6 +176,7 @@ def open_manifest(folder: Path) -> ImageSet:
         raise RequestError(
             f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
         ) from None
+    # each folder or zip that the manifest names must be known and must exist
     for key in sorted({entry.container for entry in entries}):
         if key not in roots:
             raise RequestError(
@@ -306,6 +307,7 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         container = _folder(path)
     elif kind == ".zip":
         container = zip_container(path)
+    # a list or an annotation file names images of a folder or zip
     elif kind == ".txt":
         names = [line for _, line in read_lines(path)]
         container = _choose(path, Path(root or path.parent), names, anywhere=False)

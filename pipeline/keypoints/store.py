@@ -221,6 +221,7 @@ def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> Non
     path = folder / shard["file"]
     fix = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
     try:
+        # the size first, because a hash reads the whole file
         size = path.stat().st_size
         if size != shard["bytes"]:
             raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
@@ -248,6 +249,7 @@ def read_index(folder: Path) -> Dict[str, Any]:
         ) from None
     except (ValueError, KeyError, TypeError):
         raise RequestError(f"{path}: damaged; run `dvc repro -f keypoints`") from None
+    # another format or version, then a damaged list of shards
     if form != FORMAT or version != VERSION:
         raise RequestError(
             f"{path}: {form} version {version}, this program reads {FORMAT} version {VERSION}; "

@@ -331,6 +331,7 @@ class TrainingLogger:
             return
         best = self.args.out / "best.json"
         reports = self.args.reports
+        # metrics and picture for DVC, and the model in MLflow
         write_atomic(reports / METRICS, text_of_metrics(json.loads(best.read_text())))
         for name in (METRICS, PICTURE):
             if (reports / name).is_file():
@@ -341,6 +342,7 @@ class TrainingLogger:
             f"best validation at step {state.best_step}: {_describe(metrics)}"
             f" ({metrics['pairs']:.0f} pairs)"
         )
+        # step 0 has the initial weights
         if init_from and state.best_step == 0:
             print(
                 f"validation kept the weights of {init_from}: training on these images did not"

@@ -243,6 +243,7 @@ def choose_pairs(
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " --allow-training-images"
         )
+    # pairs are drawn among the photographs that are left, then numbered as in the store
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
 

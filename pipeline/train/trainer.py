@@ -189,9 +189,11 @@ def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[fl
     tensors, info = read_model(path, "train.init_from")
     given = weights_of(tensors)
     weights = model.state_dict()
+    # tensors fit if the network has one of the same name and shape
     taken = {n: t for n, t in given.items() if n in weights and t.shape == weights[n].shape}
     model.load_state_dict({**weights, **taken})
     messages.append(f"initial weights from {path}: {len(taken)} tensors taken")
+    # say what did not fit, and which keys of `train` would make it fit
     left = [name for name in weights if name not in taken]
     for title, names in (
         ("skipped, another shape", [name for name in left if name in given]),
@@ -603,6 +605,7 @@ class Training:
 
     def _save(self) -> None:
         """Write a checkpoint. All ranks call this together."""
+        # all ranks give their sums, then one rank in each folder writes
         window = self.logger.window()
         if self.writes:
             info = {
@@ -625,6 +628,7 @@ class Training:
             return
         state = self.state
         decided = {"data", "initial_weights", "world_size"}
+        # only what is the same in every run, so that the file has the same bytes
         info = {
             "model": state.model.config.to_dict(),
             "step": state.best_step,
@@ -664,6 +668,7 @@ class Training:
         reports = self.args.reports
         folder = self.folder
         done = f"{folder}: trained with these parameters and data, to the last step"
+        # the curves come from a checkpoint, because `args.reports` may hold another training's
         saved = checkpoint.load_newest(folder)[0]
         if saved:
             log.write_curves(reports, saved[0], best["step"])
@@ -672,6 +677,7 @@ class Training:
                 f"{done}, but its checkpoints step-*, which held its curves, are deleted, and"
                 f" {reports} is of another training; --fresh trains it anew, in a new folder"
             )
+        # what later stages read: the model, its list of photographs, and the metrics
         if folder.is_dir():
             checkpoint.publish(folder, out)
         if not trained_on.list_of(out / BEST).is_file():
