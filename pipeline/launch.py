@@ -209,7 +209,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rest = arguments[1:]
     if name not in LAUNCHED:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch is loaded
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is loaded
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "check"):

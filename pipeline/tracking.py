@@ -45,7 +45,7 @@ from pipeline.mlflow_store import (
 )
 from pipeline.params import flatten
 
-# Tags of provenance that are left out. MLflow shows them elsewhere, or they are no input of the run.
+# Tags of provenance that are left out. MLflow shows them elsewhere, or they are no input of a run.
 SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256", "world_size")
 # Tags of provenance that begin like this become parameters of a run
 MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
@@ -231,7 +231,7 @@ class Run:
         self._append({"compare": shorten(pairs)})
 
     def tags(self, tags: Dict[str, str]) -> None:
-        """Set further tags, with the prefix `superglue.`, except those of MLflow itself."""
+        """Set further tags. All but MLflow's own tags get the prefix `superglue.`."""
         self._append({"tags": prefixed(tags)})
 
     def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
@@ -411,7 +411,7 @@ class Sender(threading.Thread):
         """
         super().__init__(name="tracking", daemon=True)
         self.place = place_of(uri)
-        self.error: Optional[str] = None  # why the last try failed
+        self.error: Optional[str] = None  # reason why the last try failed
         self._log = log
         self._uri = uri
         self._record = record

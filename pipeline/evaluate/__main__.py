@@ -14,7 +14,7 @@ import sys
 from pipeline import params
 from superglue_sift import environment
 
-if __name__ == "__main__":  # before torch is loaded
+if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
         environment.prepare_network()
@@ -464,7 +464,7 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
 
 
 def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
-    """Evaluate. Return the results and the description of the model.
+    """Evaluate all matchers. Return the results and the description of the network.
 
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """

@@ -17,7 +17,7 @@ import sys
 from pipeline import params
 from superglue_sift import environment
 
-if __name__ == "__main__":  # before torch is loaded
+if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
     if params.asks_for_portable(sys.argv[1:]):
         environment.prepare_network()

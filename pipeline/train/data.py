@@ -194,7 +194,7 @@ def _another_view(
 class StepBatches:
     """The micro-batches of every step on this rank. Each is a function of the step alone.
 
-    pairs: number of pairs of a step over all ranks.
+    `pairs` is the number of pairs of a step over all ranks.
     """
 
     def __init__(

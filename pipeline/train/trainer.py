@@ -691,8 +691,7 @@ class Training:
 
 
 def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str]]:
-    """Return the photographs that the network has seen: those of `store` and of its initial
-    weights.
+    """Return the photographs of `store` and the photographs that the initial weights have seen.
 
     Returns None if the photographs of either are unknown.
     """
