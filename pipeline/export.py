@@ -98,7 +98,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     model, info = load_model(args.model)
     if args.match_threshold is not None:
         info = {**info, "match_threshold": args.match_threshold}
-    # the weights of the training, and what is known about them
+    # the metrics of their evaluation are stored with the weights
     metrics = (
         read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first")
         if args.metrics

@@ -345,8 +345,8 @@ def draw_pictures(
 ) -> List[Tuple[str, str, np.ndarray]]:
     """Draw the best, median and worst pairs. Return name, caption and pixels of each picture.
 
-    The first picture is the median pair in which the network has the most correct matches more than
-    the ratio test.
+    Of the median pairs, the first picture shows the one in which the network leads the ratio test
+    by most correct matches.
     """
     # which pairs, and which of them comes first
     wide = {name: _pair_values(only(table, matcher=name)) for name in PICTURED}
