@@ -93,9 +93,8 @@ def colours_of(points: np.ndarray, width: int) -> np.ndarray:
 
     The hue of a place is that of its x.
     """
-    hue = (
-        np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2
-    )  # OpenCV's unit is two degrees
+    # OpenCV's unit of hue is two degrees.
+    hue = np.interp((points[:, 0] + 0.5) / width, (0.0, 1.0), HUES) / 2
     hsv = np.full((len(points), 1, 3), 255, np.uint8)
     hsv[:, 0, 0] = np.rint(hue)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[:, 0] if len(points) else hsv[:, 0]

@@ -1,4 +1,4 @@
-"""Export the network to ONNX: from keypoints and descriptors to matches.
+"""Export the network to ONNX, from keypoints and descriptors to matches.
 
     python -m superglue_sift.onnx superglue.onnx --model models/superglue.safetensors
 
@@ -10,16 +10,16 @@ second:
     scores0, scales0, angles0 (B, M) float32   mask0 (B, M) bool, true for keypoints
     image_size0 (B, 2) float32, width, height
 
-Outputs: matches0 (B, M), matches1 (B, N) int64, -1 without a match; matching_scores0,
-matching_scores1 float32; as a list, matches (K, 3) int64 of batch, index 0, index 1 with mscores
-(K,) float32.
+The outputs matches0 (B, M) and matches1 (B, N) int64 are -1 without a match. They have the scores
+matching_scores0 and matching_scores1 float32. The output matches (K, 3) int64 lists the batch, the
+index in image 0 and the index in image 1 of each match, with its score in mscores (K,) float32.
 
 The graph is that of the trained network itself. The export needs `pip install
 'superglue-sift[onnx]'` and torch 2.5 or newer.
 
     python -m superglue_sift.onnx --for colmap superglue-colmap.onnx
 
-writes the file that COLMAP 4 takes in place of its own network, see `ColmapSuperGlue`.
+This command writes the file that COLMAP 4 takes in place of its own network (`ColmapSuperGlue`).
 """
 
 from __future__ import annotations
@@ -45,35 +45,38 @@ from superglue_sift.network.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue,
 from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
 from superglue_sift.torch_compat import can_export, sqrt
 
-OPSET = 18  # minimum that torch's exporter writes without conversion
-IR_VERSION = 8  # of OPSET; with the exporter's own, 10, ONNX Runtime must be 1.18 or newer
+OPSET = 18  # the lowest opset that torch's exporter writes without conversion
+IR_VERSION = 8  # the exporter's own version, 10, would need ONNX Runtime 1.18 or newer
 OF_IMAGE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size", "mask")
 INPUTS = tuple(f"{name}{view}" for view in "01" for name in OF_IMAGE)
-# Columns of an input that has several for each keypoint; other inputs have one number
+# Inputs that have several columns for each keypoint. Other inputs have one number.
 WIDTHS = {"keypoints": (2,), "kpts": (2,), "descriptors": (SIFT_DIM,), "desc": (SIFT_DIM,)}
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1", "matches", "mscores")
 COLMAP_OF_IMAGE = ("kpts", "desc", "image_size", "scales", "oris")
 COLMAP_INPUTS = tuple(f"{name}{view}" for name in COLMAP_OF_IMAGE for view in "01")
 COLMAP_OUTPUTS = ("matches0", "mscores0")
-# COLMAP may find 8,192 keypoints. The file matches at most this many of an image, since time and
-# memory grow with the square: at 2,048 a pair takes 3 s of one core and 0.7 GB.
+# COLMAP may find 8,192 keypoints. The file matches at most this number in an image, since time and
+# memory grow with its square. With 2,048 keypoints, a pair takes 3 s of one core and 0.7 GB.
 COLMAP_KEYPOINTS = 2048
-# COLMAP's cameras of Strecha's scenes are most exact between 0.6 and 0.8. Below 0.8, one pair is
-# false.
+# With a threshold between 0.6 and 0.8, COLMAP's cameras of Strecha's scenes are most exact. Below
+# 0.8, one pair is false.
 COLMAP_THRESHOLD = 0.7
 
 
 class PaddedSuperGlue(nn.Module):
-    """The trained network from INPUTS to OUTPUTS, for `torch.export`. CPU or CUDA, no gradients."""
+    """Wrap the trained network for `torch.export`: from INPUTS to OUTPUTS, on CPU or CUDA.
+
+    It has no gradients.
+    """
 
     def __init__(self, model: SuperGlue, threshold: float) -> None:
-        """model: in evaluation mode. threshold: minimum probability of a match."""
+        """Wrap a model in evaluation mode. threshold: minimum probability of a match."""
         super().__init__()
         self.model = model
         self.threshold = threshold
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
-        """INPUTS to OUTPUTS, see the module's docstring."""
+        """Compute OUTPUTS from INPUTS. The module's docstring says their shapes."""
         named = dict(zip(INPUTS, inputs))
         views = [_with_padding({name: named[name + view] for name in OF_IMAGE}) for view in "01"]
         images = Images([view["mask"] for view in views], padded=[True, True], empty=[True, True])
@@ -81,14 +84,16 @@ class PaddedSuperGlue(nn.Module):
         columns = {name: images.join([view[name] for view in views]) for name in names}
         descriptors = self.model.describe(Keypoints(**columns, images=images))
         ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
-        # float64, whose range is sufficient for trained scores: a graph cannot fall back to the log
-        # domain
+        # The transport is in float64, whose range is sufficient for trained scores, since a graph
+        # cannot fall back to the log domain.
         iterations = self.model.config.sinkhorn_iterations
         log_P, _ = log_optimal_transport(
             scores.double(), mask0, mask1, self.model.dustbin, iterations, wait=False
         )
         found = mutual_matches(log_P, self.threshold)
+        # Drop the row of padding that `_with_padding` added.
         matches0, scores0, matches1, scores1 = (values[:, :-1] for values in found)
+        # (B, M) with -1 -> (K, 3) rows of the matches
         batch, index0 = torch.where(matches0 >= 0)
         rows = torch.stack([batch, index0, matches0[batch, index0]], 1)
         return matches0, matches1, scores0, scores1, rows, scores0[batch, index0]
@@ -97,34 +102,40 @@ class PaddedSuperGlue(nn.Module):
 class ColmapSuperGlue(nn.Module):
     """The network for two images of COLMAP's SIFT, with the inputs of COLMAP's own LightGlue.
 
-    COLMAP checks the names, their order and their ranks. COLMAP_INPUTS, float32, of each image:
-    kpts (1, N, 2), px, the centre of the first pixel at (0, 0); desc (1, N, 128), RootSIFT;
-    image_size (1, 2), width and height; scales (1, N), sigma in px; oris (1, N), radians.
-    COLMAP_OUTPUTS: matches0 (N,) int64, index in image 1 or -1; mscores0 (N,) float32, the
-    probability of the match, 0 without one. Two orientations of a point are two keypoints.
+    COLMAP checks the names, their order and their ranks. COLMAP_INPUTS are float32, for each image:
+
+    kpts: (1, N, 2) px. The centre of the first pixel is (0, 0).
+    desc: (1, N, 128), RootSIFT.
+    image_size: (1, 2), width and height.
+    scales: (1, N), sigma in px.
+    oris: (1, N), radians.
+
+    COLMAP_OUTPUTS are matches0 (N,) int64, the index in image 1 or -1; and mscores0 (N,) float32,
+    the probability of the match, or 0 without one. Two orientations of a point are two keypoints.
     """
 
     def __init__(
         self, model: SuperGlue, threshold: float, max_keypoints: int = COLMAP_KEYPOINTS
     ) -> None:
-        """model: in evaluation mode. threshold: minimum probability of a match.
+        """Wrap a model in evaluation mode. threshold: minimum probability of a match.
 
-        max_keypoints: maximum number of keypoints of an image. Those with the best nearest
-        neighbours are kept, the others have no match.
+        max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
+            neighbours are kept, and the others have no match.
         """
         super().__init__()
         self.network = PaddedSuperGlue(model, threshold)
         self.max_keypoints = max_keypoints
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
-        """COLMAP_INPUTS to COLMAP_OUTPUTS."""
+        """Compute COLMAP_OUTPUTS from COLMAP_INPUTS."""
         named = dict(zip(COLMAP_INPUTS, inputs))
         views = [{name: named[name + view] for name in COLMAP_OF_IMAGE} for view in "01"]
+        # Keep the keypoints that most likely have a match, in the units of the network.
         ranks = rank_by_descriptor(named["desc0"][0], named["desc1"][0])
         orders = [_first(rank, self.max_keypoints) for rank in ranks]
         values = [_from_colmap(view, order) for view, order in zip(views, orders)]
         matches, _, scores, *_ = self.network(*(view[name] for view in values for name in OF_IMAGE))
-        # the last entry is for -1, no match
+        # Back to indices of all keypoints. The index -1, no match, takes the last entry, also -1.
         index1 = torch.cat([orders[1], orders[1].new_full((1,), -1)])[matches[0]]
         found = torch.full_like(named["scales0"][0], -1, dtype=torch.int64)
         return (
@@ -134,17 +145,18 @@ class ColmapSuperGlue(nn.Module):
 
 
 def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
-    """Rank keypoints with unit descriptors (M, D) and (N, D): the smaller, the likelier a match.
+    """Rank keypoints with unit descriptors (M, D) and (N, D). A smaller rank is a likelier match.
 
-    Returns (M,) and (N,) float32: Lowe's ratio of distances, the smaller one of both directions
-    for mutual nearest neighbours, so that both are kept or none; 1 more for all others.
+    Returns (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours
+    get the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
     """
-    # two rows of zeros: a second neighbour also in an image of 0 or 1 keypoints
+    # Two rows of zeros give a second neighbour also in an image of 0 or 1 keypoints.
     padded = [torch.cat([desc, desc.new_zeros((2, desc.shape[1]))]) for desc in (desc0, desc1)]
     cosines = padded[0] @ padded[1].T
     nearest = [cosines.topk(2, dim=1), cosines.topk(2, dim=0)]
     ratios = []
     for values in (nearest[0].values.T, nearest[1].values):
+        # Squared distances of unit vectors: |a - b|^2 = 2 - 2 cos
         distances = (2 - 2 * values).clamp(min=0)
         ratios.append(sqrt(distances[0] / distances[1].clamp(min=1e-6)))
     to1 = nearest[0].indices[:, 0]
@@ -157,21 +169,22 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
 
 
 def _first(rank: Tensor, most: int) -> Tensor:
-    """(n,) indices of the `most` smallest of rank (N,), or of all."""
-    # a slice [:n] would fix the exported graph to fewer keypoints
+    """Return the indices (n,) of the `most` smallest of rank (N,), or of all if there are fewer."""
+    # A slice [:n] would fix the exported graph to fewer keypoints.
     count = torch.sym_min(rank.shape[0], most)
     return rank.argsort()[torch.arange(count, device=rank.device)]
 
 
 def _from_colmap(view: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
-    """The keypoints `order` (n,) of one image by the names of OF_IMAGE.
+    """Convert the keypoints `order` (n,) of one image to the names and units of OF_IMAGE.
 
-    Sizes are divided as by `Features.as_found`: the network knows images of up to RESIZE px.
+    Sizes are divided as by `Features.as_found`, since the network knows images of up to RESIZE px.
     """
     kpts, desc, scales, oris = (
         view[name].index_select(1, order) for name in ("kpts", "desc", "scales", "oris")
     )
     scales = 2 * scales  # OpenCV's size is a diameter
+    # The largest reduction that makes no keypoint smaller than SIFT finds
     smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
     unit = torch.minimum(view["image_size"][0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(
         min=1.0
@@ -179,7 +192,7 @@ def _from_colmap(view: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
     return {
         "keypoints": (kpts + 0.5) / unit - 0.5,
         "descriptors": 512 * desc.square(),  # the network takes the root
-        "scores": torch.full_like(scales, TYPICAL_SCORE),  # COLMAP stores none
+        "scores": torch.full_like(scales, TYPICAL_SCORE),  # COLMAP stores no scores
         "scales": scales / unit,
         "angles": torch.rad2deg(oris),
         "image_size": view["image_size"] / unit,
@@ -188,7 +201,10 @@ def _from_colmap(view: Dict[str, Tensor], order: Tensor) -> Dict[str, Tensor]:
 
 
 def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
-    """One image by the names of `Keypoints`, with a masked row: a maximum needs at least one."""
+    """Rename the inputs of one image for `Keypoints`, and add a masked row.
+
+    A maximum needs at least one row.
+    """
     padded = {
         name: torch.cat([t, t.new_zeros((t.shape[0], 1, *t.shape[2:]))], 1)
         for name, t in values.items()
@@ -198,12 +214,12 @@ def _with_padding(values: Dict[str, Tensor]) -> Dict[str, Tensor]:
     return {**padded, "positions": padded["keypoints"], "image_size": size}
 
 
-# Programs that read a file, with the names of its inputs and outputs
+# The names of inputs and outputs of a file, for each program that reads it
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, COLMAP_OUTPUTS)}
 
 
 def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
-    """The graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
+    """Return the graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
     features0, features1 = (view.as_found(RESIZE) for view in (features0, features1))
     values: Dict[str, np.ndarray] = {}
     pair = choose_pair(Pair(features0.records, features1.records, features0.size, features1.size))
@@ -218,9 +234,10 @@ def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]
 
 
 def program(model: SuperGlue, threshold: float, form: str, max_keypoints: int) -> Any:
-    """`torch.export.ExportedProgram` for any numbers of keypoints, and for "any" any batch size.
+    """Create a `torch.export.ExportedProgram` for any numbers of keypoints.
 
-    form, max_keypoints: see `export`. Raises RequestError: torch before 2.5, or not for SIFT.
+    With the form "any", it also takes any batch size. form, max_keypoints: see `export`. Raises
+    RequestError for torch before 2.5, and for a model that is not for SIFT.
     """
     if not can_export():
         reason = "cannot export a network with dynamic shapes: install 2.5 or newer"
@@ -230,6 +247,7 @@ def program(model: SuperGlue, threshold: float, form: str, max_keypoints: int) -
             "only models for SIFT can be exported to ONNX; this one is for"
             f" {model.config.extractor}"
         )
+    # The axes of keypoints, and of the batch, may have any length.
     dim = torch.export.Dim
     counts = {"0": dim("keypoints0"), "1": dim("keypoints1")}
     if form == "colmap":
@@ -240,6 +258,7 @@ def program(model: SuperGlue, threshold: float, form: str, max_keypoints: int) -
         module = PaddedSuperGlue(model, threshold)
         pairs = 2
         axes = {0: dim("batch")}
+    # Example inputs, and their dynamic axes
     values = []
     shapes = []
     for name in FORMS[form][0]:
@@ -262,11 +281,14 @@ def export(
 ) -> Path:
     """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
-    model: a model file; if None, the shipped weights. threshold: minimum probability of a match,
-    which the file's metadata contain; if None, COLMAP_THRESHOLD for COLMAP, otherwise the model's
-    own or 0.2. form: a key of FORMS. max_keypoints: see `ColmapSuperGlue`.
-    Raises RequestError: no such model, a file that cannot be written, wrong extension, or missing
-    packages.
+    model: a model file. If None, take the shipped weights.
+    threshold: minimum probability of a match, which the file's metadata contain. If None, it is
+        COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
+    form: a key of FORMS.
+    max_keypoints: see `ColmapSuperGlue`.
+
+    Raises RequestError if there is no such model, if the file cannot be written or has another
+    extension, or if packages are missing.
     """
     path = Path(path)
     if path.suffix != ".onnx":
@@ -277,11 +299,13 @@ def export(
     network, info = load_model(model or shipped_weights())
     if threshold is None:
         threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
+    # Trace the network, and translate it.
     names = dict(zip(("input_names", "output_names"), FORMS[form]))
     exported = program(network, threshold, form, max_keypoints)
     written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
     assert written is not None
     file = written.model_proto  # a property that returns a new object
+    # Older versions of ONNX Runtime read the file with this version.
     file.ir_version = IR_VERSION
     onnx.helper.set_model_props(file, {"match_threshold": repr(threshold)})
     write_atomic(path, file.SerializeToString())
@@ -289,7 +313,7 @@ def export(
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry point of `python -m superglue_sift.onnx`."""
+    """Run the command `python -m superglue_sift.onnx`; return the exit code."""
     about = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=about)
     parser.add_argument("out", type=Path, help="the file to write (.onnx)")

@@ -1,8 +1,8 @@
 """Programs around the matcher.
 
-cli          the command superglue-match, and two images
-pairing      which pairs of a folder or a list, and the names of their results
-folder       match all pairs of a folder into files
-retrieval    similar photographs
-serve        the page in the browser
+cli          runs the command superglue-match, and matches two images.
+pairing      chooses pairs of a folder or a list, and names their results.
+folder       matches all pairs of a folder into files.
+retrieval    finds similar photographs.
+serve        shows a page in the browser.
 """

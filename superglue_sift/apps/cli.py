@@ -13,15 +13,18 @@
   superglue-match --pairs pairs.txt --root photos --out-dir found  a pair `a.jpg b.jpg` in each line
   superglue-match --serve                             a local page for the browser
 
-In --out-dir each pair has a file A_B_matches.npz: keypoints0 (M, 2), keypoints1 (N, 2), matches
-(M,) with -1 for none, match_confidence (M,); aligned0, aligned1 (M, 2), positions refined by the
-pixels around them, deviations (M,) in px, NaN where refinement failed, and correlations (M,); with
---scene pair_score; frame and turned. A pair whose file exists is done: the same command resumes
-where it was stopped, and --overwrite computes it again. Unreadable images are listed in
-bad_images.csv, the others are matched, and the exit code is 1. DIR is never searched for
-photographs. Keypoints are pixels of the images, rotated upright according to EXIF or, with --frame
-stored, as in the file: x right, y down, (0, 0) the centre of the first pixel. Each result states
-its frame.
+In --out-dir each pair has a file A_B_matches.npz. It holds keypoints0 (M, 2) and keypoints1 (N, 2),
+matches (M,), which is -1 for a keypoint without a match, match_confidence (M,), frame and turned.
+Refined matches also have their positions aligned0 and aligned1 (M, 2), deviations (M,) in px, which
+are NaN where refinement failed, and correlations (M,). With --scene there is also pair_score.
+
+A pair whose file exists is done. The same command resumes where it was stopped, and --overwrite
+matches the pairs again. Images that cannot be read are listed in bad_images.csv, the others are
+matched, and the exit code is 1. DIR is never searched for photographs.
+
+Keypoints are in pixels of the images, rotated upright according to EXIF or, with --frame stored, as
+in the file. x is to the right and y down, and (0, 0) is the centre of the first pixel. Each result
+states its frame.
 """
 
 from __future__ import annotations
@@ -48,12 +51,12 @@ from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
 PORT = 8010
-# Settings of `Matcher.load` that are options
+# These settings of `Matcher.load` are options of the command.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame", "scene",
     "accept", "likely", "precision", "extractor",
 )  # fmt: skip
-# Each option, and the sources or other options of which it needs one
+# An option needs one of these sources or other options.
 GOES_WITH = {
     "out": (TWO,),
     "json": (TWO,),
@@ -72,14 +75,14 @@ RANGES = {
     **dict.fromkeys(("max_keypoints", "network_keypoints", "k"), (1, math.inf)),
     **dict.fromkeys(("resize", "likely"), (0, math.inf)),
     **dict.fromkeys(("threshold", "accept"), (0, 1)),
-    "port": (0, 65535),  # 0: any free one
+    "port": (0, 65535),  # 0 takes any free port
 }
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Entry point of the command."""
+    """Run the command; return the exit code."""
     args = parse(argv)
-    # an existing database may need no matcher: it loads one itself
+    # An existing database may need no matcher, so this function loads one itself if it must.
     if args.source == DATABASE:
         return match_database(args)
     if args.source == PAGE:
@@ -90,7 +93,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def load(args: argparse.Namespace) -> Matcher:
-    """Load the matcher. Raises RequestError if its extractor would have to be allowed."""
+    """Load the matcher that the options ask for.
+
+    Raises RequestError if the model needs an extractor that is not allowed.
+    """
     asked = {name: getattr(args, name) for name in SETTINGS}
     matcher = Matcher.load(args.model, args.device, **asked)
     if matcher.extractor is None:
@@ -101,9 +107,9 @@ def load(args: argparse.Namespace) -> Matcher:
 
 
 def match_two(args: argparse.Namespace) -> int:
-    """Match two images; print a summary and write the requested files."""
+    """Match two images, print a summary and write the requested files; return the exit code."""
     matcher = load(args)
-    # find keypoints, without those that a mask leaves out
+    # Find keypoints, except where a mask is black.
     started = time.perf_counter()
     images = args.inputs
     if args.masks:
@@ -112,7 +118,7 @@ def match_two(args: argparse.Namespace) -> int:
         images = list(map(matcher.extract, images, masks))
     features = matcher.extract_all(images)
     extracted = time.perf_counter()
-    # match, say what the matches fit, and write what is asked for
+    # Match, say what the matches fit, and write what is asked for.
     found = matcher.match(*features)
     matched = time.perf_counter()
     print(found.summarize())
@@ -129,12 +135,15 @@ def match_two(args: argparse.Namespace) -> int:
 
 
 def match_database(args: argparse.Namespace) -> int:
-    """Match the features of an existing COLMAP database, and write the matches into it."""
+    """Match the features of an existing COLMAP database, and write the matches into it.
+
+    Returns the exit code. Raises RequestError as `StoredFeatures`.
+    """
     from superglue_sift.interop.colmap import StoredFeatures
 
     default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
-        # choose pairs as for a folder, and leave out those that have matches
+        # Choose pairs as for a folder, and leave out those that have matches.
         pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing, args.k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
         of = f"{len(stored.photos)} images with features, {total} pairs"
@@ -147,7 +156,7 @@ def match_database(args: argparse.Namespace) -> int:
         matcher = load(args)
         matcher.side_by_side()
         stored.start_writing()
-        # the database has no pixels by which positions could be refined
+        # The database has no pixels, so positions cannot be refined.
         features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
         results = matcher.match_batch(features, refine=False)
         accepted = 0
@@ -160,7 +169,7 @@ def match_database(args: argparse.Namespace) -> int:
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """Parse the command line; `source` of the result is one of those of `pairing`.
+    """Parse the command line. `source` of the result is one of the sources of `pairing`.
 
     Raises RequestError for invalid options.
     """
@@ -172,7 +181,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
     _add_inputs_and_outputs(parser)
     _add_settings(parser)
-    # complete what was given, then check it: a mistake is said before the model is loaded
+    # Complete what was given, then check it, so that a mistake is reported before the model loads.
     args = parser.parse_args(argv)
     args.inputs = [path for given in args.inputs for path in _expand(given)]
     args.scene = args.colmap is not None if args.scene is None else args.scene
@@ -183,6 +192,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
 
 def _add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what to match and what to write."""
     add = parser.add_argument_group("what to match").add_argument
     names = 'text file, `a b` in each line; names with spaces in "quotes"'
     add("--pairs", metavar="FILE", type=Path, help=names)
@@ -228,6 +238,7 @@ def _add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how to match, and those of the page."""
     add = parser.add_argument_group("how to match").add_argument
     add("--model", metavar="FILE", type=Path, help="model file (default: the shipped weights)")
     most = f"default {MAX_KEYPOINTS}, with --scene {verification.MAX_KEYPOINTS}"
@@ -281,18 +292,21 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def _expand(path: Path) -> Sequence[Path]:
-    """The files of a pattern such as `*.jpg`, which the command line of Windows does not expand."""
+    """Return the files of a pattern such as `*.jpg`, which the command line of Windows does not
+    expand.
+    """
     found = [] if path.exists() else sorted(glob.glob(str(path)))
     return [Path(name) for name in found] or [path]
 
 
 def _spell(name: str) -> str:
+    """Return an option as the user types it."""
     return f"--{name.replace('_', '-')}"
 
 
 def _source(args: argparse.Namespace) -> str:
-    """What is matched. Raises RequestError if nothing is, or more than one thing."""
-    # exactly one of these must be given
+    """Say what is matched. Raises RequestError if it is nothing, or more than one thing."""
+    # Exactly one of these must be given.
     sources = [LIST] * bool(args.pairs) + [PAGE] * args.serve + [FILES] * bool(args.inputs)
     if not sources and args.colmap:
         return DATABASE
@@ -325,7 +339,7 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.out_dir and (args.out or args.json):
         fix = "with --out-dir, use --pictures --json-files"
         raise RequestError(f"--out and --json are for two images; {fix}")
-    # 0 is a value that was given
+    # 0 is also a value that was given.
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
     known = {args.source, *map(_spell, given)}
     for name in GOES_WITH:
@@ -338,7 +352,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace) -> None:
-    """Check what is written, and optional packages, before any work. Raises RequestError."""
+    """Check the files to write, and optional packages, before any work. Raises RequestError."""
     if args.out and args.out.suffix.lower() not in PICTURES:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
     if args.masks and not args.masks.is_dir():
@@ -346,7 +360,7 @@ def _check_files(args: argparse.Namespace) -> None:
     if args.colmap and args.colmap.exists() and args.source != DATABASE:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
-    # a result overwrites neither a photograph nor another result
+    # A result must overwrite neither a photograph nor another result.
     taken = dict.fromkeys((path.resolve() for path in args.inputs), "an input")
     for path in filter(None, (args.out, args.json, args.colmap)):
         if path.resolve() in taken:
@@ -360,7 +374,7 @@ def _check_files(args: argparse.Namespace) -> None:
         tables = [args.out_dir / name for name in (folder.PAIR_LIST, folder.BAD_IMAGES)]
         if args.pairs.resolve() in [table.resolve() for table in tables]:
             raise RequestError(f"{args.pairs}: a table of results would overwrite it; rename it")
-    # packages that are no part of the plain installation
+    # The plain installation does not have these packages.
     if args.colmap:
         import_extra("pycolmap", "colmap")
     if args.serve:

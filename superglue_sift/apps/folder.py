@@ -1,9 +1,9 @@
-"""Match many pairs, of a folder, of files or of a list, into files.
+"""Match the pairs of a folder, of many files or of a list, and write each result to a file.
 
 The features of each photograph are computed once and kept on disk. A pair is done if its
-`A_B_matches.npz` exists, which is written last and atomically, so the same command goes on where it
-was stopped. Memory holds the names of all images, but features of only the last 256, pixels of 32,
-and one batch of pairs; with --colmap also all matches.
+`A_B_matches.npz` exists. This file is written last and atomically, so the same command goes on
+where it was stopped. Memory holds the names of all images, but features of only the last 256,
+pixels of the last 32, and one batch of pairs. With --colmap it also holds all matches.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ from superglue_sift.matcher import Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.progress import Progress
 
-PAIR_LIST = "pairs.csv"  # of a scene
+PAIR_LIST = "pairs.csv"  # table of the pairs of a scene
 BAD_IMAGES = "bad_images.csv"
 BATCH_ON_GPU = 8
-PAIRS_OF_A_WORKER = 2  # in a batch on a CPU: workers wait for the last pair of a batch
+PAIRS_OF_A_WORKER = 2  # in a batch on a CPU, where workers wait for the last pair of a batch
 
 Adding = Callable[[Item, Item, MatchResult], None]
 
 
 def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
-    """Match any number of pairs into --out-dir; return the exit code."""
-    # features of all photographs, which are kept, and the pairs to match
+    """Match any number of pairs into --out-dir; return the exit code.
+
+    Raises WorkError if some photographs cannot be read, after the others are matched.
+    """
+    # Extract the features of all photographs, which are kept, and choose the pairs to match.
     features = args.features or args.out_dir / "features"
     store = FeatureStore(matcher, features, args.masks, pairing.root_of(args))
     photos, bad, pairs, total = _prepare(args, store)
@@ -50,18 +53,18 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
     if many and matcher.rules and not args.pairs and args.pairing in (None, "auto"):
         expansion = retrieval.Expansion(photos)
     with contextlib.ExitStack() as stack:
-        # functions that get every pair, in the order of the pairs
+        # These functions get every pair, in the order of the pairs.
         adding: List[Adding] = [expansion] if expansion else []
         if matcher.rules:
             adding.append(stack.enter_context(pair_list(args.out_dir, pairing.root_of(args))))
         if args.colmap:
             adding.append(stack.enter_context(_database(args, photos, store)))
-        # match the pairs, and in large scenes those that the accepted ones propose
+        # Match the pairs, and in large scenes also those that the accepted pairs propose.
         done = match_pairs(args, store, pairs, total, adding)
         for _ in range(retrieval.ROUNDS if expansion else 0):
             more = expansion.propose() if expansion else []
             done += match_pairs(args, store, more, len(more), adding)
-    # say what was done, and which photographs are bad
+    # Say what was done, and which photographs are bad.
     print(_report(args.out_dir, *done))
     if args.colmap:
         print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
@@ -77,8 +80,11 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
 def _prepare(
     args: argparse.Namespace, store: FeatureStore
 ) -> Tuple[List[Item], Dict[str, str], Iterable[Pair], int]:
-    """Extract all features. Returns the readable photographs, the reasons by path of the others,
-    the pairs, and the number of pairs.
+    """Extract all features, and choose the pairs.
+
+    Returns the readable photographs, the reasons by path of the others, the pairs, and the number
+    of pairs. Raises RequestError for a list that cannot be read, and for pairs by similarity
+    without SIFT.
     """
     if args.pairs:
         listed = pairing.listed_pairs(args.pairs, pairing.root_of(args))
@@ -97,9 +103,12 @@ def _prepare(
 
 
 def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Extract missing features. Returns the readable photos, and the reasons by path of others."""
+    """Extract missing features; return the readable photographs, and the reasons by path
+    of others.
+    """
 
     def reason(photo: Item) -> str:
+        """Extract one photograph; return why it cannot be read, or ""."""
         try:
             store.prepare(photo)
         except RequestError as error:
@@ -122,7 +131,7 @@ def match_pairs(
 ) -> np.ndarray:
     """Match and write each pair that is not done, and give every pair to the functions `adding`.
 
-    Returns (2,) the numbers of pairs that were matched, and that were there before.
+    Returns (2,), the numbers of pairs that were matched now, and that were there before.
     """
     wanted = [JSON] * args.json_files + [PICTURE] * args.pictures
     counts = np.zeros(2, int)
@@ -131,10 +140,10 @@ def match_pairs(
             path = _file(args.out_dir, pair, MATCHES)
             missing = wanted
             if new:
-                path.unlink(missing_ok=True)  # of earlier matches, until all files are new
+                path.unlink(missing_ok=True)  # earlier matches, until all files are new
             else:
                 missing = [e for e in wanted if not _file(args.out_dir, pair, e).is_file()]
-                shown.initial += 1  # which the pace does not count
+                shown.initial += 1  # pairs that the pace does not count
             if missing or adding:
                 found = new or read_npz(path, store, pair)
                 _complete(args.out_dir, pair, found, missing, adding)
@@ -148,10 +157,10 @@ def match_pairs(
 def _match_new(
     args: argparse.Namespace, store: FeatureStore, pairs: Iterable[Pair]
 ) -> Iterator[Tuple[Pair, Optional[MatchResult]]]:
-    """Each pair, in order, with its result, or with None if its file exists."""
+    """Yield each pair, in order, with its result, or with None if its file exists."""
     matcher = store.matcher
     matcher.side_by_side()
-    # pixels are read only if positions are refined by them
+    # Read pixels only if positions are refined by them.
     features_of = store.with_pixels if matcher.refine else store
     size = PAIRS_OF_A_WORKER * matcher.workers
     if matcher.device.startswith("cuda"):
@@ -169,7 +178,7 @@ def _match_new(
 
 
 def _file(folder: Path, pair: Pair, ending: str) -> Path:
-    """FOLDER/A_B_ENDING."""
+    """Return the path FOLDER/A_B_ENDING of a file of a pair."""
     return folder / f"{pair[0].name}_{pair[1].name}_{ending}"
 
 
@@ -188,7 +197,7 @@ def _complete(
 
 
 def _report(folder: Path, matched: int, before: int) -> str:
-    """Numbers of matched and existing pairs, and of other pairs in the folder."""
+    """Say how many pairs were matched, how many existed, and how many others the folder holds."""
     text = f"{matched} pairs matched: {folder}"
     if before:
         text += f"\n{before} pairs were there before, and are kept; --overwrite matches them again"
@@ -199,7 +208,10 @@ def _report(folder: Path, matched: int, before: int) -> str:
 
 
 def _database(args: argparse.Namespace, photos: Sequence[Item], store: FeatureStore) -> Any:
-    """The COLMAP database that is asked for, as `colmap.database_of` fills it."""
+    """Return a context manager that fills the COLMAP database that is asked for.
+
+    See `colmap.database_of`.
+    """
     from superglue_sift.interop import colmap
 
     root = pairing.root_of(args)
@@ -208,15 +220,17 @@ def _database(args: argparse.Namespace, photos: Sequence[Item], store: FeatureSt
 
 @contextlib.contextmanager
 def pair_list(folder: Path, root: Path) -> Iterator[Adding]:
-    """A function that adds pairs of a scene to FOLDER/pairs.csv.
+    """Yield a function that adds pairs of a scene to FOLDER/pairs.csv, written at the end.
 
-    Each has the names of its files below `root`, and its score or why it has none.
+    A row has the names of both files below `root`, the number of matches, and the score of the pair
+    or the reason why it has none.
     """
     rows: List[Sequence[Any]] = [
         ("image0", "image1", "matches", "pair_score", "accepted", "reason")
     ]
 
     def add(item0: Item, item1: Item, found: MatchResult) -> None:
+        """Add the row of one pair."""
         score = f"{found.pair_score:.4f}"
         reason = "" if found.accepted else "not accepted"
         if found.pair_score == verification.SKIPPED:
@@ -230,11 +244,15 @@ def pair_list(folder: Path, root: Path) -> Iterator[Adding]:
 
 
 def npz_of(found: MatchResult) -> bytes:
-    """Arrays of the common layout: keypoints0 (M, 2), keypoints1 (N, 2) float32 px, matches (M,)
-    int64 or -1, match_confidence (M,) float32; frame () and turned (2,), see `MatchResult`.
+    """Return the bytes of a `.npz` of a result, in the common layout.
+
+    keypoints0, keypoints1: (M, 2) and (N, 2) float32 px.
+    matches: (M,) int64, -1 without a match.
+    match_confidence: (M,) float32.
+    frame, turned: () and (2,), see `MatchResult`.
 
     Refined matches also have aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
-    (M,), float32, NaN without a match. Pairs of a scene also have pair_score ().
+    (M,), float32, which are NaN without a match. Pairs of a scene also have pair_score ().
     """
     matches, scores = found.dense()
     arrays: Dict[str, Any] = {
@@ -249,7 +267,7 @@ def npz_of(found: MatchResult) -> bytes:
         arrays["pair_score"] = found.pair_score
     for name in REFINED if found.aligned1 is not None else ():
         refined = getattr(found, name)
-        # (K, ...) of the matches to (M, ...) of the keypoints of image 0
+        # (K, ...) of the matches -> (M, ...) of the keypoints of image 0
         arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = refined
     data = io.BytesIO()
@@ -260,7 +278,7 @@ def npz_of(found: MatchResult) -> bytes:
 def read_npz(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
     """Read a pair that was matched before.
 
-    Raises RequestError for a damaged file, or if it was made with other settings or images.
+    Raises RequestError for a damaged file, or a file that was made with other settings or images.
     """
     features0, features1 = map(store, pair)
     try:
@@ -270,13 +288,14 @@ def read_npz(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
         matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
     except DAMAGED:
         raise RequestError(f"{path}: is damaged; --overwrite matches the pair again") from None
-    # the indices of the matches are those of these keypoints alone
+    # The indices of the matches mean nothing with other keypoints.
     now = [features0.keypoints, features1.keypoints, features0.frame]
     of_scene = "pair_score" in arrays
     if not all(map(np.array_equal, known, now)) or of_scene != (store.matcher.rules is not None):
         reason = "is of other images or settings than those of this command"
         raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
     index0 = matches.indices[:, 0]
+    # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches
     refined: Dict[str, Any] = {name: arrays[name][index0] for name in REFINED if name in arrays}
     if of_scene:
         refined["pair_score"] = float(arrays["pair_score"])
@@ -284,13 +303,15 @@ def read_npz(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
 
 
 def json_of(found: MatchResult, about: Mapping[str, Any]) -> bytes:
-    """JSON with the common names, `matches` of [index0, index1, score], and `about`, such as the
-    names of the files.
+    """Return JSON of a result, with the common names, and with `about`, such as the names of the
+    files.
 
-    frame, turned0, turned1: see `MatchResult`. inliers, supported, H_0to1, F_0to1: of
-    `MatchResult.fits`; a model that is not supported fits as wrong matches would.
-    aligned0, aligned1, deviations, correlations: in the order of the matches, without a value where
-    refinement failed, and None if the matches were not refined.
+    matches: a list of [index0, index1, score].
+    frame, turned0, turned1: see `MatchResult`.
+    inliers, supported, H_0to1, F_0to1: from `MatchResult.fits`. A model that is not supported fits
+        as wrong matches would.
+    aligned0, aligned1, deviations, correlations: in the order of the matches. An entry is null
+        where refinement failed. All are null if the matches were not refined.
     """
     fits = found.fits()
     matches0, scores0 = found.dense()

@@ -1,4 +1,4 @@
-"""Which pairs of photographs a command matches, and the names of their results."""
+"""Choose the pairs of photographs that a command matches, and name their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from superglue_sift.features.images import list_photos
 from superglue_sift.features.store import Item
 from superglue_sift.files import read_lines, spelled_as_file
 
-# What is matched, `args.source`
+# Values of `args.source`, which says what is matched
 TWO = "two images"
 FILES = "more than two images"
 FOLDER = "a folder"
@@ -31,16 +31,19 @@ MATCHES = "matches.npz"
 PICTURE = "matches.jpg"
 JSON = "matches.json"
 
-MAX_EXHAUSTIVE = 200  # images of which all 19,900 pairs are matched by default
-BLOCK = 16  # images of one block of exhaustive pairs: half of those whose pixels stay in memory
-MAX_NAME = 255  # bytes of a file name
-NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default numbers for each image
+MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
+BLOCK = 16  # number of images of a block, half of those whose pixels stay in memory
+MAX_NAME = 255  # maximum number of bytes of a file name
+NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
 
 Pair = Tuple[Item, Item]
 
 
 def root_of(args: argparse.Namespace) -> Path:
-    """The folder below which images are named: of the command, or of its list or all its files."""
+    """Return the folder below which images are named.
+
+    It is the folder of the command or of its list, or the one that holds all its files.
+    """
     if args.source == LIST:
         return args.root or args.pairs.parent
     if args.source == FOLDER:
@@ -53,10 +56,14 @@ def root_of(args: argparse.Namespace) -> Path:
 
 
 def named_inputs(args: argparse.Namespace) -> List[Item]:
-    """The images of a folder, or those of the command line, without pictures of matches."""
+    """Return the images of a folder, or those of the command line, without pictures of matches.
+
+    Raises RequestError if there are fewer than two.
+    """
     if args.source == FOLDER:
         return photos_in(args.inputs[0], args.out_dir)
-    # the same file twice, or a picture that an earlier command wrote next to its matches
+    # Leave out a file that is named twice, and pictures that an earlier command wrote next to its
+    # matches.
     kept = [path for path in args.inputs if not _is_result(path)]
     given = {Path(os.path.abspath(path)): path for path in kept}
     if len(given) < 2:
@@ -67,10 +74,10 @@ def named_inputs(args: argparse.Namespace) -> List[Item]:
 
 
 def photos_in(folder: Path, out_dir: Path) -> List[Item]:
-    """All photographs below a folder, by name, except results: files below `out_dir`, and pictures
-    of other runs.
+    """List all photographs below a folder, by name, without results.
 
-    Raises RequestError: fewer than two images, or `out_dir` is the folder itself.
+    Results are files below `out_dir`, and pictures of other runs. Raises RequestError if there are
+    fewer than two images, or if `out_dir` is the folder itself.
     """
     output = out_dir.resolve()
     if output == folder.resolve():
@@ -87,21 +94,24 @@ def photos_in(folder: Path, out_dir: Path) -> List[Item]:
 
 
 def _is_result(path: Path) -> bool:
-    """Whether it is the picture of a pair, next to the pair's matches."""
+    """Say whether a file is the picture of a pair, next to the pair's matches."""
     stem = path.name[: -len(PICTURE)]
     return path.name.endswith(f"_{PICTURE}") and path.with_name(stem + MATCHES).is_file()
 
 
 def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
-    """Name photos by their path below `root`, without extension if every A_B stays unique."""
+    """Name photographs by their path below `root`, without extension if every A_B stays unique.
+
+    Raises RequestError if two results would have one name, or a name would be too long.
+    """
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
-    # a file elsewhere is named by its whole path, without "/", ".." and the drive
+    # A file elsewhere is named by its whole path, without "/", ".." and the drive.
     whole = [
         "-".join(part for part in path.parts if part not in (path.anchor, "..")) for path in inside
     ]
     plain = [name.rpartition(".")[0] or name for name in whole]
-    # A and a are one file name on Windows and macOS. Given a and a_b, a_b_c could be a with b_c, or
-    # a_b with c.
+    # A and a are one file name on Windows and macOS. If there are images a and a_b, then a_b_c
+    # could be the pair of a with b_c, or of a_b with c.
     taken = {name.casefold() for name in plain}
     clear = len(taken) == len(plain) and not any(
         name[:at].casefold() in taken
@@ -114,6 +124,7 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
         if count > 1:
             reason = "the results of two images would have this name; rename one"
             raise RequestError(f"{name}: {reason}")
+    # The two longest names make the longest name of a result.
     longest = sorted(names, key=lambda name: len(os.fsencode(name)))[-2:]
     if len(os.fsencode("_".join([*longest, MATCHES]))) > MAX_NAME:
         reason = "too long for A_B_matches.npz; rename it, or move it to a folder of a shorter path"
@@ -122,13 +133,14 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
 
 
 def listed_pairs(file: Path, root: Path) -> List[Pair]:
-    """Pairs of a text file, `a b` in each line, below `root`; numbers after the names are ignored.
+    """Read pairs from a text file, `a b` in each line, which name images below `root`.
 
     Names with spaces stand in double quotes, or with a tab between the two. Lines that start with
-    `#` are ignored. SuperGlue's lists have two rotations after the names, and 38 numbers of a pose.
-    Raises RequestError for an unreadable file or a line without two names.
+    `#` are ignored. Numbers after the names are ignored, too. SuperGlue's lists have two rotations
+    there, and 38 numbers of a pose. Raises RequestError for an unreadable file or a line without
+    two names.
     """
-    pairs: Dict[Tuple[Path, Path], None] = {}  # each once, in the order of the list
+    pairs: Dict[Tuple[Path, Path], None] = {}  # each pair once, in the order of the list
     for number, line in read_lines(file):
         words = _names(line)
         if len(words) != 2:
@@ -147,18 +159,22 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
 
 
 def _names(line: str) -> List[str]:
-    """The names in a line: between tabs if there are any, else words, with spaces if quoted."""
+    """Return the names in a line.
+
+    They stand between tabs if there are any. Otherwise they are words, with spaces if quoted.
+    """
     between = "\t" if "\t" in line.strip() else " "
     try:
         words = next(csv.reader([line], delimiter=between, skipinitialspace=True))
     except csv.Error:
         return []
     words = [word.strip() for word in words if word.strip()]
-    numbers = words[2:]  # rotations, intrinsics and a pose of SuperGlue's lists
+    numbers = words[2:]  # SuperGlue's lists have rotations, intrinsics and a pose
     return words[:2] if all(map(_is_number, numbers)) else words
 
 
 def _is_number(word: str) -> bool:
+    """Say whether a word is a number."""
     try:
         float(word)
     except ValueError:
@@ -167,7 +183,7 @@ def _is_number(word: str) -> bool:
 
 
 def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
-    """All pairs, block by block, so that most need no image read again."""
+    """Yield all pairs, block by block, so that most pairs need no image read again."""
     starts = range(0, len(items), BLOCK)
     for first, second in itertools.combinations_with_replacement(starts, 2):
         for i in range(first, min(first + BLOCK, len(items))):
@@ -176,7 +192,7 @@ def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
 
 
 def sequential(items: Iterable[Item], window: int) -> Iterator[Pair]:
-    """Pair each item with the `window` items before it."""
+    """Yield pairs of each item with the `window` items before it."""
     before: collections.deque = collections.deque(maxlen=window)
     for item in items:
         for earlier in before:
@@ -190,10 +206,12 @@ def choose_pairs(
     pairing: Optional[str] = None,
     k: Optional[int] = None,
 ) -> Tuple[Iterable[Pair], int]:
-    """Choose pairs of photos; return them and their number.
+    """Choose pairs of photographs; return them and their number.
 
-    pairing: "exhaustive"; or "sequential" or "nearest", with `k` others for each (if None, those
-    of NEIGHBOURS); or "auto", also if None: nearest with `k` or for many photos, else exhaustive.
+    pairing: "exhaustive", or "sequential" or "nearest" with `k` others for each photograph. If None
+        or "auto", it is "nearest" with `k` or for many photographs, and otherwise "exhaustive".
+    k: number of others. If None, it is the number in NEIGHBOURS.
+
     Only "nearest" needs the features, which must be SIFT.
     """
     count = len(photos)

@@ -1,10 +1,11 @@
-"""A page for the browser: drop two images, see their matches, move the threshold. Local only.
+"""Serve a local page for the browser: drop two images, see their matches, move the threshold.
 
     superglue-match --serve          then http://127.0.0.1:8010
 
-Listens on 127.0.0.1 only, and refuses other host names and pages of other sites. The page loads
-nothing from elsewhere. Uploads are limited to 32 MB; their names are not used. Only the features of
-the last two images are kept, in memory. Needs `pip install 'superglue-sift[serve]'`.
+The server listens on 127.0.0.1 only, and refuses other host names and pages of other sites. The
+page loads nothing from elsewhere. Uploads are limited to 32 MB, and their names are not used. Only
+the features of the last two images are kept, in memory. This needs
+`pip install 'superglue-sift[serve]'`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 
 HOST = "127.0.0.1"
-MAX_BYTES = 32 << 20  # of a request: both images
+MAX_BYTES = 32 << 20  # maximum size of a request, which has both images
 NAMES = ("first image", "second image")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src"
@@ -36,7 +37,7 @@ HEADERS = {
 
 
 def run(matcher: Matcher, port: int) -> int:
-    """Serve until Ctrl-C. Raises RequestError: Flask is missing, or the port is in use."""
+    """Serve until Ctrl-C. Raises RequestError if Flask is missing, or the port is in use."""
     app = make_app(matcher)
     from werkzeug.serving import make_server
 
@@ -57,14 +58,14 @@ def make_app(matcher: Matcher) -> Any:
     from werkzeug.exceptions import HTTPException
 
     app = flask.Flask(__name__)
-    # Other names of this machine are refused: pages of other sites could take one (DNS rebinding)
+    # Refuse other names of this machine, because another site could take one (DNS rebinding).
     app.config.update(MAX_CONTENT_LENGTH=MAX_BYTES, TRUSTED_HOSTS=[HOST, "localhost"])
     request = flask.request
     extract = functools.lru_cache(maxsize=2)(functools.partial(_extract, matcher))
-    lock = threading.Lock()  # one match at a time, which bounds memory
+    lock = threading.Lock()  # only one match at a time, to save memory
 
     def steps(images: Sequence[bytes], threshold: float) -> Iterator[Dict[str, Any]]:
-        """What is done next, and at the end the answer."""
+        """Yield what is done next, and at the end the answer."""
         with lock:
             features = []
             for number, (data, name) in enumerate(zip(images, NAMES)):
@@ -86,7 +87,7 @@ def make_app(matcher: Matcher) -> Any:
         threshold = request.form.get("threshold", matcher.threshold, float)
         check_range("threshold", threshold, 0, 1)
 
-        # one line of JSON for each step, so that the page shows the progress
+        # Send one line of JSON for each step, so that the page shows the progress.
         def lines() -> Iterator[str]:
             try:
                 for line in steps(images, threshold):
@@ -115,13 +116,18 @@ def make_app(matcher: Matcher) -> Any:
 
 
 def _extract(matcher: Matcher, data: bytes, name: str) -> Features:
-    """Features of an image, with its pixels in colour. Raises RequestError for a bad image."""
+    """Extract features of an image, with its pixels in colour. Raises RequestError for a
+    bad image.
+    """
     features = matcher.extract_file(data, name)
     return features._replace(image=decode_color(data, name, UPRIGHT))
 
 
 def answer_of(found: MatchResult, images: Sequence[bytes]) -> Dict[str, Any]:
-    """For the page: a summary, a caption, and by name the files of the command, base64."""
+    """Return the answer for the page: a summary, a caption, and the files of the command by name.
+
+    The files are in base64.
+    """
     picture = found.show(captions=False)
     digests = {
         f"image{number}": hashlib.sha256(data).hexdigest() for number, data in enumerate(images)
