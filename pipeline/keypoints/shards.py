@@ -123,8 +123,7 @@ class Folder:
         self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
 
     def rows(self) -> List[Optional[Dict[str, Any]]]:
-        """Return the row of every planned shard, or None for a shard that this run has not made
-        yet."""
+        """Return the row of every planned shard, None for one that is not made or checked yet."""
         notes = [self._read_note(shard) for shard in self.shards]
         return [
             row if row.get("fingerprint") == shard.fingerprint else None
