@@ -38,9 +38,9 @@ from superglue_sift.geometry import tracks, two_view, verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
 
-CENTRE = 0.5  # of the first pixel, in COLMAP's coordinates
-FOCAL = 1.2  # times the longer side: COLMAP's guess without EXIF
-MIN_INLIERS = 15  # of a verified pair, as in COLMAP's own matcher
+CENTRE = 0.5  # centre of the first pixel in COLMAP's coordinates
+FOCAL = 1.2  # COLMAP's guess without EXIF is so many times the longer side
+MIN_INLIERS = 15  # minimum for a verified pair, as in COLMAP's own matcher
 CAMERAS = {None: "AUTO", "folder": "PER_FOLDER", "image": "PER_IMAGE"}  # COLMAP's words
 ONLY_FATAL = 3  # level of COLMAP's log
 
@@ -50,7 +50,7 @@ EXTRACT = "run colmap feature_extractor first"
 
 
 class ColmapDatabase:
-    """A COLMAP database that is filled pair by pair; a context manager."""
+    """A COLMAP database that is filled pair by pair. It is a context manager."""
 
     def __init__(
         self, path: FileName, images: Optional[FileName] = None, camera_per: Optional[str] = None
@@ -78,10 +78,10 @@ class ColmapDatabase:
         self._database.close()
 
     def add_photographs(self, names: Sequence[str]) -> None:
-        """Write photographs with their cameras and positions by GPS; name those on stderr that
-        COLMAP cannot read.
+        """Write photographs with their cameras and positions by GPS.
 
-        All photographs of one camera must be in one call.
+        All photographs of one camera must be in one call. Photographs that COLMAP cannot read are
+        named on stderr.
         """
         self._asked.update(names)
         if self._images is None:
@@ -111,9 +111,9 @@ class ColmapDatabase:
         """Write the matches and the two-view geometry of two images; return the number of its
         inliers.
 
-        names: of files below the folder of the photographs, with "/". New images are added. Nothing
-        else is written of a rejected pair (`MatchResult.accepted`), and nothing of a pair that is
-        there.
+        names: paths of the files below the folder of the photographs, with "/". New images are
+            added. If a pair was rejected (`MatchResult.accepted`), only its images are written. A
+            pair that is already in the database is not written again.
         """
         image0 = self._image(name0, features0)
         image1 = self._image(name1, features1)
@@ -123,9 +123,11 @@ class ColmapDatabase:
         return write_pair(self._pycolmap, self._database, (image0, image1), matches)
 
     def _image(self, name: str, features: Features) -> Tuple[int, Any, np.ndarray]:
-        """Id, camera and positions of an image, whose keypoints are written the first time."""
+        """Return id, camera and positions (n, 2) float64 of an image. The first call writes its
+        keypoints.
+        """
         points = _points(features)
-        # the first pair of an image: its camera if it has none, and its keypoints
+        # With its first pair, an image gets its keypoints, and a camera if it has none.
         if name not in self._known:
             if name not in self._asked and (self._images or Path()).joinpath(name).is_file():
                 self.add_photographs([name])
@@ -152,9 +154,10 @@ class ColmapDatabase:
         self._database.write_frame(frame)
 
     def _write_keypoints(self, number: int, points: np.ndarray, features: Features) -> None:
+        """Write positions (n, 2) of an image, and its descriptors if they are SIFT."""
         self._database.write_keypoints(number, points)
         if kind_of(features.records.dtype)[0] == "sift":
-            # RootSIFT in bytes, as COLMAP keeps its own SIFT
+            # COLMAP keeps its own SIFT as RootSIFT in bytes.
             roots = root_sift_of(features.records["descriptor"])
             rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
             sift = self._pycolmap.FeatureExtractorType.__members__["SIFT"]
@@ -172,9 +175,9 @@ def write_pair(
     (id0, camera0, points0), (id1, camera1, points1) = images
     geometry = pycolmap.estimate_two_view_geometry(camera0, points0, camera1, points1, matches)
     inliers = len(geometry.inlier_matches)
-    # its mapper would also use what its own test calls a watermark
+    # COLMAP's mapper would also use what its own test calls a watermark.
     watermark = pycolmap.TwoViewGeometryConfiguration.WATERMARK
-    # both or none: a pair with matches counts as done when a killed run is resumed
+    # Write both or none, since a pair with matches counts as done when a killed run is resumed.
     with pycolmap.DatabaseTransaction(database):
         database.write_matches(id0, id1, matches)
         if inliers >= MIN_INLIERS and geometry.config != watermark:
@@ -212,17 +215,17 @@ def database_of(
     name = {photo: name_below(str(photo.image), root) for photo in photos}
 
     def add(photo0: Any, photo1: Any, result: MatchResult) -> None:
-        # keep the keypoints of a photograph once, not for each of its pairs
+        # Keep the keypoints of a photograph once, not for each of its pairs.
         shared0 = keypoints.setdefault(photo0, result.keypoints0)
         shared1 = keypoints.setdefault(photo1, result.keypoints1)
         pairs.append((photo0, photo1, replace(result, keypoints0=shared0, keypoints1=shared1)))
 
     with ColmapDatabase(partial, root, camera_per) as database:
-        # before hours of work, which names the photographs that COLMAP cannot read
+        # Name the photographs that COLMAP cannot read before hours of work.
         database.add_photographs(list(name.values()))
         yield add
         moved = refine_keypoints(keypoints, pairs, store) if refine else keypoints
-        # write the pairs, with the keypoints where all pairs agree on them
+        # Write the pairs, with the keypoints where all pairs agree on them.
         for photo0, photo1, result in pairs:
             if refine and result.pair_score is not None:
                 points0 = moved[photo0][result.matches[:, 0]]
@@ -240,7 +243,7 @@ def refine_keypoints(
     pairs: Sequence[Tuple[Any, Any, MatchResult]],
     store: FeatureStore,
 ) -> Dict[Any, np.ndarray]:
-    """Keypoints (N, 2) of each photograph, refined by the pixels of all its accepted pairs."""
+    """Refine the keypoints (N, 2) px of each photograph by the pixels of all its accepted pairs."""
     number = {photo: at for at, photo in enumerate(keypoints)}
     accepted = [pair for pair in pairs if len(pair[2].matches)]
 
@@ -258,7 +261,7 @@ def refine_keypoints(
 
 
 def _points(features: Features) -> np.ndarray:
-    """(n, 2) float32 positions in COLMAP's coordinates."""
+    """Return the positions (n, 2) float32 in COLMAP's coordinates."""
     to_stored = to_upright(inverse(features.turned), features.size)
     points = two_view.transform(positions(features.records).astype(np.float64), to_stored)
     return points.astype(np.float32) + np.float32(CENTRE)
@@ -273,9 +276,11 @@ class StoredFeatures:
     """
 
     def __init__(self, path: Path, max_keypoints: int) -> None:
-        """max_keypoints: of an image, those of the largest scales.
+        """Open a database for reading. max_keypoints: maximum number per image, of the largest
+        scales.
 
-        Raises RequestError: no COLMAP database with SIFT features, or another program writes it.
+        Raises RequestError if it is no COLMAP database with SIFT features, or another program
+        writes it.
         """
         self.path = path
         self.max_keypoints = max_keypoints
@@ -311,11 +316,13 @@ class StoredFeatures:
             self._writer.close()
 
     def __call__(self, photo: Item) -> Features:
-        """The features of an image, the largest first. Raises RequestError for other than SIFT."""
+        """Return the features of an image, the largest first. Raises RequestError unless they are
+        SIFT.
+        """
         return self._read(photo.name)[0]
 
     def has_matches(self, photo0: Item, photo1: Item) -> bool:
-        """Whether the database has matches of this pair, or their geometry."""
+        """Say whether the database has matches of this pair, or their geometry."""
         return self._pair_id(photo0, photo1) in self._matched
 
     def start_writing(self) -> None:
@@ -343,8 +350,10 @@ class StoredFeatures:
         return self._pycolmap.image_pair_to_pair_id(*numbers)
 
     def _read_image(self, name: str) -> Tuple[Features, np.ndarray, np.ndarray]:
-        """Features, their rows in the database, and the positions (n, 2) float64 of all its rows in
-        COLMAP's coordinates.
+        """Read the features of an image.
+
+        Returns the features; their rows in the database; and the positions (n, 2) float64 of all
+        rows, in COLMAP's coordinates.
         """
         image = self._images[name]
         columns = "k.cols AS columns, k.data AS points, d.*"

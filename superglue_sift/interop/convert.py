@@ -29,7 +29,7 @@ def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
 def from_dmatches(
     matches: Sequence[cv2.DMatch], features0: Features, features1: Features
 ) -> MatchResult:
-    """Inverse of `to_dmatches`."""
+    """Convert OpenCV's matches to a result. This is the inverse of `to_dmatches`."""
     pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
     scores = np.array([1.0 - m.distance for m in matches], np.float32)
     return MatchResult.of(features0, features1, Matches(pairs, scores))
@@ -70,9 +70,10 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Inverse of `to_lightglue`, also for other SIFT; batched or not. Raises as `Features.of`.
+    """Convert LightGlue's features, batched or not. This is the inverse of `to_lightglue`.
 
-    Scores that are missing or 0 become the typical one.
+    Other SIFT can be converted, too. Scores that are missing or 0 become the typical one. Raises
+    RequestError as `Features.of`.
     """
 
     def plain(name: str, axes: int) -> np.ndarray:

@@ -53,12 +53,16 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
 
 def read_features(path: FileName, name: str) -> Features:
-    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError without it."""
+    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it
+    is missing.
+    """
     return _features_of(_read(path, slashes(name)))
 
 
 def _features_of(data: Mapping[str, Any]) -> Features:
-    """Features of hloc's arrays or tensors of one image, batched or not, in stored pixels."""
+    """Convert hloc's arrays or tensors of one image, batched or not, to features in
+    stored pixels.
+    """
     units = {"scales": 2 * data["scales"], "oris": data["oris"] * (np.pi / 180)}
     features = convert.from_lightglue(
         {**data, **units, "descriptors": data["descriptors"].swapaxes(-1, -2)}
@@ -75,18 +79,21 @@ def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) ->
 def read_matches(
     path: FileName, name0: str, name1: str, features0: Features, features1: Features
 ) -> MatchResult:
-    """Read a pair from `write_matches` or `match_features`. Raises RequestError without it."""
+    """Read a pair from `write_matches` or `match_features`. Raises RequestError if it is
+    missing.
+    """
     return convert.from_lightglue_matches(
         _read(path, pair_name(name0, name1)), features0, features1
     )
 
 
 def pair_name(name0: str, name1: str) -> str:
-    """The group of a pair in hloc's file of matches."""
+    """Return the name of a pair's group in hloc's file of matches."""
     return "/".join(slashes(name).replace("/", "-") for name in (name0, name1))
 
 
 def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
+    """Write arrays to a group of an HDF5 file, in place of an earlier group of this name."""
     with import_extra("h5py", "hloc").File(str(path), "a", libver="latest") as file:
         if group in file:
             del file[group]
@@ -95,6 +102,7 @@ def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
 
 
 def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
+    """Read the arrays of a group. Raises RequestError if it is missing."""
     try:
         with import_extra("h5py", "hloc").File(str(path), "r", libver="latest") as file:
             return {name: np.asarray(value) for name, value in file[group].items()}
@@ -122,7 +130,9 @@ class MatcherForHloc:
         self.matcher = Matcher.load(conf["model"], conf["device"], **settings)
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-        """hloc's features of two images to matches0 (1, M) and matching_scores0 (1, M)."""
+        """Match hloc's features of two images; return matches0 (1, M) and
+        matching_scores0 (1, M).
+        """
         views = []
         for view in "01":
             values = {name: data[name + view] for name in ARRAYS}
@@ -133,7 +143,10 @@ class MatcherForHloc:
 
 
 def register() -> Type:
-    """Register the matcher `superglue_sift` in hloc; returns its class. Raises RequestError."""
+    """Register the matcher `superglue_sift` in hloc; return its class.
+
+    Raises RequestError if hloc is not installed.
+    """
     try:
         from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]
     except ImportError:
