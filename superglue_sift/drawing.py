@@ -37,7 +37,7 @@ SMALLEST = 12  # minimum height of a letter in pixels
 
 @dataclass(frozen=True)
 class Panel:
-    """The matches of one matcher.
+    """A panel of a picture shows the matches of one matcher.
 
     heading: text above the picture.
     points0, points1: (K, 2) pixels.

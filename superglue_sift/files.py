@@ -47,6 +47,7 @@ def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
         with temporary.open("wb") as stream:
             stream.write(data)
             stream.flush()
+            # The content must be on the disk before the rename.
             os.fsync(stream.fileno())
         _replace(temporary, path)
     except OSError as error:
@@ -144,6 +145,7 @@ def read_lines(path: FileName) -> List[Tuple[int, str]]:
     """
     try:
         data = Path(path).read_bytes()
+        # Guess the encoding from the first bytes.
         encoding = "utf-8-sig"
         if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             encoding = "utf-16"
@@ -168,6 +170,7 @@ def spelled_as_file(folder: FileName, name: str) -> Optional[str]:
     character or as two (Unicode NFC, and NFD on a Mac).
     """
     for path in (name, name.replace("\\", "/")):
+        # Try the spelling as it is, then both forms of accented letters.
         for form in (path, *(unicodedata.normalize(kind, path) for kind in ("NFC", "NFD"))):
             if os.path.lexists(os.path.join(folder, form)):
                 return form

@@ -157,6 +157,7 @@ class Matcher:
         rules = _rules(scene, accept=accept, likely=likely)
         device = choose_device(device)
         model, info = load_model(Path(path) if path else shipped_weights(), device)
+        # Settings that are not given depend on whether there is a scene.
         most, selected, side = USUAL_OF_SCENES if scene else USUAL
         matcher = cls(
             _prepare(model, precision, compile),
@@ -203,6 +204,7 @@ class Matcher:
         """
         if isinstance(image, (str, Path)):
             return self.extract_file(read(image), image, mask)
+        # Pixels in memory are upright, so their masks need no rotation.
         gray, transparent = gray_of(image)
         given = None if mask is None else mask_of(mask, (gray.shape[1], gray.shape[0]), 1)
         return self.extract_gray(gray, (transparent, given))._replace(image=image)
@@ -301,6 +303,7 @@ class Matcher:
         check_range("batch_size", batch_size, 1)
         refine = self.refine if refine is None else refine
         for group in _groups(pairs, batch_size):
+            # The images of pair i are entries 2 i and 2 i + 1.
             features = self.extract_all([image for pair in group for image in pair])
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:

@@ -30,7 +30,9 @@ from superglue_sift.files import file_sha256
 
 @dataclass(frozen=True)
 class Extractor:
-    """An extractor, "sift" or "module:function". Call it as `sift.extract`.
+    """An extractor finds the keypoints of an image. Call it as `sift.extract`.
+
+    name: "sift" or "module:function".
 
     dtype: dtype of the keypoints that it returns.
     scale_angle: whether it provides scale and angle, which are 0 otherwise.

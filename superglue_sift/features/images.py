@@ -246,7 +246,7 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
 def _decode_by_pillow(
     data: bytes, name: str, gray: bool
 ) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int, bool]:
-    """Decode by Pillow, or by OpenCV colours of more than 8 bits, of which Pillow keeps 8.
+    """Decode by Pillow, and colours of more than 8 bits by OpenCV, since Pillow keeps only 8.
 
     Returns pixels, mask, size as stored, EXIF orientation, and whether the pixels are upright
     already.
@@ -533,6 +533,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
     if values.ndim == 2:
         return values
+    # (H, W, bands) -> (H, W, 3 or 4)
     colours = [0, 1, 2] if bands > 2 else [0, 0, 0]
     return values[..., [*colours, bands - 1] if is_alpha else colours]
 
@@ -563,6 +564,7 @@ def _pixels_of_values(
     levels = colours.astype(wide)
     levels[~known] = low
     levels = (levels.clip(low, high) - wide(low)) * wide(256.0 / max(high - low, 1e-30))
+    # Values at the upper end of the range give 256, which is cut to 255.
     pixels = levels.clip(0, 255).astype(np.uint8)
     mask = np.asarray(known.any(axis=-1) if values.ndim == 3 else known)
     if values.shape[2:] == (4,):

@@ -1,4 +1,4 @@
-"""Nearest neighbours by descriptor, the ratio test (Lowe 2004), and the selection of the keypoints
+"""Find nearest neighbours by descriptor, run the ratio test (Lowe 2004), and select the keypoints
 that the network gets.
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest

@@ -102,6 +102,7 @@ class FeatureStore:
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""
         content, digest = self._read(item)
+        # Other settings or another content give another file.
         name = hashlib.sha256(f"{self._settings} {digest}".encode()).hexdigest()[:32]
         path = self.folder / f"{name}.npz"
         try:
@@ -114,6 +115,7 @@ class FeatureStore:
                 features = self.matcher.extract_file(content, str(item.image), self.mask_of(item))
             else:
                 features = self.matcher.extract(item.image)
+        # Keep the features, without pixels, for the next time.
         data = io.BytesIO()
         kept = ("records", "size", "turned", "found_at")
         np.savez(data, **{name: getattr(features, name) for name in kept})
