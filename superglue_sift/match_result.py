@@ -137,6 +137,7 @@ class MatchResult:
 
     def only(self, chosen: np.ndarray) -> MatchResult:
         """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
+        # Choose from the arrays of refined positions, too, if there are any.
         given = {name: getattr(self, name) for name in REFINED}
         kept = {name: values[chosen] for name, values in given.items() if values is not None}
         return replace(self, found=self.found.only(chosen), **kept)
@@ -278,6 +279,7 @@ class MatchResult:
         plane = self.homography()
         if not motion.supported and not plane.supported:
             return f"{total} matches, which support no camera motion and no plane"
+        # Count the matches that fit both models, or the plane alone without a camera motion.
         flat = int((plane.inliers & (motion.inliers | (not motion.supported))).sum())
         if not motion.supported:
             return f"{flat} of {total} matches fit one plane"

@@ -90,6 +90,7 @@ def _prepare(
         listed = pairing.listed_pairs(args.pairs, pairing.root_of(args))
         every = list(dict.fromkeys(itertools.chain.from_iterable(listed)))
         photos, bad = extract_all(every, store)
+        # Leave out pairs with a photograph that cannot be read.
         readable = set(photos)  # a pair with a bad photograph is left out
         pairs = [pair for pair in listed if readable.issuperset(pair)]
         return photos, bad, pairs, len(pairs)
@@ -145,6 +146,7 @@ def match_pairs(
                 missing = [e for e in wanted if not _file(args.out_dir, pair, e).is_file()]
                 shown.initial += 1  # pairs that the pace does not count
             if missing or adding:
+                # A pair that is done is read again only if something else needs its matches.
                 found = new or read_npz(path, store, pair)
                 _complete(args.out_dir, pair, found, missing, adding)
             if new:
@@ -162,6 +164,7 @@ def _match_new(
     matcher.side_by_side()
     # Read pixels only if positions are refined by them.
     features_of = store.with_pixels if matcher.refine else store
+    # A batch keeps all workers busy on a CPU, or the GPU.
     size = PAIRS_OF_A_WORKER * matcher.workers
     if matcher.device.startswith("cuda"):
         size = BATCH_ON_GPU
@@ -270,6 +273,7 @@ def npz_of(found: MatchResult) -> bytes:
         # (K, ...) of the matches -> (M, ...) of the keypoints of image 0
         arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
         arrays[name][found.matches[:, 0]] = refined
+    # Write the archive to memory, so that the file appears whole.
     data = io.BytesIO()
     np.savez_compressed(data, **arrays)
     return data.getvalue()

@@ -33,7 +33,6 @@ class Extractor:
     """An extractor finds the keypoints of an image. Call it as `sift.extract`.
 
     name: "sift" or "module:function".
-
     dtype: dtype of the keypoints that it returns.
     scale_angle: whether it provides scale and angle, which are 0 otherwise.
     function: the function that finds keypoints.

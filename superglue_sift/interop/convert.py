@@ -30,6 +30,7 @@ def from_dmatches(
     matches: Sequence[cv2.DMatch], features0: Features, features1: Features
 ) -> MatchResult:
     """Convert OpenCV's matches to a result. This is the inverse of `to_dmatches`."""
+    # The reshape keeps (0, 2) for no matches.
     pairs = np.array([(m.queryIdx, m.trainIdx) for m in matches], np.int64).reshape(-1, 2)
     scores = np.array([1.0 - m.distance for m in matches], np.float32)
     return MatchResult.of(features0, features1, Matches(pairs, scores))
@@ -119,5 +120,6 @@ def from_lightglue_matches(
         torch.as_tensor(data[name]).detach().cpu().reshape(-1)
         for name in ("matches0", "matching_scores0")
     )
+    # (M,) partners -> (K, 2) indices
     found = Matches.from_dense(matches0.long().numpy(), scores0.float().numpy())
     return MatchResult.of(features0, features1, found)
