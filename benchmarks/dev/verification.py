@@ -2,24 +2,32 @@
 
     python -m benchmarks.dev.verification coco/val coco/train
 
-Pairs are made of the first 16 photographs of the first folder. The last 100 of the second folder
-are other places. The kinds are views of one plane (`plane`), of several planes at different depths
-(`depth`), of a court whose four walls have equal windows (`court`), and of mirror images
-(`mirrored`). The two views of a court may show one wall or two. A pair is right if most matches
-that agree with its geometry are right, and wrong otherwise.
+Each of the first 16 photographs of the first folder is a place. The last 16 photographs of the
+second folder are what else is seen there. The kinds are views of one plane (`plane`), and of a
+court whose four walls have equal windows (`court`). In some courts the windows nearly touch, like a
+wallpaper. Any two views of a court are a pair: they may show one wall or two. A pair is right if
+most matches that agree with its geometry are right, and wrong otherwise.
 
-Printed are the weights, to be copied into that module; how often pairs of a given probability are
-right; and for each kind, how many right pairs are refused and how many wrong ones are accepted, at
-several limits. For the last two, each photograph is judged by weights learned without it. Right and
-wrong pairs weigh the same in total. Pairs without a geometry are always refused, and teach nothing.
+Printed are the weights; and for each kind, how many right pairs are refused and how many wrong ones
+are accepted, at several limits. First each place is judged by weights learned without it, then by
+the weights of the module, which were learned from other pairs. Right and wrong pairs weigh the same
+in total. Pairs that the first look skips, and those without a geometry, are always refused. They
+teach nothing and are left out.
+
+    python -m benchmarks.dev.verification --check /data/strecha /data/strecha/cameras_gt.txt
+
+counts the same for the weights of the module, on all pairs of photographs with known cameras.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import itertools
 import math
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -28,93 +36,70 @@ from scipy.optimize import minimize
 from scipy.special import expit
 
 from benchmarks.command import make_parser
+from benchmarks.dev import scenes
 from pipeline import errors
 from pipeline.keypoints.views import distort, generator, render, sample_view
 from pipeline.params import Homography, Photometric
 from superglue_sift import Matcher
+from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.guided_matching import positions_of
-from superglue_sift.geometry.two_view import compose, inverse, normalize, transform
+from superglue_sift.geometry.two_view import compose, epipolar_distances, inverse, transform
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator
 Gray = np.ndarray  # a photograph (H, W) uint8
-Made = Tuple[Gray, Gray, Sequence[np.ndarray]]  # two images, homographies of planes that both show
+# A view: the image, and the homographies (3, 3) of all planes of the place to it
+View = Tuple[Gray, List[np.ndarray]]
+Errors = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (k,) px, of matches (k, 2) and (k, 2)
+Pair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
 
 PLACES = 16
-OTHERS = 100
 VIEW = (640, 480)  # px, width and height
 # Wider than in training: little overlap, strong tilt and zoom
 WIDE = Homography(scale_min=0.25, perspective=0.3, rotation_deg=60, tilt_deg=70, max_upscale=4)
-MILD = Homography(scale_min=0.7, perspective=0.15, rotation_deg=20, tilt_deg=30, max_upscale=4)
 LIGHT = Photometric(brightness=0.2, contrast=0.3, gamma=0.2, blur=1.5, noise=0.03, jpeg=0.5)
 LARGE = (1024, 768)  # of a view of a court
 WALL = (960, 640)  # px, of a court
-WINDOW = 120  # px
-RIGHT_PX = 4.0  # error up to which a match is right
-PARTS = 8  # of the photographs, each judged by weights of the others
+WINDOW = (70, 160)  # px, the smallest and the largest
+VIEWS = 6  # of a court
 PENALTY = 0.05  # of the squares of the weights, per deviation of the number that is weighed
-BINS = (0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1)
-LIMITS = (0.5, 0.8, 0.9, 0.95)
+LIMITS = (0.5, 0.7, 0.9, 0.95, 0.98)
+EVIDENCE = ["agreement", "order", "support"]
 
 
 # Made pairs
 
 
-def plane(rng: Random, photo: Gray, _other: Gray) -> Made:
-    """Two views of a photograph."""
-    (image0, H0), (image1, H1) = (view(rng, photo, WIDE) for _ in range(2))
-    return image0, image1, [compose(H1, inverse(H0))]
+def plane(rng: Random, photo: Gray, _other: Gray) -> List[View]:
+    """Three views of a photograph."""
+    maps = [sample_view(rng, photo.shape[::-1], VIEW, WIDE) for _ in range(3)]
+    return [(distort(render(photo, H, VIEW), rng, LIGHT), [H]) for H in maps]
 
 
-def depth(rng: Random, photo: Gray, other: Gray) -> Made:
-    """A photograph cut into planes at different depths, seen by a camera that moved.
-
-    Behind the planes in front is another photograph, which the first camera does not see.
-    """
-    first = mild_part(rng, photo)
-    K, turn, moved = _motion(rng)
-    fronts = [_outline(rng) for _ in range(rng.integers(2, 13))]
-    # in units of the depth of the last plane
-    depths = [1.0, *np.sort(rng.uniform(0.4, 0.9, len(fronts)))[::-1]]
-    layer = np.zeros(first.shape, np.uint8)  # of each pixel, the nearest plane
-    for number, outline in enumerate(fronts, 1):
-        cv2.fillConvexPoly(layer, outline, number)
-    behind = np.where(layer == 0, first, cv2.resize(other, VIEW, interpolation=cv2.INTER_AREA))
-    second = np.zeros_like(first)
-    planes = []
-    for number, far in enumerate(depths):
-        normal = np.append(rng.uniform(-0.4, 0.4, 2), 1.0)
-        planes.append(normalize(K @ (turn + np.outer(moved, normal) / far) @ np.linalg.inv(K)))
-        mask = np.uint8(255) * (layer == number) if number else np.full_like(layer, 255)
-        shown = cv2.warpPerspective(mask, planes[-1], VIEW) > 127
-        seen = cv2.warpPerspective(first if number else behind, planes[-1], VIEW)
-        second[shown] = seen[shown]
-    second, H = view(rng, second, WIDE)
-    return distort(first, rng, LIGHT), second, [compose(H, each) for each in planes]
-
-
-def court(rng: Random, photo: Gray, other: Gray) -> Made:
-    """Two views from within a court, whose four walls have the same windows.
+def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
+    """Views from within a court, whose four walls have the same windows.
 
     Each wall is a quarter of the other photograph, with the middle of the first one many times on
-    it. The truth are the homographies of all walls.
+    it.
     """
     quarters = [part for half in np.array_split(other, 2) for part in np.array_split(half, 2, 1)]
-    walls = [hang_windows(rng, photo, np.ascontiguousarray(part)) for part in quarters]
+    window = rng.integers(*WINDOW)
+    walls = [hang_windows(rng, photo, part, window) for part in quarters]
     side, height = WALL
     x, y = np.meshgrid(*map(np.arange, LARGE))
-    K = np.array([[0.9 * LARGE[0], 0, LARGE[0] / 2], [0, 0.9 * LARGE[0], LARGE[1] / 2], [0, 0, 1]])
-    turns = rng.uniform(-math.pi, math.pi, 2)
-    images: List[Gray] = []
-    maps: List[np.ndarray] = []
-    for heading in (turns[0], turns.sum()):
+    views: List[View] = []
+    for _ in range(VIEWS):
+        focal = LARGE[0] * rng.uniform(0.7, 1.2)
+        K = np.array([[focal, 0, LARGE[0] / 2], [0, focal, LARGE[1] / 2], [0, 0, 1]])
         # a pixel of a wall is the unit of length, and the third axis points down
+        heading = rng.uniform(-math.pi, math.pi)
         ahead = np.array([math.cos(heading), math.sin(heading), 0])
         R = np.stack([[-ahead[1], ahead[0], 0], [0, 0, 1], ahead])
         eye = rng.uniform(-0.08, 0.08, 3) * side - rng.uniform(0.16, 0.38) * side * ahead
         image = np.full(LARGE[::-1], 190, np.uint8)
+        planes: List[np.ndarray] = []
         for number, wall in enumerate(walls):
             along = np.roll([1, 0], number) * (1 - number // 2 * 2)
             start = [along[1] - along[0], -along[1] - along[0], -height / side] * np.array(side / 2)
@@ -123,116 +108,98 @@ def court(rng: Random, photo: Gray, other: Gray) -> Made:
             in_front = back[2, 0] * x + back[2, 1] * y + back[2, 2] > 0
             shown = in_front & (cv2.warpPerspective(np.full_like(wall, 255), H, LARGE) > 127)
             image[shown] = cv2.warpPerspective(wall, H, LARGE)[shown]
-            maps.append(H)
-        images.append(distort(image, rng, LIGHT))
-    planes = [compose(map1, inverse(map0)) for map0, map1 in zip(maps[:4], maps[4:])]
-    return images[0], images[1], planes
+            planes.append(H)
+        views.append((distort(image, rng, LIGHT), planes))
+    return views
 
 
-def mirrored(rng: Random, photo: Gray, _other: Gray) -> Made:
-    """A view of a photograph, and one of its mirror image."""
-    mirror = np.ascontiguousarray(photo[:, ::-1])
-    return view(rng, photo, MILD)[0], view(rng, mirror, MILD)[0], []
-
-
-KINDS = {plane: 2, depth: 2, court: 4, mirrored: 1}  # how often of a photograph
-
-
-def view(
-    rng: Random, photo: Gray, limits: Homography, size: Tuple[int, int] = VIEW
-) -> Tuple[Gray, np.ndarray]:
-    """A random view of a photograph, and its homography (3, 3)."""
-    H = sample_view(rng, photo.shape[::-1], size, limits)
-    return distort(render(photo, H, size), rng, LIGHT), H
-
-
-def mild_part(rng: Random, photo: Gray) -> Gray:
-    """What a mild view shows, as it is."""
-    return render(photo, sample_view(rng, photo.shape[::-1], VIEW, MILD), VIEW)
-
-
-def hang_windows(rng: Random, photo: Gray, back: Gray) -> Gray:
+def hang_windows(rng: Random, photo: Gray, back: Gray, size: int) -> Gray:
     """A wall of equal windows, in rows: the middle of one photograph, many times on another."""
     out = cv2.resize(back, WALL, interpolation=cv2.INTER_AREA)
-    y, x = np.array(photo.shape) // 2 - WINDOW
-    middle = photo[y : y + 2 * WINDOW, x : x + 2 * WINDOW]
-    window = cv2.resize(middle, (WINDOW, WINDOW), interpolation=cv2.INTER_AREA)
-    right, down = (WINDOW * rng.uniform(1.15, 1.6, 2)).astype(int)
-    for y in range(rng.integers(0, down - WINDOW + 1), WALL[1] - WINDOW, down):
-        for x in range(rng.integers(0, right - WINDOW + 1), WALL[0] - WINDOW, right):
+    y, x = np.array(photo.shape) // 2 - 120
+    middle = photo[y : y + 240, x : x + 240]
+    window = cv2.resize(middle, (size, size), interpolation=cv2.INTER_AREA)
+    right, down = (size * rng.uniform(1.0, 1.6, 2)).astype(int)
+    for y in range(rng.integers(0, down - size + 1), WALL[1] - size, down):
+        for x in range(rng.integers(0, right - size + 1), WALL[0] - size, right):
             light = rng.normal(0, 4, window.shape) + rng.uniform(-12, 12)
-            out[y : y + WINDOW, x : x + WINDOW] = (window + light).clip(0, 255)
+            out[y : y + size, x : x + size] = (window + light).clip(0, 255)
     return out
 
 
-def _motion(rng: Random) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """K (3, 3) of a camera, and its motion: R (3, 3), t (3,) for a place at depth 1."""
-    width, height = VIEW
-    focal = width * rng.uniform(0.8, 1.6)
-    K = np.array([[focal, 0, width / 2], [0, focal, height / 2], [0, 0, 1]])
-    turn = cv2.Rodrigues(np.radians(rng.uniform([-15, -30, -25], [15, 30, 25])))[0]
-    moved = -turn @ rng.uniform([-0.5, -0.2, -0.3], [0.5, 0.2, 0.3])
-    ahead = np.array([0, 0, 1.0])
-    # it still looks at a part of the place
-    return K, turn, moved + rng.uniform(0.3, 1) * (ahead - turn @ ahead)
+KINDS = (plane, court)
 
 
-def _outline(rng: Random) -> np.ndarray:
-    """A convex outline within a view, (n, 2) int32."""
-    middle = rng.uniform(0.1, 0.9, 2) * VIEW
-    points = middle + rng.uniform(0.08, 0.35) * rng.uniform(-1, 1, (8, 2)) * VIEW
-    return cv2.convexHull(points.astype(np.int32))[:, 0]
+def away(planes: Sequence[np.ndarray], points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
+    """Distances (k,) of `points1` from where the nearest of the homographies maps `points0`."""
+    return np.min([np.linalg.norm(transform(points0, H) - points1, axis=1) for H in planes], 0)
+
+
+def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) -> Iterator[Pair]:
+    """The pairs to learn from, of all places."""
+    for place, paths in enumerate(zip(files, others)):
+        for make in KINDS:
+            rng = generator(0, f"{make.__name__} {paths[0].name}", 0)
+            made = make(rng, *map(read_gray, paths))
+            views = [(matcher.extract(image), maps) for image, maps in made]
+            for (one, maps0), (other, maps1) in itertools.combinations(views, 2):
+                planes = [compose(H1, inverse(H0)) for H0, H1 in zip(maps0, maps1)]
+                yield place, make.__name__, (one, other), functools.partial(away, planes)
+
+
+def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
+    """All pairs of photographs with known cameras. Between two places no match is right."""
+    asked = argparse.Namespace(images=images, cameras=cameras, only=None, every=1)
+    views = [
+        (name, camera, matcher.extract(scenes.photos_of(name) / file))
+        for name, each in scenes.write_scenes(asked).items()
+        for file, camera in each.items()
+    ]
+    for (place0, camera0, one), (place1, camera1, other) in itertools.combinations(views, 2):
+        if place0 == place1:
+            F = scenes.fundamental(camera0, camera1)
+            yield place0, place0, (one, other), functools.partial(epipolar_distances, F)
+        else:
+            yield place0, "across", (one, other), lambda points0, _: np.full(len(points0), np.inf)
 
 
 # Learning
 
 
-def examine(matcher: Matcher, made: Made) -> Tuple[np.ndarray, bool]:
-    """Measure the evidence (3,) of a made pair, and whether most of its matches are right."""
-    pair = [matcher.extract(image) for image in made[:2]]
-    _, kept = verification.first_look(pair, matcher.resize)
+def examine(matcher: Matcher, asked: Pair) -> Tuple[Any, ...]:
+    """A row of `examine_all`. The evidence is zero for a pair without a geometry."""
+    place, kind, pair, errors_of = asked
+    nothing = place, kind, False, 0.0, 0.0, 0.0
+    agreeing, kept = verification.first_look(pair, matcher.resize)
+    if agreeing < verification.LIKELY:
+        return nothing
     one, other = (view.select(index) for view, index in zip(pair, kept))
     _, network, mutual, _ = matcher.match_network([(one, other)])[0]
     points = verification.reduced_points((one, other), matcher.resize)
     F, measured = verification.verify_pair(network, mutual, points)
     if F is None:
-        return measured, False
-    network = network.above(verification.COUNTED)
-    found = verification.add_matches_near_lines(F, network, mutual, points)
-    points0, points1 = positions_of(points, found)
-    right = np.zeros(len(found), bool)
-    for H in made[2]:
-        right |= np.linalg.norm(transform(points0, H) - points1, axis=1) < RIGHT_PX
-    return measured, bool(len(right) and right.mean() > 0.5)
+        return nothing
+    counted = network.above(verification.COUNTED)
+    found = verification.add_matches_near_lines(F, counted, mutual, points)
+    right = errors_of(*positions_of(points, found)) < scenes.RIGHT_PX
+    return (place, kind, bool(len(right) and right.mean() > 0.5), *measured)
 
 
-def examine_all(files: Sequence[Path], others: Sequence[Path]) -> pd.DataFrame:
-    """A row for each made pair: photo, kind, right, and the numbers of its evidence."""
-    matcher = Matcher.load(device="cpu", scene=True)
-    names = [path.name for path in (*files, *others)]
-    photos = [read_gray(path) for path in (*files, *others)]
+def examine_all(matcher: Matcher, pairs: Iterator[Pair]) -> pd.DataFrame:
+    """A row for each pair with a geometry: its place and kind, whether most of its matches are
+    right, and its evidence.
+    """
     matcher.side_by_side()
-    asked = [
-        (place, make, index)
-        for place in range(len(files))
-        for make, often in KINDS.items()
-        for index in range(often)
-    ]
-
-    def row(item: Tuple[int, Any, int]) -> Dict[str, Any]:
-        place, make, index = item
-        rng = generator(0, f"{make.__name__} {names[place]}", index)
-        other = (place + 1 + rng.integers(len(names) - 1)) % len(names)
-        measured, right = examine(matcher, make(rng, photos[place], photos[other]))
-        return {"photo": place, "kind": make.__name__, "right": right, **dict(enumerate(measured))}
-
     with ThreadPoolExecutor(matcher.workers) as pool:
-        rows = pool.map(row, asked)
-        return pd.DataFrame(Progress(rows, total=len(asked), desc="pairs", unit="pairs"))
+        # one pair is made while others are measured
+        shown = Progress(pairs, desc="pairs", unit="pairs")
+        rows = pool.map(functools.partial(examine, matcher), shown)
+        table = pd.DataFrame(rows, columns=["place", "kind", "right", *EVIDENCE])
+    return table[table[EVIDENCE].any(axis=1)].reset_index(drop=True)
 
 
 def learn(evidence: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Logistic regression of (n, k) on (n,) bool: k weights and the bias."""
+    """Logistic regression of (n, k) on (n,) bool: k weights, at least 0, and the bias."""
     deviation = np.append(evidence.std(0) + 1e-9, 1.0)
     rows = np.column_stack([evidence, np.ones(len(evidence))]) / deviation
     signs = np.where(right, 1.0, -1.0)
@@ -242,49 +209,56 @@ def learn(evidence: np.ndarray, right: np.ndarray) -> np.ndarray:
         wrong = each @ np.logaddexp(0.0, -signs * (rows @ weights))
         return float(wrong + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
 
-    return minimize(loss, np.zeros(rows.shape[1])).x / deviation
+    # more of any evidence never makes a pair less probable
+    bounds = [(0, None)] * evidence.shape[1] + [(None, None)]
+    return minimize(loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
 
 
-def report(pairs: pd.DataFrame) -> List[str]:
-    """The lines to print. pairs: of `examine_all`."""
-    evidence = pairs.drop(columns=["photo", "kind", "right"]).to_numpy(float)
-    pairs = pairs[evidence.any(1)].reset_index(drop=True)  # the others are always refused
-    evidence = evidence[evidence.any(1)]
+def count(pairs: pd.DataFrame, scores: np.ndarray) -> str:
+    """The table of how many right pairs are refused, and wrong ones accepted, at each limit."""
     right = pairs.right.to_numpy(bool)
-    weights = learn(evidence, right)
-    held_out = np.zeros(len(pairs))
-    for part in range(PARTS):
-        here = (pairs.photo % PARTS == part).to_numpy()
-        if here.any():
-            learned = learn(evidence[~here], right[~here])
-            held_out[here] = expit(evidence[here] @ learned[:-1] + learned[-1])
-    bins = pd.cut(held_out, BINS, include_lowest=True)
-    shares = pd.DataFrame({"mean": held_out, "right": right}).groupby(bins, observed=True)
     counts = {"pairs": right | True, "right": right}
     for limit in LIMITS:
-        counts[f"refused {limit}"] = right & (held_out < limit)
-        counts[f"false {limit}"] = ~right & (held_out >= limit)
+        counts[f"refused {limit}"] = right & (scores < limit)
+        counts[f"false {limit}"] = ~right & (scores >= limit)
     kinds = pd.DataFrame(counts).groupby(pairs.kind, sort=False).sum()
     kinds.loc["all"] = kinds.sum()
-    values = ", ".join(f"{weight:.2f}" for weight in weights[:-1])
-    return [
-        f"WEIGHTS = np.array([{values}])",
-        f"BIAS = {weights[-1]:.2f}",
-        shares.agg(pairs=("right", "size"), mean=("mean", "mean"), right=("right", "mean"))
-        .round(3)
-        .to_string(),
-        kinds.to_string(),
-    ]
+    return kinds.to_string()
+
+
+def report(pairs: pd.DataFrame) -> str:
+    """What to print. pairs: of `examine_all`."""
+    evidence, right = pairs[EVIDENCE].to_numpy(float), pairs.right.to_numpy(bool)
+    *weights, bias = learn(evidence, right).round(1).tolist()
+    scores = np.zeros(len(pairs))
+    for place in pairs.place.unique():
+        here = (pairs.place == place).to_numpy()
+        learned = learn(evidence[~here], right[~here])
+        scores[here] = expit(evidence[here] @ learned[:-1] + learned[-1])
+    constants = f"WEIGHTS = np.array({weights})\nBIAS = {bias}"
+    return "\n\n".join([constants, count(pairs, scores), count(pairs, shipped(evidence))])
+
+
+def shipped(evidence: np.ndarray) -> np.ndarray:
+    """Probabilities (n,) by the weights of the module."""
+    return expit(evidence @ verification.WEIGHTS + verification.BIAS)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Make the pairs, learn, and print."""
+    """Make the pairs, learn, and print; or check the weights of the module."""
     parser = make_parser("dev.verification", __doc__)
-    parser.add_argument("places", type=Path, metavar="PLACES", help="folder of photographs")
-    parser.add_argument("others", type=Path, metavar="OTHERS", help="folder of more photographs")
+    parser.add_argument("places", type=Path, help="folder of photographs")
+    parser.add_argument("others", type=Path, help="folder of more photographs")
+    parser.add_argument("--check", action="store_true", help="others is a file of cameras")
     options = parser.parse_args(argv)
+    matcher = Matcher.load(device="cpu", scene=True)
+    if options.check:
+        pairs = examine_all(matcher, real_pairs(matcher, options.places, options.others))
+        print(count(pairs, shipped(pairs[EVIDENCE].to_numpy(float))))
+        return 0
     files = sorted(options.places.glob("*.jpg"))[:PLACES]
-    print("\n\n".join(report(examine_all(files, sorted(options.others.glob("*.jpg"))[-OTHERS:]))))
+    others = sorted(options.others.glob("*.jpg"))[-PLACES:]
+    print(report(examine_all(matcher, made_pairs(matcher, files, others))))
     return 0
 
 
