@@ -228,7 +228,8 @@ def count(pairs: pd.DataFrame, scores: np.ndarray) -> str:
 
 def report(pairs: pd.DataFrame) -> str:
     """What to print. pairs: of `examine_all`."""
-    evidence, right = pairs[EVIDENCE].to_numpy(float), pairs.right.to_numpy(bool)
+    evidence = pairs[EVIDENCE].to_numpy(float)
+    right = pairs.right.to_numpy(bool)
     *weights, bias = learn(evidence, right).round(1).tolist()
     scores = np.zeros(len(pairs))
     for place in pairs.place.unique():

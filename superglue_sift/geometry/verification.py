@@ -26,7 +26,8 @@ matrix by chance, or because windows repeat. A logistic regression weighs them (
 The matches of a photograph and its mirror image fit one fundamental matrix, too. But the maps
 around them reverse orientation, and such a pair is never one place.
 
-`python -m benchmarks.dev.verification` learns the weights from made pairs.
+A script that is not in the repository learned the weights from made pairs (docs/matching.md).
+`python -m benchmarks.dev.verification` tests them on other made pairs, and learns weights there.
 """
 
 from __future__ import annotations
