@@ -104,7 +104,9 @@ class TrainState:
         if self.averaged == 1:
             self.average = {name: tensor.clone() for name, tensor in weights.items()}
         else:
-            compat.lerp_(list(self.average.values()), list(weights.values()), 1 / self.averaged)
+            # by name: a checkpoint gives its tensors back in another order
+            means = [self.average[name] for name in weights]
+            compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
     def drop_average(self) -> None:
         self.average = {}
