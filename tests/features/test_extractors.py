@@ -94,7 +94,9 @@ def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
         extractors.records_of("x:y", found(**changes))
 
 
-@pytest.mark.parametrize("name", ["nowhere_at_all:f", "features.test_extractors:none_of_these", "math:sqrt"])
+@pytest.mark.parametrize(
+    "name", ["nowhere_at_all:f", "features.test_extractors:none_of_these", "math:sqrt"]
+)
 def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     with pytest.raises(RequestError, match=name) as caught:
         extractors.load(name)
