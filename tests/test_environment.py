@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ruamel.yaml import YAML
 
 from pipeline import distributed, params
 from pipeline.errors import RequestError
@@ -107,10 +108,12 @@ def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params
     assert on_gpu[0] == "float32" and "GPU of this kind" in on_gpu[1]
 
 
-def test_compiled_code_is_of_one_processor(make_params):
-    train = make_params("train", precision="portable").model_dump()
+def test_compiled_code_is_of_one_processor():
+    presets = (Path(__file__).parents[1] / "presets/ci.yaml").read_text(encoding="utf-8")
+    whole = YAML(typ="safe", pure=True).load(presets)
+    assert whole["train"]["precision"] == "portable"
     with pytest.raises(RequestError, match=r"run\.compile = true: compiles for this processor"):
-        params.parse({"train": train, "run": {"compile": True}}, "params.yaml")
+        params.parse({**whole, "run": {"compile": True}}, "params.yaml")
 
 
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():

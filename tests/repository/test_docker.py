@@ -158,7 +158,9 @@ def workspace(tmp_path, monkeypatch):
         {sys.executable} -m pipeline.launch && echo ok
     """
     write_program(tmp_path / "bin/dvc", dvc)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    # the environment's own programs come after this `dvc` (requirements/stages.pth)
+    own = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{own}:{os.environ['PATH']}")
     return folder
 
 
