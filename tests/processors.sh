@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 tests=(tests/network tests/golden/test_golden.py tests/geometry/test_two_view.py tests/test_match_result.py
-    tests/test_torch_compat.py tests/train/test_loss.py tests/train/test_muon.py)
+    tests/test_torch_compat.py tests/train/test_loss.py tests/train/test_optimizer.py)
 failed=()
 
 # try NAME VARIABLE=VALUE...
