@@ -46,7 +46,7 @@ from pipeline.mlflow_store import (
 from pipeline.params import flatten
 
 # Tags of provenance that are left out. MLflow shows them elsewhere, or they are no input of a run.
-SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256", "world_size")
+SHOWN = ("git.commit", "dvc.stage", "dvc.lock.sha256")
 # Tags of provenance that begin like this become parameters of a run
 MACHINE = ("version.", "image.", "host", "platform", "processor", "gpus")
 
