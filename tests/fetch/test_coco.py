@@ -31,7 +31,7 @@ from pipeline.train import __main__ as train
 DATA = random.Random(0).randbytes(3_000_000)
 MD5 = hashlib.md5(DATA).hexdigest()
 SIZE = len(DATA)
-TEN = dataset.SAMPLE["train"][:5] + dataset.SAMPLE["val"] + dataset.SAMPLE["test"]
+TEN = dataset.SAMPLE["train"][:2] + dataset.SAMPLE["val"] + dataset.SAMPLE["test"]
 
 
 @pytest.fixture(autouse=True)
