@@ -16,7 +16,7 @@ What stages share:
     keypoints.store    the keypoints of all views, which training maps into memory
     params        params.yaml: its keys, limits and messages
     distributed, signals, prefetch    ranks; requests to stop; work done ahead of time
-    provenance, trained_on            code and versions; the photographs that a model has seen
+    provenance, training_overlap      code and versions; the photographs that a model has seen
     tracking      the local log of a run; mlflow_store sends it to MLflow, served_model is the
                   registered model
     bootstrap     means over pairs and their confidence intervals

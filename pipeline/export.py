@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, params, provenance, tracking, trained_on
+from pipeline import errors, params, provenance, tracking, training_overlap
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, read_json
 from pipeline.params import flatten
@@ -54,7 +54,7 @@ WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints
 NAME = "superglue"  # name of the model, in its file and in the evaluation
 
 # Keys that a training stores with its best model
-KEYS = ("data", "step", "train", trained_on.KEY, "training", "validation")
+KEYS = ("data", "step", "train", training_overlap.KEY, "training", "validation")
 # Paths on the machine of the training. Digests identify their content.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
@@ -73,7 +73,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         )
     return {
         **{name: info[name] for name in ("model", "step", "training", "validation")},
-        trained_on.KEY: info[trained_on.KEY],
+        training_overlap.KEY: info[training_overlap.KEY],
         "match_threshold": match_threshold(info),
         "metrics": metrics,
         "provenance": {
@@ -110,7 +110,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
-    trained_on.write(path, trained_on.read(args.model))
+    training_overlap.write(path, training_overlap.read(args.model))
     save_model_file(path, weights, description)
     # the run in MLflow gets the description
     if args.mlflow_run is not None:

@@ -91,7 +91,7 @@ def refresh(path: Path) -> bool:
 
 def require_other_images(path: Path) -> None:
     """Raise RequestError if the initial weights were trained on every held-out photograph."""
-    from pipeline import trained_on
+    from pipeline import training_overlap
     from pipeline.fetch import dataset
 
     sections = params.load(path)
@@ -104,7 +104,7 @@ def require_other_images(path: Path) -> None:
     names, held = dataset.own_splits(fetch)
     container = held[dataset.container_of("val", held)]
     photographs = [entry.photograph for entry in container.entries(names["val"])]
-    if not trained_on.leave_out(Path(model), photographs, False, model)[0]:
+    if not training_overlap.leave_out(Path(model), photographs, False, model)[0]:
         raise RequestError(
             f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"
             ' train.init_from: "" (from scratch), hold out others (VAL_IMAGES=...), or keep them'

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "bootstrap": set(),
     "params": set(),
     "provenance": set(),
-    "trained_on": set(),
+    "training_overlap": set(),
     "distributed": {"signals"},
     "signals": set(),
     "prefetch": set(),
@@ -58,10 +58,10 @@ MAY_IMPORT = {
         "signals",
         "tracking",
         "provenance",
-        "trained_on",
+        "training_overlap",
     },
     "evaluate": {"fetch.dataset", "keypoints.views", "prefetch", "tracking"}
-    | {"provenance", "trained_on", "bootstrap"},
+    | {"provenance", "training_overlap", "bootstrap"},
 }
 
 

@@ -32,7 +32,7 @@ import cv2
 import numpy as np
 import pandas as pd
 
-from pipeline import bootstrap, errors, provenance, tracking, trained_on
+from pipeline import bootstrap, errors, provenance, tracking, training_overlap
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import charts, estimators, matchers, metrics, report, scoring
 from pipeline.evaluate.folders import HPatchesPairs, PosePairs
@@ -200,7 +200,7 @@ def choose_photographs(
         photographs = [entry.photograph for entry in left]
         words = "ours" if name == OURS else name
         given = photographs, args.allow_training_images, words
-        places, line = trained_on.leave_out(file, *given)
+        places, line = training_overlap.leave_out(file, *given)
         if not places and name == OURS:
             raise RequestError(
                 f"{file}: was trained on all of the {len(left)} held-out photographs; evaluate on"

@@ -24,7 +24,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 import torch
 from torch import Tensor
 
-from pipeline import compat, distributed, provenance, trained_on
+from pipeline import compat, distributed, provenance, training_overlap
 from pipeline.errors import RequestError, WorkError
 from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.params import RunParams, TrainParams
@@ -200,7 +200,7 @@ def publish(folder: Path, out: Path) -> None:
     for partial in out.glob(".*.tmp"):
         partial.unlink(missing_ok=True)
     best = folder / BEST
-    for source in (trained_on.list_of(best), best.with_suffix(".json"), best):
+    for source in (training_overlap.list_of(best), best.with_suffix(".json"), best):
         target = out / source.name
         content = source.read_bytes()
         if not target.is_file() or target.read_bytes() != content:

@@ -18,7 +18,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from pipeline import compat, distributed, signals, tracking, trained_on
+from pipeline import compat, distributed, signals, tracking, training_overlap
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.files import json_digest, write_atomic
 from pipeline.keypoints.store import Store
@@ -640,10 +640,10 @@ class Training:
             "training": self.name,
             "versions": checkpoint.without_code(self.versions),
             "train": checkpoint.describe(self.train),
-            trained_on.KEY: trained_on.digest(self.trained_on or ()),
+            training_overlap.KEY: training_overlap.digest(self.trained_on or ()),
             **{k: v for k, v in self.fingerprint.items() if k in decided},
         }
-        trained_on.write(self.folder / BEST, self.trained_on)
+        training_overlap.write(self.folder / BEST, self.trained_on)
         checkpoint.save_best(self.folder, state.best_weights, info)
         checkpoint.publish(self.folder, self.args.out)
 
@@ -680,8 +680,8 @@ class Training:
         # what later stages read: the model, its list of photographs, and the metrics
         if folder.is_dir():
             checkpoint.publish(folder, out)
-        if not trained_on.list_of(out / BEST).is_file():
-            trained_on.write(out / BEST, self.trained_on)
+        if not training_overlap.list_of(out / BEST).is_file():
+            training_overlap.write(out / BEST, self.trained_on)
         write_atomic(reports / log.METRICS, log.text_of_metrics(best))
         print(f"{done}: nothing to do")
         other = checkpoint.other_versions(saved[1] if saved else best)
@@ -696,5 +696,5 @@ def list_photographs(train: TrainParams, store: Store) -> Optional[FrozenSet[str
     Returns None if the photographs of either are unknown.
     """
     known = frozenset(store.photographs) - {""}
-    before = trained_on.read(Path(train.init_from)) if train.init_from else frozenset()
+    before = training_overlap.read(Path(train.init_from)) if train.init_from else frozenset()
     return before | known if known and before is not None else None

@@ -8,13 +8,17 @@ from made_params import file_of
 from made_scenes import write_model
 from reading import read_json
 
-from pipeline import errors, export, params, trained_on
+from pipeline import errors, export, params, training_overlap
 from superglue_sift.network.weights import load_model, load_model_file, save_model_file
 
 
 def write_best(folder, **about):
     """What a training leaves behind."""
-    info = {"train": {"lr": 0.1}, "validation": {"f1": 0.5}, "trained_on": trained_on.digest(())}
+    info = {
+        "train": {"lr": 0.1},
+        "validation": {"f1": 0.5},
+        "trained_on": training_overlap.digest(()),
+    }
     write_model(folder / "best.safetensors", about={**info, **about})
 
 

@@ -14,7 +14,7 @@ from dvc.utils.serialize import modify_yaml
 from made_params import keys_of
 from reading import read_yaml
 
-from pipeline import errors, params, presets, trained_on
+from pipeline import errors, params, presets, training_overlap
 from pipeline.params import Params, flatten
 from superglue_sift.features.images import list_photos
 
@@ -128,7 +128,7 @@ def test_photographs_that_the_initial_weights_know_are_refused_at_once(
         f"{zlib.crc32(file.read_bytes()):08x}-{file.stat().st_size}"
         for file in list_photos(image_folder)
     ]
-    monkeypatch.setattr(trained_on, "read", lambda model: frozenset(known))
+    monkeypatch.setattr(training_overlap, "read", lambda model: frozenset(known))
     assert use("--images", image_folder) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and "was trained on all photographs held out of" in said
