@@ -1,17 +1,18 @@
-"""Everything that waits for a GPU, in one call that can be repeated.
+"""Run everything that waits for a GPU, in one call that can be repeated.
 
-    python -m benchmarks.first_gpu --images packed [--out reports/first-gpu] [--budget 9]
-    python -m benchmarks.first_gpu --images packed --device cpu --budget 30   the same, small
+    python -m benchmarks.first_gpu --images packed/train --val-images packed/val [--budget 9]
+    python -m benchmarks.first_gpu ... --device cpu    the same parts, a thousandth of the steps
 
-First the weights: the keypoints of the photographs (`benchmarks.pack`), the training of the preset
-`pretrained` from scratch, and its evaluation beside the shipped weights. Then tests marked `gpu`; a
-training that is stopped, resumed, and compared with an unbroken one and with the CPU's curve; the
-same in float16, and compiled; the tables of speed with every way to train.
+The first parts train the weights of preset `pretrained` from scratch on the photographs that
+`benchmarks.pack` packed, and evaluate them beside the shipped weights. The next parts run the tests
+marked `gpu`. They train with `run.deterministic`, stop that training, resume it, and compare it
+with an unbroken one and with the CPU's curve, then train in float16 and compiled. The last parts
+are the tables of speed.
 
 Each part is a command with a time limit. Its output (`NN-name.log`) and its line of `done.json` are
 written at once, and what is worth keeping is copied to the small folder OUT/back. Nothing is
-downloaded. Call it again with what is left of the time: a part that succeeded is not repeated, and
-the training of the weights resumes. Without --images there are no weights.
+downloaded. Another call does not repeat the parts that succeeded, and resumes the training of the
+weights. Without --images there are no weights.
 """
 
 from __future__ import annotations
@@ -29,10 +30,13 @@ import numpy as np
 from ruamel.yaml import YAML
 
 from benchmarks.command import make_parser
-from benchmarks.images import SAMPLE
-from pipeline import params
+from pipeline import params, presets
+from pipeline.errors import STOPPED
 from pipeline.files import write_atomic
+from superglue_sift.network.weights import shipped_weights
+from superglue_sift.torch_compat import no_compiler
 
+CLONE = Path(__file__).resolve().parents[1]
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
 PATIENCE = 4
@@ -41,55 +45,60 @@ PATIENCE = 4
 class Part(NamedTuple):
     """A command with its limit in seconds.
 
-    until: a pattern under OUT; when a new file matches it, SIGTERM stops the command, as it stops a
-    preempted job. expected: exit codes that count as success. needs: a file that must exist.
+    folder: the folder under OUT in which it runs, or "" for this one.
+    until: pattern of files under OUT. When a new file matches it, SIGTERM stops the command, as it
+        stops a preempted job.
+    expected: exit codes that count as success.
+    missing: what this machine lacks for the part, or "".
     """
 
     name: str
     seconds: float
-    command: List[str]
+    words: str
+    folder: str = ""
     until: str = "nothing"
     expected: Sequence[int] = (0,)
-    needs: str = ""
+    missing: str = ""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the parts that have not succeeded yet, within the budget."""
+    """Run the parts that have not succeeded yet, within the budget. Returns 1 if one failed."""
     parser = make_parser("first_gpu", __doc__)
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--out", type=Path, default=Path("reports/first-gpu"))
     add("--images", type=Path, metavar="FOLDER", help="photographs to train the weights on")
+    add("--val-images", type=Path, metavar="FOLDER", help="photographs no weights were trained on")
     add("--budget", type=float, default=20.0, help="minutes of this call (default 20)")
     add("--compare", action="store_true", help="only compare the trainings that are in OUT")
     args = parser.parse_args(argv)
+    out: Path = args.out.resolve()
     if args.compare:
-        return compare(args.out)
+        return compare(out)
     small = args.device == "cpu"
-    write_params(args.out, small, args.images)
+    write_params(out, small, args.images, args.val_images)
     end = time.monotonic() + 60 * args.budget
-    file = args.out / "done.json"
+    file = out / "done.json"
     rows: Dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
-    weights = list_weights(args.out) if args.images else []
-    for number, part in enumerate([*weights, *list_parts(args.out, args.device)]):
+    for number, part in enumerate(list_parts(out, args.device)):
         left = end - time.monotonic()
+        if part.folder == "weights" and not args.images:
+            continue
         if rows.get(part.name, "").startswith("ok") or left <= 0:
             continue
-        if part.needs and not Path(part.needs).exists():
-            rows[part.name] = f"SKIP: {part.needs} is missing"
-            continue
         limit = min(part.seconds * (PATIENCE if small else 1), left)
-        log = args.out / f"{number:02d}-{part.name}.log"
-        rows[part.name] = run(part._replace(seconds=limit), log, small)
+        log = out / f"{number:02d}-{part.name}.log"
+        skipped = f"SKIP: {part.missing}" if part.missing else ""
+        rows[part.name] = skipped or run(part, limit, log, small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
         print(f"{part.name}: {rows[part.name]}", flush=True)
-        bring_back(args.out)
+        bring_back(out)
     return int(any(line.startswith("FAILED") for line in rows.values()))
 
 
 def bring_back(out: Path) -> None:
-    """Copy what is worth keeping to OUT/back: models, reports, logs, tables."""
-    for pattern in ("*.json", "*.log", "weights/checkpoints/best.*", "weights/reports/**/*"):
+    """Copy what is worth keeping to OUT/back: models, reports, logs, curves."""
+    for pattern in ("done.json", "*.log", "*/checkpoints/best.*", "*/reports/**/*"):
         for path in out.glob(pattern):
             if path.is_file() and path.suffix not in (".jsonl", ".png", ".jpg"):
                 target = out / "back" / path.relative_to(out)
@@ -97,139 +106,104 @@ def bring_back(out: Path) -> None:
                 shutil.copy2(path, target)
 
 
-def write_params(out: Path, small: bool, images: Optional[Path]) -> None:
-    """Write the parameters of a short training, `curve.yaml` (preset `sample` with a larger
-    network), of the same in float16 and compiled, and of the training of the weights.
+def write_params(
+    out: Path, small: bool, images: Optional[Path], val_images: Optional[Path]
+) -> None:
+    """Write OUT/NAME/params.yaml of each training.
+
+    `weights` is preset `pretrained`. The others are preset `sample` with a larger network.
     """
-    base = YAML(typ="safe", pure=True).load(SAMPLE)
+    # the short training, by the same kernels on each device: `portable` is slower on a CPU
+    curve = read("sample")
     keypoints = 64 if small else 512
-    steps = 8 if small else 200
-    base["keypoints"].update(max_keypoints=keypoints, views_per_image=4 if small else 12)
-    base["evaluate"]["max_keypoints"] = keypoints
-    base["train"].update(
-        max_keypoints=keypoints,
-        batch=4 if small else 64,
-        layers=2 if small else 9,
-        neighbours=False,
-        precision="float32",  # the sample's is portable, which is slower
-        optimizer="adam",
-        val_pairs=8,
-        steps=steps,
-        val_every=steps,
-    )
+    steps = 8 if small else 100
+    curve["keypoints"].update(max_keypoints=keypoints, views_per_image=4 if small else 12)
+    curve["train"].update(batch=4 if small else 64, layers=2 if small else 9, optimizer="adam")
+    curve["train"].update(max_keypoints=keypoints, neighbours=False, precision="float32")
+    curve["train"].update(steps=steps, val_every=steps, val_pairs=8)
+    curve["run"].update(log_every=1, save_every=2 if small else 25)
     # only with `deterministic` a GPU computes the same bytes twice
-    base["run"].update(deterministic=True, log_every=1, save_every=2 if small else 50)
-    write(out / "curve.yaml", base)
-    base["run"].update(deterministic=False)
-    write(out / "compiled.yaml", {**base, "run": {**base["run"], "compile": True}})
-    write(out / "float16.yaml", {**base, "train": {**base["train"], "precision": "float16"}})
-    if images:
-        weights = YAML(typ="safe", pure=True).load(SAMPLE.with_name("pretrained.yaml"))
-        weights["fetch"].update(path=str(images.resolve()), val_fraction=0.03)
-        if small:  # a thousandth of the steps
-            weights["fetch"].update(limit=12, val_fraction=0.3)
-            weights["train"].update(batch=4, steps=6, max_keypoints=256, val_pairs=4, val_every=3)
-            weights["train"].update(warmup_steps=1, decay_start=2, precision="float32")
-            weights["evaluate"].update(pairs_per_image=1, max_keypoints=128)
-        weights["run"].update(save_every=2 if small else 100)
-        write(out / "weights.yaml", weights)
+    for name in ("curve", "whole", "cpu"):
+        write(out / name, {**curve, "run": {**curve["run"], "deterministic": True}})
+    write(out / "float16", {**curve, "train": {**curve["train"], "precision": "float16"}})
+    write(out / "compiled", {**curve, "run": {**curve["run"], "compile": True}})
+    if not images:
+        return
+    weights = read("pretrained")
+    weights["fetch"].update(path=str(images.resolve()))
+    weights["fetch"].update(val_path=str(val_images.resolve()) if val_images else "")
+    weights["run"].update(save_every=2 if small else 100)
+    if small:
+        weights["fetch"].update(limit=8)
+        weights["train"].update(batch=4, steps=6, max_keypoints=256, val_pairs=4, val_every=3)
+        weights["train"].update(warmup_steps=1, decay_start=2, precision="float32")
+        weights["evaluate"].update(pairs_per_image=1, max_keypoints=128)
+    write(out / "weights", weights)
 
 
-def write(path: Path, tree: Dict[str, Any]) -> None:
+def read(preset: str) -> Dict[str, Any]:
+    return YAML(typ="safe", pure=True).load(presets.read(preset))
+
+
+def write(folder: Path, tree: Dict[str, Any]) -> None:
     """Write checked parameters."""
-    write_atomic(path, json.dumps(tree, indent=1))  # JSON is YAML
-    params.load(path)
-
-
-def list_weights(out: Path) -> List[Part]:
-    """The training of the weights. It is stopped at its limit, and resumed by the next call."""
-    home = out / "weights"
-    file = f"--params {out}/weights.yaml"
-    images = f"--images {home}/images"
-    best = f"{home}/checkpoints/best.safetensors"
-    shipped = "--also shipped=pretrained/superglue-sift.safetensors"
-    scored = f"--model {best} {images} --out {home}/reports/evaluate {shipped}"
-    fetch = f"{file} --out {home}/images --archives {home}/archives --reports {home}/reports/fetch"
-    keypoints = f"{file} {images} --out {home}/keypoints --reports {home}/reports/keypoints"
-    folders = f"--out {home}/checkpoints --reports {home}/reports/train"
-    return [
-        Part("weights-fetch", 120, command(f"pipeline.fetch {fetch}")),
-        Part("weights-keypoints", 400, command(f"pipeline.keypoints {keypoints}")),
-        Part(
-            "weights-train",
-            1500,
-            command(
-                f"pipeline.launch pipeline.train {file} --keypoints {home}/keypoints {folders}"
-            ),
-        ),
-        Part("weights-evaluate", 300, command(f"pipeline.evaluate {file} {scored}"), needs=best),
-    ]
+    write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML
+    params.load(folder / "params.yaml")
 
 
 def list_parts(out: Path, device: str) -> List[Part]:
-    """All parts, in order."""
+    """List all parts in order."""
     small = device == "cpu"
-    file = f"--params {out}/curve.yaml"
-    fetch = f"pipeline.fetch {file} --out {out}/images --archives {out}/archives"
-    extract = f"pipeline.keypoints {file} --images {out}/images --out {out}/keypoints"
-    size = "--dim 16 --seconds 0.5" if small else "--dim 256"
-    table = f"benchmarks --device {device} {size}"
-    rows = {
-        "parity": 50,
-        "step,sinkhorn,latency": 120,
-        "peer,loader,memory": 200,
-        "modes,views": 230,
-    }
-    stopped = (0, 143)
+    trained = f"--model checkpoints/best.safetensors --also shipped={shipped_weights()}"
     tests = "tests/fetch" if small else "tests"
+    train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
     saved = "curve/checkpoints/*/step-*.json"
+    stopped = (0, STOPPED)  # a training that is stopped has saved, and ends with this code
+    lacks_gpu = "needs a GPU" if small else ""
+    table = f"benchmarks --device {device} {'--dim 16 --seconds 0.5' if small else '--dim 256'}"
     return [
-        Part("doctor", 30, command("pipeline.doctor")),
-        Part("tests", 120, command(f"pytest -q -m gpu {tests}")),
-        Part("fetch", 30, command(f"{fetch} --reports {out}/fetch")),
-        Part("keypoints", 90, command(f"{extract} --reports {out}/keypoints-report")),
-        Part("train-cpu", 60, train(out, "cpu"), expected=stopped),
-        Part("train-killed", 50, train(out, "curve"), saved, stopped),
-        Part("train-resumed", 60, train(out, "curve")),
-        Part("train-whole", 60, train(out, "whole")),
-        Part("train-float16", 60, train(out, "float16")),
-        Part("train-compiled", 240, train(out, "compiled")),
-        Part("compare", 10, command(f"benchmarks.first_gpu --compare --out {out}")),
-        *(
-            Part(names, limit, command(f"{table} --only {names} --json {out}/{names}.json"))
-            for names, limit in rows.items()
-        ),
+        Part("weights-fetch", 120, "pipeline.fetch", "weights"),
+        Part("weights-keypoints", 400, "pipeline.keypoints", "weights"),
+        Part("weights-train", 1500, "pipeline.launch pipeline.train", "weights"),
+        Part("weights-evaluate", 300, f"pipeline.evaluate {trained}", "weights"),
+        Part("doctor", 30, "pipeline.doctor"),
+        Part("tests", 120, f"pytest -q -m gpu {tests}"),
+        Part("fetch", 30, "pipeline.fetch", "curve"),
+        Part("keypoints", 90, "pipeline.keypoints", "curve"),
+        Part("train-killed", 50, train, "curve", saved, stopped),
+        Part("train-resumed", 60, train, "curve"),
+        Part("train-whole", 60, train, "whole"),
+        Part("train-cpu", 60, train, "cpu", expected=stopped),
+        Part("compare", 10, f"benchmarks.first_gpu --compare --out {out}"),
+        Part("train-float16", 60, train, "float16", missing=lacks_gpu),
+        Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
+        Part("parity", 50, f"{table} --only parity"),
+        Part("speed", 90, f"{table} --only step,sinkhorn,latency"),
+        Part("decoders", 60, f"{table} --only decoders"),
+        Part("onnx", 120, f"{table} --only onnx"),
+        Part("modes", 200, f"{table} --only modes"),
+        Part("memory", 90, f"{table} --only memory"),
     ]
 
 
-def command(words: str) -> List[str]:
-    return [sys.executable, "-m", *words.split()]
-
-
-def train(out: Path, name: str) -> List[str]:
-    """The command of a training in OUT/name."""
-    folders = f"--out {out}/{name}/checkpoints --reports {out}/{name}/reports/train"
-    own = name if (out / f"{name}.yaml").is_file() else "curve"
-    inputs = f"--params {out}/{own}.yaml --keypoints {out}/keypoints"
-    return command(f"pipeline.launch pipeline.train {inputs} {folders}")
-
-
-def run(part: Part, log: Path, small: bool) -> str:
-    """Run a part; returns its outcome, seconds and last line, with `ok` at the start if it
-    succeeded.
-    """
+def run(part: Part, seconds: float, log: Path, small: bool) -> str:
+    """Run a part. Returns `ok` or what went wrong, the seconds and the last line."""
     out = log.parent
-    environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{(out / 'mlflow.db').resolve()}"}
-    environment.update(os.environ)
-    if small or part.name == "train-cpu":
+    environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{out / 'mlflow.db'}", **os.environ}
+    environment["PYTHONPATH"] = f"{CLONE}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    if small or part.folder == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     before = len(list(out.glob(part.until)))
     begun = time.monotonic()
-    end = begun + part.seconds
+    end = begun + seconds
     stopped = ""
     with log.open("w") as stream:
         process = subprocess.Popen(
-            part.command, env=environment, stdout=stream, stderr=subprocess.STDOUT
+            [sys.executable, "-m", *part.words.split()],
+            cwd=out / part.folder if part.folder else CLONE,
+            env=environment,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
         )
         while process.poll() is None:
             late = time.monotonic() > end
@@ -242,13 +216,17 @@ def run(part: Part, log: Path, small: bool) -> str:
             time.sleep(0.1)
     code = process.returncode
     outcome = "ok" if code in part.expected else f"FAILED with exit code {code}"
+    if stopped and code == STOPPED and outcome != "ok":
+        outcome = "UNFINISHED"  # it has saved, and another call resumes it
     last = log.read_text(errors="replace").rstrip().rpartition("\n")[2][-160:]
     return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {last}"
 
 
 def compare(out: Path) -> int:
-    """Print losses on the device and on the CPU, and whether resumed and unbroken weights are
-    equal: 0, else 1.
+    """Compare the training `curve` with the CPU's losses and with the unbroken training.
+
+    Prints the losses of each step. Returns 0 if the bytes of the resumed and the unbroken weights
+    are equal, else 1.
     """
     losses = []
     for name in ("cpu", "curve"):
@@ -262,12 +240,13 @@ def compare(out: Path) -> int:
     for name in ("curve", "whole"):
         last = max((out / name).glob("checkpoints/*/step-*.safetensors"), key=lambda f: f.name)
         ends.append((last.name, last.read_bytes()))
-    word = "the bytes" if ends[0] == ends[1] else "OTHER BYTES"
+    equal = ends[0] == ends[1]
     away = np.abs(cpu / own - 1).max()
     print(
-        f"{steps} steps, losses differ by {away:.2e} at most; resumed, {word} of the unbroken one"
+        f"{steps} steps: losses differ by {away:.2e} at most; the resumed training has"
+        f" {'the bytes' if equal else 'OTHER BYTES than those'} of the unbroken one"
     )
-    return 0 if ends[0] == ends[1] else 1
+    return 0 if equal else 1
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Rows of the network, ours compared with the plain one of `plain.py`: step, Sinkhorn, latency,
-memory, parity.
+"""Rows of the network, compared with the plain network of `plain.py`.
+
+The groups are step, sinkhorn, latency, memory and parity.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import gc
-import math
 import multiprocessing
 from pathlib import Path
 from typing import Callable, Dict, Iterator
@@ -16,40 +16,30 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import plain
-from benchmarks.synthetic import make_batch
-from benchmarks.timing import Call, Row, Setting, compare
+from benchmarks.photographs import make_batch
+from benchmarks.timing import Call, Row, Setting, row
 from pipeline import compat
 from pipeline.train.loss import MatchingObjective
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.ground_truth import ground_truth
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
-from superglue_sift.network.weights import fuse_for_inference
+from superglue_sift.network.weights import fuse_for_inference, load_model, shipped_weights
 
 PRECISIONS = ("float32", "bfloat16")
 KEYPOINTS = 512
 ITERATIONS = 100  # of Sinkhorn alone
 SINKHORN_PAIRS = 8
 MIB = 1 << 20
-Prepare = Callable[[Setting, str], Call]
-NOISE = 0.3  # of `perturb`: standard deviation on a weight, times the root of its number of inputs
-
-
-def forward_call(model: nn.Module, batch: PairBatch) -> Call:
-    """Log assignments without gradients."""
-    model.eval()
-    return torch.no_grad()(lambda: model(batch))
 
 
 def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32") -> Call:
-    """A training step with Adam: truth, loss, gradient, update. Of our network, or of the plain
-    one, which is in float32.
+    """Return a training step with Adam: truth, loss, gradient, update.
+
+    The model is a SuperGlue, or a plain network, which is in float32.
     """
-    model.train()
-    ours = isinstance(model, SuperGlue)
-    objective = MatchingObjective(model, precision) if ours else None
-    fused = compat.fused_adam() if ours else {}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, **fused)
+    objective = MatchingObjective(model, precision) if isinstance(model, SuperGlue) else None
+    optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **compat.fused_adam())
 
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -64,47 +54,49 @@ def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32"
 
 
 def step(setting: Setting) -> Iterator[Row]:
-    """A training step, compared with the plain network with our LayerNorm or the paper's BatchNorm:
-    the faster one.
+    """Compare a training step with the faster of two plain networks.
+
+    One has LayerNorm as this project's network, and the other has the paper's BatchNorm.
     """
     batch = make_batch(KEYPOINTS, 2).to(setting.device)
-    ways: Dict[str, Call] = {}
+    plains: Dict[str, Call] = {}
     for norm in ("layer", "batch"):
-        twin = plain.plain_from(setting.model(norm=norm)).to(setting.device)
-        ways[f"plain network, {norm} norm"] = training_call(twin, batch)
-    plains = list(ways)
-    for precision in PRECISIONS:
-        ways[precision] = training_call(setting.model(), batch, precision)
-    taken = setting.time(ways, 2)
-    fastest = min(plains, key=lambda way: np.median(taken[way].wall))
+        model = plain.plain_from(setting.model(norm=norm)).to(setting.device)
+        plains[f"plain network, {norm} norm"] = training_call(model, batch)
+    ways = {each: training_call(setting.model(), batch, each) for each in PRECISIONS}
+    taken = setting.time({**plains, **ways}, 2)
+    fastest = min(plains, key=lambda way: np.median(taken[way]))
     for precision in PRECISIONS:
         name = f"training step, N = {KEYPOINTS}, batch 2, {precision}"
-        yield compare(name, taken[precision], taken[fastest], fastest)
+        yield row(name, taken[precision], taken[fastest], fastest)
 
 
 def latency(setting: Setting) -> Iterator[Row]:
-    """One pair through the network, compared with the plain network of the same weights."""
+    """Compare one pair through the network with the plain network of the same weights."""
     batch = make_batch(KEYPOINTS, 1).to(setting.device)
     model = setting.model().eval()
-    ways = {"plain": forward_call(plain.plain_from(model).to(setting.device), batch)}
-    for precision in PRECISIONS:
-        ways[precision] = forward_call(fuse_for_inference(model, precision), batch)
-    taken = setting.time(ways)
+    models: Dict[str, nn.Module] = {each: fuse_for_inference(model, each) for each in PRECISIONS}
+    models["plain"] = plain.plain_from(model).to(setting.device)
+
+    def forward(name: str) -> Call:
+        return torch.no_grad()(lambda: models[name](batch))
+
+    taken = setting.time({name: forward(name) for name in models})
     for precision in PRECISIONS:
         name = f"latency of a pair, N = {KEYPOINTS}, {precision}"
-        yield compare(name, taken[precision], taken["plain"], "the plain network")
+        yield row(name, taken[precision], taken["plain"], "the plain network")
 
 
 def transport(setting: Setting) -> Iterator[Row]:
-    """Sinkhorn alone, T = 100, forward and backward, compared with autograd in the log domain."""
-    ways = {way: sinkhorn_call(setting, way) for way in ("plain", "ours")}
+    """Compare Sinkhorn, forward and backward, with autograd in the log domain."""
+    ways = {way: sinkhorn_call(setting, way) for way in ("plain", "scaled")}
     taken = setting.time(ways, SINKHORN_PAIRS)
     name = f"Sinkhorn, forward and backward, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}"
-    yield compare(name, taken["ours"], taken["plain"], "autograd in the log domain")
+    yield row(name, taken["scaled"], taken["plain"], "autograd in the log domain")
 
 
 def sinkhorn_call(setting: Setting, way: str) -> Call:
-    """A call of Sinkhorn on random scores in the range of a network."""
+    """Return a call of Sinkhorn, plain or scaled, on random scores in the range of a network."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(SINKHORN_PAIRS, KEYPOINTS, KEYPOINTS, generator=generator)
     scores = (random * 5).to(setting.device).requires_grad_()
@@ -114,46 +106,44 @@ def sinkhorn_call(setting: Setting, way: str) -> Call:
     def call() -> None:
         scores.grad = None
         if way == "plain":
-            found = plain.sinkhorn(scores, dustbin, ITERATIONS)
+            log_P = plain.sinkhorn(scores, dustbin, ITERATIONS)
         else:
-            found, _ = sinkhorn.log_optimal_transport(scores, full, full, dustbin, ITERATIONS)
-        sum(P[::7, ::7].sum() for P in found).backward()
+            log_P, _ = sinkhorn.log_optimal_transport(scores, full, full, dustbin, ITERATIONS)
+        log_P.sum().backward()
 
     return call
 
 
 def step_call(setting: Setting, way: str) -> Call:
-    """A call of a training step of four pairs, after a small one. way: plain, or a precision."""
+    """Return a training step of four pairs, after a small one. way: plain, or a precision."""
     model = setting.model()
-    tried = plain.plain_from(model).to(setting.device) if way == "plain" else model
-    training_call(tried, make_batch(64, 1).to(setting.device), way)()
-    return training_call(tried, make_batch(KEYPOINTS, 4).to(setting.device), way)
+    trained = plain.plain_from(model).to(setting.device) if way == "plain" else model
+    # the small step allocates the optimizer's moments, which are not measured
+    training_call(trained, make_batch(64, 1).to(setting.device), way)()
+    return training_call(trained, make_batch(KEYPOINTS, 4).to(setting.device), way)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
-    """Peak memory of a training step and of Sinkhorn, ours and plain, each alone in a process."""
-    works = [
+    """Measure the peak memory of a training step and of Sinkhorn, each alone in a process."""
+    for name, prepare, ways in (
         (f"training step, N = {KEYPOINTS}, batch 4", step_call, PRECISIONS),
-        (f"Sinkhorn, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}", sinkhorn_call, ("ours",)),
-    ]
-    for name, prepare, ways in works:
+        (f"Sinkhorn, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}", sinkhorn_call, ("scaled",)),
+    ):
         base = peak_mib(setting, prepare, "plain")
         for way in ways:
             own = peak_mib(setting, prepare, way)
             note = f"{base / own:.1f}x less than plain, {base:.0f} MiB"
-            yield Row(f"memory: {name}, {way}", own, "MiB", note=note)
+            yield Row(f"memory: {name}, {way}", own, "MiB", note)
 
 
-def peak_mib(setting: Setting, prepare: Prepare, way: str) -> float:
-    """MiB by which the call that `prepare(setting, way)` returns raises the memory in use at its
-    peak, in a process of its own.
-    """
+def peak_mib(setting: Setting, prepare: Callable[[Setting, str], Call], way: str) -> float:
+    """Return the MiB by which the call of `prepare(setting, way)` raises the memory at its peak."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
         return pool.submit(_measure_peak, setting, prepare, way).result()
 
 
-def _measure_peak(setting: Setting, prepare: Prepare, way: str) -> float:
+def _measure_peak(setting: Setting, prepare: Callable[[Setting, str], Call], way: str) -> float:
     torch.set_num_threads(1)
     call = prepare(setting, way)
     gc.collect()
@@ -176,10 +166,9 @@ def _resident_kib(name: str) -> int:
 
 
 def parity(setting: Setting) -> Iterator[Row]:
-    """Half precision under autocast compared with float32: keypoints with the same match."""
-    batch = make_batch(KEYPOINTS, 2).to(setting.device)
-    model = setting.model().eval()
-    perturb(model)
+    """Count the keypoints with the match that the shipped weights find in float32."""
+    batch = make_batch(KEYPOINTS, 8).to(setting.device)
+    model = load_model(shipped_weights(), str(setting.device))[0]
 
     def matches(precision: str) -> Tensor:
         with torch.no_grad():
@@ -191,13 +180,3 @@ def parity(setting: Setting) -> Iterator[Row]:
         found = matches(precision)
         equal = (exact == found)[(exact >= 0) | (found >= 0)].double().mean()
         yield Row(f"parity: {precision} to float32, equal matches", float(equal), "share")
-
-
-def perturb(model: nn.Module) -> None:
-    """Add noise to its weights: the branches of an untrained network end in zeros, in any
-    precision.
-    """
-    with torch.no_grad():
-        for parameter in model.parameters():
-            inputs = parameter.shape[1] if parameter.dim() > 1 else 100
-            parameter.add_(torch.randn_like(parameter) * NOISE / math.sqrt(inputs))

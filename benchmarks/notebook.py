@@ -2,8 +2,8 @@
 
     python -m benchmarks.notebook docs/tutorial.ipynb
 
-Runs in an empty folder, so that no file is left next to the notebook. Needs nbclient, ipykernel,
-matplotlib, scikit-image and pycolmap.
+It runs in an empty folder, so that no file is left next to the notebook. It needs nbclient,
+ipykernel, matplotlib, scikit-image and pycolmap.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ SECONDS = 600  # of a cell, at most
 
 
 def executed(path: Path, folder: Path) -> Any:
-    """The notebook (nbformat 4) of `path` with its outputs, run in `folder`. Raises nbclient's
-    error of a cell.
+    """Run the notebook (nbformat 4) of `path` in `folder`, and return it with its outputs.
+
+    Raises nbclient's error of a cell.
     """
     import nbclient
     import nbformat
@@ -34,14 +35,14 @@ def executed(path: Path, folder: Path) -> Any:
     client.execute(env={**os.environ, "PYTHONPATH": os.getcwd()})
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            # Progress, which takes time
+            # lines of progress differ each time
             cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
     return notebook
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run it and write it."""
+    """Run the notebook and write it."""
     import nbformat
 
     parser = make_parser("notebook", __doc__)

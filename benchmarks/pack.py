@@ -1,15 +1,16 @@
-"""Pack photographs for a machine without network: gray WebP files, below 64 MiB in all.
+"""Pack photographs for a machine without network: gray WebP files, below 50 MiB in all.
 
-    python -m benchmarks.pack packed data/coco/train data/coco/extra_gray
+    python -m benchmarks.pack packed/train data/coco/train data/coco/extra_gray
+    python -m benchmarks.pack packed/val data/coco/val --mib 4
 
 Names stay, so that photographs of COCO are known by their numbers. `make repro PRESET=pretrained
-IMAGES=packed` and `python -m benchmarks.first_gpu --images packed` take the folder.
+IMAGES=packed/train VAL_IMAGES=packed/val` and `python -m benchmarks.first_gpu` take the folders.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import List, Optional, Sequence
+from typing import Optional, Sequence
 
 import cv2
 import numpy as np
@@ -21,46 +22,38 @@ from pipeline.files import format_bytes, write_atomic
 from superglue_sift.features.images import UPRIGHT, list_photos, read_gray, reduce
 from superglue_sift.progress import Progress
 
-QUALITIES = (80, 60, 45, 30, 20)  # of WebP, tried from the best on
+LONGEST = 640  # px of the longer side
+QUALITIES = range(80, 0, -5)  # of WebP, tried from the best on
 SAMPLE = 50  # photographs from which the size of all is estimated
 
 
-def encode(path: Path, longest: int, quality: int) -> bytes:
-    """The photograph as a gray WebP file, its longer side at most `longest` px."""
-    gray: np.ndarray = reduce(read_gray(path, UPRIGHT), longest)
-    ok, data = cv2.imencode(".webp", gray, [cv2.IMWRITE_WEBP_QUALITY, quality])
-    if not ok:
-        raise RequestError(f"{path}: cannot be encoded")
+def encode(path: Path, quality: int) -> bytes:
+    """Return the photograph as a gray WebP file."""
+    gray: np.ndarray = reduce(read_gray(path, UPRIGHT), LONGEST)
+    _, data = cv2.imencode(".webp", gray, [cv2.IMWRITE_WEBP_QUALITY, quality])
     return data.tobytes()
 
 
-def choose_quality(photos: List[Path], longest: int, most: float) -> int:
-    """The best quality with which all photographs take at most `most` bytes, by a sample."""
-    some = photos[:: max(len(photos) // SAMPLE, 1)]
-    for quality in QUALITIES:
-        mean = np.mean([len(encode(path, longest, quality)) for path in some])
-        if 1.05 * mean * len(photos) <= most:  # the sample may be smaller than the rest
-            return quality
-    raise RequestError(
-        f"{len(photos)} photographs do not fit {format_bytes(most)}: lower --longest"
-    )
-
-
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Pack them."""
+    """Pack the photographs with the best quality that fits."""
     parser = make_parser("pack", __doc__)
     parser.add_argument("out", type=Path, help="a new folder")
     parser.add_argument("folders", type=Path, nargs="+", help="folders of photographs")
-    parser.add_argument("--longest", type=int, default=640, help="px of the longer side (640)")
-    parser.add_argument("--mib", type=float, default=63.0, help="size of all (63)")
+    parser.add_argument("--mib", type=float, default=50.0, help="size of all (default 50)")
     args = parser.parse_args(argv)
     photos = [path for folder in args.folders for path in list_photos(folder)]
     if len({path.stem for path in photos}) < len(photos) or not photos:
         raise RequestError(f"{args.folders[0]}: no photographs, or two of one name")
-    quality = choose_quality(photos, args.longest, args.mib * 2**20)
+    # the first quality with which a sample fits; the rest may be a little larger
+    some = photos[:: max(len(photos) // SAMPLE, 1)]
+    room = args.mib * 2**20 / len(photos) / 1.03
+    sizes = ((each, np.mean([len(encode(path, each)) for path in some])) for each in QUALITIES)
+    quality = next((each for each, size in sizes if size <= room), None)
+    if quality is None:
+        raise RequestError(f"{len(photos)} photographs do not fit {args.mib} MiB: name fewer")
     total = 0
     for path in Progress(photos, desc="pack", unit="images"):
-        data = encode(path, args.longest, quality)
+        data = encode(path, quality)
         write_atomic(args.out / f"{path.stem}.webp", data)
         total += len(data)
     print(f"{args.out}: {len(photos)} photographs, quality {quality}, {format_bytes(total)}")

@@ -1,9 +1,9 @@
-"""A plain SuperGlue to compare with, written from the paper (arXiv 1911.11763) the way a reader
-would first write it.
+"""Compare with a plain SuperGlue, written from the paper (arXiv 1911.11763) as a reader would.
 
-Convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd
-through Sinkhorn in the log domain, a dense target for the loss. With our weights (`plain_from`)
-both compute the same. All views of a batch have the same number of keypoints.
+It has convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd
+through Sinkhorn in the log domain, and a dense target for the loss. With equal weights
+(`plain_from`) it computes what the project's network does. All views of a batch have the same
+number of keypoints.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from superglue_sift.network.superglue import (
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
-    """Log assignment (B, M + 1, N + 1) from scores (B, M, N), equation 9 as it stands, in the log
-    domain.
-    """
+    """Compute the log assignment (B, M + 1, N + 1) from scores (B, M, N) by equation 9."""
     B, m, n = scores.shape
     right = dustbin.expand(B, m, 1)
     below = dustbin.expand(B, 1, n + 1)
@@ -45,11 +43,10 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
 
 
 class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, N); contiguous, because the next layer would copy it at
-    more cost.
-    """
+    """LayerNorm over the channels of (B, C, N)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        # contiguous, because the next layer would copy it at more cost
         return super().forward(x.transpose(1, 2)).transpose(1, 2).contiguous()
 
 
@@ -64,7 +61,7 @@ def _perceptron(widths: List[int], norm: str) -> nn.Sequential:
 
 
 class PlainLayer(nn.Module):
-    """Multi-head attention and the residual update, (B, D, N)."""
+    """Multi-head attention and the residual update of (B, D, N)."""
 
     def __init__(self, dim: int, heads: int, norm: str) -> None:
         super().__init__()
@@ -85,7 +82,7 @@ class PlainLayer(nn.Module):
 
 
 class PlainSuperGlue(nn.Module):
-    """The network; `forward` returns one tensor (B, M + 1, N + 1)."""
+    """The network. `forward` returns the log assignments (B, M + 1, N + 1) of a PairBatch."""
 
     def __init__(self, config: SuperGlueConfig) -> None:
         super().__init__()
@@ -126,7 +123,7 @@ class PlainSuperGlue(nn.Module):
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
-    """The loss of `pipeline.train.loss`, (B,), through a target as large as the assignment."""
+    """Compute the loss of `pipeline.train.loss`, (B,), by a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):
         target = torch.zeros_like(P)
@@ -141,16 +138,18 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
 
 
 def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """A plain network with the weights of ours, in the same mode. Raises RuntimeError for weights
-    of options that it has not.
+    """Return a plain network with the weights of `model`, in the same mode.
+
+    Raises RuntimeError for weights of options that the plain network has not.
     """
     plain = PlainSuperGlue(model.config)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
-    ours = {}
+    weights = {}
     for name, value in model.state_dict().items():
+        # one matrix for query, key and value becomes three convolutions
         kinds = ("query", "key", "value") if "query_key_value" in name else ("",)
         for kind, part in zip(kinds, value.chunk(len(kinds)) if value.dim() else [value]):
-            own = name.replace("query_key_value", kind)
-            ours[own] = part.reshape(shapes.get(own, part.shape))
-    plain.load_state_dict(ours)
+            renamed = name.replace("query_key_value", kind)
+            weights[renamed] = part.reshape(shapes.get(renamed, part.shape))
+    plain.load_state_dict(weights)
     return plain.train(model.training)

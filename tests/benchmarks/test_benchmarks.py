@@ -1,18 +1,15 @@
-"""The speed table: equal work on both sides, rows that cannot run say why."""
+"""The speed table: equal work on both sides, and rows that cannot run say why."""
 
-import cv2
 import numpy as np
 import pytest
 import torch
 from made_pairs import scrambled
-from reading import read_json
 
 from benchmarks import __main__ as benchmark
-from benchmarks import dali_views, images, plain, timing, training
-from benchmarks.synthetic import make_batch, make_pairs
+from benchmarks import images, pack, plain, timing, training
+from benchmarks.photographs import make_batch
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
-from pipeline.keypoints.store import Store
 from pipeline.train.loss import assignment_loss
 from superglue_sift.network.ground_truth import ground_truth
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
@@ -24,132 +21,105 @@ SETTING = Setting(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_collection(monkeypatch):
-    """`timing` collects garbage before each round, which takes half a second among the objects of
-    all tests.
-    """
-    monkeypatch.setattr(timing.gc, "collect", lambda: 0)
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
+    """The ratios of the table are worth nothing otherwise."""
+    config = SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
+    models = [scrambled(config).double()]
+    models.append(plain.plain_from(models[0]).double())
+    batch = make_batch(40, 3)
+    truths = ground_truth(batch)
+    log_Ps = [model(batch) for model in models]
+    torch.testing.assert_close(*log_Ps, atol=1e-9, rtol=0)
+    losses = [assignment_loss(log_Ps[0], truths)[0].sum()]
+    losses.append(plain.dense_loss(log_Ps[1], truths).sum())
+    torch.testing.assert_close(*losses, atol=1e-9, rtol=0)
+    for loss in losses:
+        loss.backward()
+    gradients, others = ({n: p.grad for n, p in m.named_parameters()} for m in models)
+    for name in set(gradients) & set(others):
+        expected = gradients[name].reshape(others[name].shape)
+        torch.testing.assert_close(others[name], expected, atol=1e-9, rtol=1e-7)
 
 
-class TestPlain:
-    """Ours must equal the plain path: the table's ratios are worth nothing otherwise."""
-
-    @pytest.mark.parametrize("norm", ["layer", "batch"])
-    def test_assignment_loss_and_gradient_equal_ours(self, norm):
-        model = scrambled(
-            SuperGlueConfig(dim=32, layers=3, heads=4, norm=norm, sinkhorn_iterations=50)
-        ).double()
-        twin = plain.plain_from(model).double()
-        batch = make_batch(40, 3)
-        truths = ground_truth(batch)
-        ours = model(batch)
-        theirs = twin(batch)
-        assert max(float((a - b).detach().abs().max()) for a, b in zip(ours, theirs)) < 1e-9
-        losses = assignment_loss(ours, truths)[0].sum(), plain.dense_loss(theirs, truths).sum()
-        assert float((losses[0] - losses[1]).detach().abs()) < 1e-9
-        for loss in losses:
-            loss.backward()
-        gradients, others = (dict(each.named_parameters()) for each in (model, twin))
-        for name in (
-            "dustbin",
-            "final_projection.weight",
-            "descriptor_projection.weight",
-            "self_attention.0.merge.weight",
-            "cross_attention.2.mlp.0.weight",
-        ):
-            found = others[name].grad.reshape(gradients[name].shape)
-            assert torch.allclose(gradients[name].grad, found, atol=1e-9, rtol=1e-7)
-
-    def test_the_plain_network_refuses_weights_that_it_has_not(self):
-        with pytest.raises(RuntimeError, match="rotary"):
-            plain.plain_from(SuperGlue(SuperGlueConfig(dim=32, layers=1, rotary=True)))
+def test_the_plain_network_refuses_weights_that_it_has_not():
+    with pytest.raises(RuntimeError, match="rotary"):
+        plain.plain_from(SuperGlue(SuperGlueConfig(dim=32, layers=1, rotary=True)))
 
 
-class TestTiming:
-    def test_the_interval_holds_the_ratio(self):
-        random = np.random.default_rng(0)
-        fast = random.uniform(1, 1.1, 15)
-        found = timing.speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
-        assert found.low <= found.value <= found.high and found.low > 2.9 and found.high < 3.1
-
-
-class TestRows:
-    @pytest.mark.slow
-    def test_rows_of_images_on_the_bundled_photographs(self):
-        for group in (images.keypoints, images.files, images.aligned):
-            (found,) = group(SETTING)
-            assert found.unit == "ms" and found.value > 0
-
-    def test_photographs_are_cut_to_one_size(self):
-        found = images.photographs(8)
-        assert [each.shape for each in found] == [(480, 640)] * 8
-        assert all(each.dtype == np.uint8 and each.std() > 10 for each in found)
-
-
-class TestTable:
-    def test_it_is_printed_and_written_and_a_failing_group_costs_itself_alone(
-        self, tmp_path, monkeypatch, capsys
-    ):
-        def good(_):
-            yield Row("one", 1.5, "ms", timing.Ratio(2.0, 1.5, 2.5), note="of plain")
-            yield Row("two", skipped="no such device")
-
-        def bad(_):
-            yield Row("first", 1.0)
-            raise RuntimeError("out of memory\nand more")
-
-        monkeypatch.setattr(benchmark, "GROUPS", {"bad": bad, "good": good})
-        assert benchmark.main(["--device", "cpu", "--json", str(tmp_path / "rows.json")]) == 1
-        printed = capsys.readouterr().out
-        assert "2.00x [1.50, 2.50]  of plain" in printed and "SKIP: no such device" in printed
-        assert "FAILED: RuntimeError: out of memory\n" in printed
-        held = read_json(tmp_path / "rows.json")
-        assert [each["name"] for each in held["rows"]] == ["first", "bad", "one", "two"]
-        assert "D = 128" in held["machine"]
-
-    @pytest.mark.parametrize(
-        ("arguments", "said"),
-        [(["--only", "nothing"], "--only nothing: must be of"), (["--dim", "7"], "--dim")],
-    )
-    def test_wrong_requests_are_named(self, arguments, said):
-        with pytest.raises(RequestError, match=said):
-            benchmark.main([*arguments, "--device", "cpu"])
-
-
-def test_a_store_of_synthetic_pairs_can_be_read(tmp_path):
-    pairs, homographies = make_pairs(8, 2)
-    opened = Store(training.write_store(tmp_path, pairs, homographies))
-    view = opened.view(1, 1)
-    assert view.records.tobytes() == pairs[1].records1.tobytes() and view.size == pairs[1].size1
-
-
-def test_views_by_dali_are_those_of_opencv(photo):
-    """External source, decoding, resizing, cropping, mirroring, iterator, and a partial batch."""
-    try:
-        import nvidia.dali  # noqa: F401
-    except ImportError:
-        (row,) = benchmark.run("views", SETTING)
-        assert row.skipped.startswith("NVIDIA DALI is not installed: pip install nvidia-dali")
-        pytest.skip("needs NVIDIA DALI")
-    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
-    file = cv2.imencode(".jpg", photo, quality)[1].tobytes()
-    files = [file] * (dali_views.BATCH + 3)
-    found = list(dali_views.dali_views(files, (160, 120), None))
-    assert [len(H) for _, _, H in found] == [dali_views.BATCH, 3]
-    views = [torch.cat([batch[place] for batch in found]).numpy() for place in (0, 1)]
-    for i, (view0, view1, H) in enumerate(dali_views.opencv_views(files, (160, 120))):
-        batch = found[i // dali_views.BATCH][2]
-        assert np.allclose(batch[i % dali_views.BATCH], H[0])
-        for own, theirs in zip(views, (view0, view1)):
-            # other decoders and interpolations round otherwise; another view differs by tens
-            assert np.abs(own[i].astype(float) - theirs[0]).mean() < 3.0
+def test_the_interval_holds_the_ratio():
+    random = np.random.default_rng(0)
+    fast = random.uniform(1, 1.1, 15)
+    text = timing.speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
+    value, low, high = (float(word.strip("x[],")) for word in text.split())
+    assert 2.9 < low <= value <= high < 3.1
 
 
 @pytest.mark.slow
-def test_a_way_to_train_is_measured_in_processes_of_its_own(tmp_path):
-    folder = training.write_store(tmp_path, *make_pairs(training.KEYPOINTS, 8))
-    taken = training.run_mode(SETTING, folder, training.Mode({"accumulate": 2}, 2))
-    assert len(taken.wall) >= 2 and (taken.wall > 0).all()
+def test_rows_of_images_on_the_bundled_photographs():
+    for group in (images.files, images.decoding, images.onnx_runtime):
+        for row in group(SETTING):
+            assert row.value > 0 or row.problem.startswith("SKIP: ")
+
+
+@pytest.mark.slow
+def test_a_batch_is_full_and_repeats_its_pairs():
+    batch = make_batch(512, 9)
+    assert set(batch.counts0.tolist()) == set(batch.counts1.tolist()) == {512}
+    assert torch.equal(batch.records0[0], batch.records0[8])
+
+
+def test_a_failing_group_costs_itself_alone(monkeypatch, capsys):
+    def good(_):
+        yield timing.row("one", np.full(3, 0.002), np.full(3, 0.004), "plain")
+        yield timing.skip("two", "no such device")
+
+    def bad(_):
+        yield Row("first", 1.0)
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(benchmark, "GROUPS", {"bad": bad, "good": good})
+    assert benchmark.main(["--device", "cpu"]) == 1
+    machine, *rows = capsys.readouterr().out.splitlines()
+    assert "D = 128" in machine and [row.split()[0] for row in rows] == [
+        "first",
+        "bad",
+        "one",
+        "two",
+    ]
+    assert rows[1].endswith("FAILED: RuntimeError: out of memory")
+    assert rows[2].endswith("2.00x [2.00, 2.00] of plain, 4 ms")
+    assert rows[3].endswith("SKIP: no such device")
+
+
+@pytest.mark.parametrize("arguments", [["--only", "nothing"], ["--dim", "7"]])
+def test_wrong_requests_are_named(arguments):
+    with pytest.raises(RequestError, match=" ".join(arguments)):
+        benchmark.main([*arguments, "--device", "cpu"])
+
+
+def test_every_way_to_train_works_or_says_what_it_lacks():
     modes = training.list_modes("cpu")
-    assert modes["AMP, float16"].missing == "needs a GPU" and modes["DataParallel"].missing
+    assert {name for name, (_, _, missing) in modes.items() if missing} >= {
+        "AMP, float16",
+        "DataParallel",
+    }
+    context = training.distributed.Context(0, 1, SETTING.device)
+    for changes in ({}, {"accumulate": 2}, {"precision": "bfloat16"}):
+        _, norm, bad = training.training_step(SETTING, 2, context, changes)()
+        assert norm > 0 and not bad
+
+
+@pytest.mark.slow
+def test_a_way_to_train_is_measured_in_processes_of_its_own():
+    taken = training.run_mode(SETTING, {"accumulate": 2}, 2)
+    assert len(taken) >= 2 and (taken > 0).all()
+    with pytest.raises(RuntimeError, match="Error: "):
+        training.run_mode(SETTING, {"accumulate": "no number"}, 1)
+
+
+def test_photographs_are_packed_into_the_room_there_is(image_folder, tmp_path, capsys):
+    assert pack.main([str(tmp_path / "out"), str(image_folder), "--mib", "0.1"]) == 0
+    packed = list((tmp_path / "out").iterdir())
+    assert len(packed) == 4 and sum(path.stat().st_size for path in packed) < 0.1 * 2**20
+    assert "4 photographs, quality" in capsys.readouterr().out

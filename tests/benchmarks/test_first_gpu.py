@@ -1,8 +1,4 @@
-"""The first half hour on a GPU: its parts in order; a failed part stops no other; each result is
-written at once.
-"""
-
-import sys
+"""The first half hour on a GPU: its parts in order, each result written at once."""
 
 import pytest
 from reading import read_json
@@ -10,42 +6,48 @@ from reading import read_json
 from benchmarks import first_gpu
 from benchmarks.first_gpu import Part
 
-
-def python(code):
-    return [sys.executable, "-c", code]
+# a program that saves and ends with 143 when it is stopped
+SAVING = """
+import signal, sys, time
+signal.signal(15, lambda *_: sys.exit(143))
+print("on", flush=True)
+open(sys.argv[1], "w").close()
+time.sleep(60)
+"""
 
 
 @pytest.mark.slow
 def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     tmp_path, monkeypatch, capsys
 ):
-    saving = (
-        "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('on',"
-        " flush=True)"
-    )
-    seen = tmp_path / "seen"
-    chosen = [
-        Part("fails", 60, python("print('why'); raise SystemExit(3)")),
-        Part("hangs", 1, python(f"{saving}; time.sleep(60)"), expected=(0, 143)),
-        Part(
-            "stopped",
-            60,
-            python(f"{saving}; open({str(seen)!r}, 'w'); time.sleep(60)"),
-            "seen",
-            (143,),
-        ),
-        Part("works", 60, python("print('the last word')")),
+    for name, text in (
+        ("saving", SAVING),
+        ("failing", "print('why'); raise SystemExit(3)"),
+        ("working", "print('the last word')"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    parts = [
+        Part("fails", 60, "failing"),
+        Part("hangs", 1, f"saving {tmp_path}/other", expected=(0, 143)),
+        Part("resumes", 1, f"saving {tmp_path}/other"),
+        Part("stopped", 60, f"saving {tmp_path}/seen", until="seen", expected=(143,)),
+        Part("lacks", 60, "failing", missing="needs a GPU"),
+        Part("works", 60, "working"),
     ]
-    monkeypatch.setattr(first_gpu, "list_parts", lambda *_: chosen)
+    monkeypatch.setattr(first_gpu, "PATIENCE", 1)
+    monkeypatch.setattr(first_gpu, "list_parts", lambda *_: parts)
     words = ["--device", "cpu", "--out", str(tmp_path)]
     assert first_gpu.main(words) == 1
     rows = read_json(tmp_path / "done.json")
     assert rows["fails"].startswith("FAILED with exit code 3") and rows["fails"].endswith("why")
-    assert rows["hangs"].startswith("ok, time is over") and rows["stopped"].startswith(
-        "ok, stopped"
-    )
+    assert rows["hangs"].startswith("ok, time is over")
+    assert rows["resumes"].startswith("UNFINISHED, time is over")
+    assert rows["stopped"].startswith("ok, stopped")
+    assert rows["lacks"] == "SKIP: needs a GPU"
     assert rows["works"].endswith("the last word")
-    assert (tmp_path / "03-works.log").read_text() == "the last word\n"
+    assert (tmp_path / "back" / "05-works.log").read_text() == "the last word\n"
     capsys.readouterr()
     assert first_gpu.main(words) == 1
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == ["fails"]
+    again = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert again == ["fails", "resumes", "lacks"]
