@@ -51,6 +51,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except ValueError as error:
         raise RequestError(f"--dim {options.dim}: {error}") from None
     setting = Setting(torch.device(choose_device(options.device)), config, options.seconds)
+    # the rows, each as soon as it is known
     print(describe_machine(setting), flush=True)
     code = 0
     for name in groups:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,7 @@ class Part(NamedTuple):
         stops a preempted job.
     expected: exit codes that count as success.
     missing: what this machine lacks for the part, or "".
+    figures: pattern of the lines with its figures. By default it is the last line.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Part(NamedTuple):
     until: str = "nothing"
     expected: Sequence[int] = (0,)
     missing: str = ""
+    figures: str = ""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -155,6 +158,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
     trained = f"--model checkpoints/best.safetensors --also shipped={shipped_weights()}"
+    scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+ "  # pairs, matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
     saved = "curve/checkpoints/*/step-*.json"
@@ -165,7 +169,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("weights-fetch", 120, "pipeline.fetch", "weights"),
         Part("weights-keypoints", 400, "pipeline.keypoints", "weights"),
         Part("weights-train", 1500, "pipeline.launch pipeline.train", "weights"),
-        Part("weights-evaluate", 300, f"pipeline.evaluate {trained}", "weights"),
+        Part("weights-evaluate", 300, f"pipeline.evaluate {trained}", "weights", figures=scores),
         Part("doctor", 30, "pipeline.doctor"),
         Part("tests", 120, f"pytest -q -m gpu {tests}"),
         Part("fetch", 30, "pipeline.fetch", "curve"),
@@ -177,17 +181,22 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("compare", 10, f"benchmarks.first_gpu --compare --out {out}"),
         Part("train-float16", 60, train, "float16", missing=lacks_gpu),
         Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
-        Part("parity", 50, f"{table} --only parity"),
-        Part("speed", 90, f"{table} --only step,sinkhorn,latency"),
-        Part("decoders", 60, f"{table} --only decoders"),
-        Part("onnx", 120, f"{table} --only onnx"),
-        Part("modes", 200, f"{table} --only modes"),
-        Part("memory", 90, f"{table} --only memory"),
+        *(
+            Part(name, limit, f"{table} --only {groups}", figures=" ms | MiB | share|SKIP|FAILED")
+            for name, limit, groups in (
+                ("parity", 50, "parity"),
+                ("speed", 90, "step,sinkhorn,latency,files"),
+                ("decoders", 60, "decoders"),
+                ("onnx", 120, "onnx"),
+                ("modes", 200, "modes"),
+                ("memory", 90, "memory"),
+            )
+        ),
     ]
 
 
 def run(part: Part, seconds: float, log: Path, small: bool) -> str:
-    """Run a part. Returns `ok` or what went wrong, the seconds and the last line."""
+    """Run a part. Returns `ok` or what went wrong, the seconds and the figures."""
     out = log.parent
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{out / 'mlflow.db'}", **os.environ}
     environment["PYTHONPATH"] = f"{CLONE}{os.pathsep}{environment.get('PYTHONPATH', '')}"
@@ -218,8 +227,10 @@ def run(part: Part, seconds: float, log: Path, small: bool) -> str:
     outcome = "ok" if code in part.expected else f"FAILED with exit code {code}"
     if stopped and code == STOPPED and outcome != "ok":
         outcome = "UNFINISHED"  # it has saved, and another call resumes it
-    last = log.read_text(errors="replace").rstrip().rpartition("\n")[2][-160:]
-    return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {last}"
+    lines = log.read_text(errors="replace").splitlines()
+    found = [line for line in lines if part.figures and re.search(part.figures, line)]
+    figures = " | ".join(" ".join(line.split()) for line in found or lines[-1:])
+    return f"{outcome}{stopped}, {time.monotonic() - begun:.0f} s: {figures}"
 
 
 def compare(out: Path) -> int:

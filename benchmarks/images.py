@@ -71,6 +71,7 @@ def onnx_runtime(setting: Setting) -> Iterator[Row]:
     matcher = Matcher.load(device=str(setting.device), max_keypoints=KEYPOINTS, refine=False)
     features = [matcher.extract(view) for view in two_views()]
     values = onnx.inputs_of(*features)
+    # the export takes a minute or more
     with tempfile.TemporaryDirectory() as folder:
         file = onnx.export(Path(folder) / "model.onnx")
         session = onnxruntime.InferenceSession(str(file), providers=[provider])

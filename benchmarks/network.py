@@ -39,6 +39,7 @@ def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32"
     The model is a SuperGlue, or a plain network, which is in float32.
     """
     objective = MatchingObjective(model, precision) if isinstance(model, SuperGlue) else None
+    # both are updated in one pass over all parameters
     optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **compat.fused_adam())
 
     def call() -> None:
@@ -76,6 +77,7 @@ def latency(setting: Setting) -> Iterator[Row]:
     batch = make_batch(KEYPOINTS, 1).to(setting.device)
     model = setting.model().eval()
     models: Dict[str, nn.Module] = {each: fuse_for_inference(model, each) for each in PRECISIONS}
+    # the plain network keeps its layers as they are trained
     models["plain"] = plain.plain_from(model).to(setting.device)
 
     def forward(name: str) -> Call:
@@ -98,6 +100,7 @@ def transport(setting: Setting) -> Iterator[Row]:
 def sinkhorn_call(setting: Setting, way: str) -> Call:
     """Return a call of Sinkhorn, plain or scaled, on random scores in the range of a network."""
     generator = torch.Generator().manual_seed(0)
+    # (B, N, N) with a standard deviation of 5
     random = torch.randn(SINKHORN_PAIRS, KEYPOINTS, KEYPOINTS, generator=generator)
     scores = (random * 5).to(setting.device).requires_grad_()
     dustbin = torch.tensor(1.0, device=setting.device, requires_grad=True)
@@ -138,6 +141,7 @@ def memory(setting: Setting) -> Iterator[Row]:
 
 def peak_mib(setting: Setting, prepare: Callable[[Setting, str], Call], way: str) -> float:
     """Return the MiB by which the call of `prepare(setting, way)` raises the memory at its peak."""
+    # a new process, because memory that was freed before would be used again
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
         return pool.submit(_measure_peak, setting, prepare, way).result()
@@ -178,5 +182,6 @@ def parity(setting: Setting) -> Iterator[Row]:
     exact = matches("float32")
     for precision in ("bfloat16", "float16"):
         found = matches(precision)
+        # of the keypoints that have a match in one of both
         equal = (exact == found)[(exact >= 0) | (found >= 0)].double().mean()
         yield Row(f"parity: {precision} to float32, equal matches", float(equal), "share")

@@ -28,9 +28,11 @@ from superglue_sift.network.superglue import (
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     """Compute the log assignment (B, M + 1, N + 1) from scores (B, M, N) by equation 9."""
     B, m, n = scores.shape
+    # the dustbins: a column of image 0's unmatched keypoints, and a row of image 1's
     right = dustbin.expand(B, m, 1)
     below = dustbin.expand(B, 1, n + 1)
     Z = torch.cat([torch.cat([scores, right], 2), below], 1)
+    # each keypoint has the mass 1, and a dustbin that of all keypoints of the other image
     norm = -math.log(m + n)
     log_mu = scores.new_tensor([0.0] * m + [math.log(n)]) + norm
     log_nu = scores.new_tensor([0.0] * n + [math.log(m)]) + norm
@@ -71,6 +73,7 @@ class PlainLayer(nn.Module):
         self.mlp = _perceptron([2 * dim, 2 * dim, dim], norm)
 
     def forward(self, x: Tensor, source: Tensor) -> Tensor:
+        # (B, D, N) -> (B, heads, D / heads, N)
         B, D, _ = x.shape
         q, k, v = (
             conv(t).view(B, self.heads, D // self.heads, -1)
@@ -102,6 +105,7 @@ class PlainSuperGlue(nn.Module):
         batch = choose_orientations(batch)
         x0, x1 = self._encode(batch)
         for within, across in zip(self.self_attention, self.cross_attention):
+            # self-attention, then cross-attention of both views at a time
             x0 = x0 + within(x0, x0)
             x1 = x1 + within(x1, x1)
             y0 = x0 + across(x0, x1)
@@ -126,6 +130,7 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
     """Compute the loss of `pipeline.train.loss`, (B,), by a target as large as the assignment."""
     losses = []
     for P, matches0, matches1 in zip(log_P, *truth):
+        # (M + 1, N + 1): 1 for each match and for each keypoint without one
         target = torch.zeros_like(P)
         left = torch.nonzero(matches0 >= 0)[:, 0]
         lone0 = torch.nonzero(matches0 == UNMATCHED)[:, 0]

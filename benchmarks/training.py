@@ -84,12 +84,14 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     options = launch.torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
+    # as many threads in all as the machine has cores
     threads = {"OMP_NUM_THREADS": str(usable_cores() // processes or 1)}
     environment = {**launch.VARIABLES, **threads, **os.environ}
     if setting.device.type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, cwd=CLONE, capture_output=True, text=True)
     if done.returncode:
+        # the first error of a rank, not torchrun's summary
         said = re.findall(r"\w*Error: .*", done.stderr)
         raise RuntimeError((said or ["a rank failed"])[0])
     return np.array(json.loads(done.stdout.splitlines()[-1]))
@@ -105,7 +107,7 @@ def run_rank(work: str) -> int:
         setting = Setting(context.device, SuperGlueConfig(**config), float("inf"))
         step = training_step(setting, pairs, context, changes)
         taken = setting.time({"step": step}, pairs * context.world_size)["step"]
-    if context.is_main:
+    if context.is_main:  # `run_mode` reads this line
         print(json.dumps(taken.tolist()))
     return 0
 

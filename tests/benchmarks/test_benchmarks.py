@@ -57,7 +57,7 @@ def test_the_interval_holds_the_ratio():
 
 @pytest.mark.slow
 def test_rows_of_images_on_the_bundled_photographs():
-    for group in (images.files, images.decoding, images.onnx_runtime):
+    for group in (images.files, images.decoding):
         for row in group(SETTING):
             assert row.value > 0 or row.problem.startswith("SKIP: ")
 
