@@ -25,6 +25,7 @@ from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
 from pipeline.train.loss import MatchingObjective
+from pipeline.train.optimizer import choose_precision
 from superglue_sift.environment import usable_cores
 from superglue_sift.network.batch import ON_HOST, PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
@@ -125,7 +126,7 @@ def training_step(
     run = RunParams(**{name: values.pop(name) for name in {*values} & {*RunParams.model_fields}})
     train = params.load(presets.FOLDER / "sample.yaml").train.model_copy(update=values)
     # the parts of the stage
-    precision, _ = trainer.precision_of_ranks(train, context)
+    precision, _ = choose_precision(train.precision, context.device)
     objective, wrapped, state, *_ = trainer.build(train, run, context, precision)
     wrapped = DataParallelObjective(objective) if several else wrapped
     part = make_batch(KEYPOINTS, pairs // run.accumulate).to(context.device)

@@ -9,7 +9,6 @@ import atexit
 import contextlib
 import ctypes
 import datetime
-import errno
 import gc
 import os
 import re
@@ -36,8 +35,6 @@ from pipeline.errors import RequestError, WorkError, read_number
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
-# bytes of NCCL's shared-memory channels between the ranks of one machine
-NCCL_BYTES_PER_RANK = 64 << 20
 # MiB; on a slow link this is faster than torch's 25 (docs/performance.md)
 BUCKET_MB = 4
 
@@ -90,18 +87,12 @@ def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
     The address "" stands for all addresses. Raises RequestError if the port is in use, or if the
     address belongs to another machine.
     """
-    if port > 65535:
-        raise RequestError(f"MASTER_PORT={port}: must be at most 65535")
     try:
         with socket.create_server((address, port)) as server:
             return server.getsockname()[1]
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            fix = "is in use by another program: choose another port, or leave it unset"
-            raise RequestError(f"MASTER_PORT={port} {fix}") from None
-        reason = str(error.strerror).partition(" (")[0]
+    except (OSError, OverflowError) as error:
         raise RequestError(
-            f"MASTER_ADDR={address}, MASTER_PORT={port}: cannot be used on this machine ({reason}):"
+            f"MASTER_ADDR={address}, MASTER_PORT={port}: cannot be used on this machine: {error};"
             " leave them unset; several nodes need NNODES and RDZV_ENDPOINT"
         ) from None
 
@@ -137,13 +128,8 @@ def start() -> Context:
     if world_size > 1:
         if rank == 0 and not by_torchrun:
             free_port("", read_number("MASTER_PORT", 0))
-        meeting, waiting = (
-            datetime.timedelta(seconds=read_number(name, usual))
-            for name, usual in (
-                ("SG_START_TIMEOUT", START_SECONDS),
-                ("SG_TIMEOUT", TIMEOUT_SECONDS),
-            )
-        )
+        meeting = datetime.timedelta(seconds=read_number("SG_START_TIMEOUT", START_SECONDS))
+        waiting = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         try:
             store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
         except RuntimeError as error:
@@ -162,13 +148,6 @@ def start() -> Context:
     return Context(rank, world_size, device)
 
 
-def finish() -> None:
-    """Leave the group, if there is one."""
-    if dist.is_initialized():
-        _finished.append(dist.distributed_c10d._get_default_group())
-        dist.destroy_process_group()
-
-
 _finished: List[Any] = []  # groups that this process has left; `_join_threads` releases them
 
 
@@ -184,23 +163,6 @@ def _join_threads() -> None:
     """
     gc.collect()  # DistributedDataParallel is part of reference cycles
     _finished.clear()  # this is the last reference, and clearing it releases the GIL first
-
-
-def abandon() -> None:
-    """Leave the group after a failure, without waiting for the other ranks.
-
-    They see that the connection closes.
-    """
-    if not dist.is_initialized():
-        return
-    group = dist.distributed_c10d._get_default_group()
-    # The group is never released, because its destructor joins gloo's threads. These may wait for
-    # other ranks.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-    if torch.cuda.is_available() and hasattr(group, "_get_backend"):
-        nccl = group._get_backend(torch.device("cuda"))
-        if hasattr(nccl, "abort"):
-            nccl.abort()
 
 
 def lost_peer(error: BaseException) -> bool:
@@ -221,28 +183,21 @@ def differentiable_sum(tensor: Tensor) -> Tensor:
     return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
 
 
-def weighted_means(sums: Mapping[str, float], weight: float) -> Dict[str, float]:
-    """Return the sums over all ranks, divided by the sum of all weights. If that is 0, return 0.
-
-    It is one collective of float64. Every rank has the same names.
-    """
-    # (1 + names,) float64: one tensor, so that there is one collective
+def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
+    """Return the sums over all ranks, in float64. Every rank has the same names."""
+    if not several() or not sums:
+        return dict(sums)
+    # (names,): one tensor, so that there is one collective
     names = sorted(sums)
-    values = [weight, *(sums[name] for name in names)]
+    values = [sums[name] for name in names]
     packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
-    if several():
-        dist.all_reduce(packed)
-    whole, *totals = packed.tolist()
-    return {name: total / whole if whole else 0.0 for name, total in zip(names, totals)}
+    dist.all_reduce(packed)
+    return dict(zip(names, packed.tolist()))
 
 
 def any_rank(flag: bool) -> bool:
-    """Return whether the flag is True on any of the ranks, by one collective."""
-    if not several():
-        return flag
-    packed = torch.tensor([float(flag)], device=_collective_device())
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
-    return bool(packed.item())
+    """Return whether the flag is True on any of the ranks."""
+    return bool(sum_over_ranks({"flag": flag})["flag"])
 
 
 def all_gather(item: Any) -> List[Any]:
@@ -312,12 +267,6 @@ def _collective_device() -> torch.device:
     return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
 
 
-def shared_memory_needed(gpus: int) -> int:
-    """Return the bytes of /dev/shm that NCCL needs for channels between the ranks of `gpus`
-    GPUs."""
-    return gpus * NCCL_BYTES_PER_RANK if gpus > 1 else 0
-
-
 def wrap(module: nn.Module) -> nn.Module:
     """Wrap `module` in DistributedDataParallel if there are several ranks. Else return `module`.
 
@@ -340,19 +289,29 @@ def wrap(module: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[Context]:
-    """Give the context of a process in its group: `start`, then `finish`.
+    """Give the context of a process in its group, and leave the group afterwards.
 
-    If the work fails, `abandon` the group. Raises WorkError if another rank died or hangs.
+    After a failure it does not wait for the other ranks, which see that the connection closes.
+    Raises WorkError if another rank died or hangs.
     """
     try:
-        context = start()
-        yield context
+        yield start()
     except BaseException as error:
-        abandon()
+        if dist.is_initialized():
+            group = dist.distributed_c10d._get_default_group()
+            # The group is never released, because its destructor joins gloo's threads. These may
+            # wait for other ranks.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+            if torch.cuda.is_available() and hasattr(group, "_get_backend"):
+                nccl = group._get_backend(torch.device("cuda"))
+                if hasattr(nccl, "abort"):
+                    nccl.abort()
         if not lost_peer(error):
             raise
         time.sleep(NOTICE_SECONDS)
         rank = os.environ.get("RANK", "0")
         reason = str(error).splitlines()[0]
         raise WorkError(f"rank {rank}: another rank died or hangs ({reason})") from error
-    finish()
+    if dist.is_initialized():
+        _finished.append(dist.distributed_c10d._get_default_group())
+        dist.destroy_process_group()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 from typing import Dict, List, Optional, Sequence, Tuple
@@ -47,40 +48,33 @@ VARIABLES = {
 
 
 def processes_per_node() -> int:
-    """Return NPROC_PER_NODE as a number. Raises RequestError if it is none."""
-    if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
-        import torch
+    """Return NPROC_PER_NODE as a number.
 
-        return torch.cuda.device_count() or DEFAULT_CPU_PROCESSES
-    return read_number("NPROC_PER_NODE", 1, least=1)
-
-
-def require_gpus(processes: int) -> None:
-    """Raise RequestError if ranks would share a GPU, which NCCL refuses."""
+    Raises RequestError if it is none, or if ranks would share a GPU, which NCCL refuses.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
+    if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
+        return gpus or DEFAULT_CPU_PROCESSES
+    processes = read_number("NPROC_PER_NODE", 1, least=1)
     if 0 < gpus < processes:
         raise RequestError(
             f"NPROC_PER_NODE={processes}, but GPUs here: {gpus}; set it to {gpus} or auto"
         )
-
-
-def world_sizes(processes: int) -> List[int]:
-    """Return all numbers of ranks that the run may have: several if NNODES is elastic, such as 1:2.
-
-    Raises RequestError if NNODES is wrong.
-    """
-    text = os.environ.get("NNODES", "1")
-    bounds = text.split(":")
-    numbers = [int(part) if part.isdigit() else 0 for part in bounds]
-    if min(numbers) < 1 or len(numbers) > 2 or numbers[0] > numbers[-1]:
-        raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
-    return [nodes * processes for nodes in range(numbers[0], numbers[-1] + 1)]
+    return processes
 
 
 def is_one_node() -> bool:
     return os.environ.get("NNODES", "1") == "1"
+
+
+def least_nodes() -> int:
+    """Return the number of nodes, the smallest of an elastic job (NNODES=1:2)."""
+    text = os.environ.get("NNODES", "1")
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+        raise RequestError(f"NNODES={text!r}: must be a number of nodes, or least:most")
+    return int(text.partition(":")[0])
 
 
 def torchrun_options(processes: int, restarts: int) -> List[str]:
@@ -88,55 +82,31 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
 
     Raises RequestError if the address is wrong, or a port in use.
     """
-    options = {"nproc_per_node": processes, "max_restarts": 0, "monitor_interval": 0.1}
-    # --standalone would resolve the host's name, which fails in some containers
-    if is_one_node():
-        options.update(_own_address())
-    else:
-        options.update(_rendezvous(), max_restarts=restarts)
-    return [f"--{name}={value}" for name, value in options.items()]
-
-
-def _own_address() -> Dict[str, object]:
-    """Return the options that say where the ranks of one node meet."""
     from pipeline.distributed import free_port
 
-    address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-    return {
-        "nnodes": 1,
-        # it is spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND
-        "rdzv_backend": "static",
-        "rdzv_endpoint": "",
-        "master_addr": address,
-        "master_port": free_port(address, read_number("MASTER_PORT", 0)),
-    }
-
-
-def _rendezvous() -> Dict[str, object]:
-    """Return the options that say where several nodes meet. Raises RequestError if one is
-    missing."""
-    from torch.distributed.launcher.api import LaunchConfig
-
-    nodes = os.environ["NNODES"]
-    endpoint = os.environ.get("RDZV_ENDPOINT", "")
-    if ":" not in endpoint:
-        raise RequestError(f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node")
-    options: Dict[str, object] = {
-        "nnodes": nodes,
-        "rdzv_backend": "c10d",
-        "rdzv_endpoint": endpoint,
-        "rdzv_id": os.environ.get("RDZV_ID", "pipeline"),
-    }
-    own = os.environ.get("LOCAL_ADDR", "")
-    if own and not hasattr(LaunchConfig, "local_addr"):
-        raise RequestError(
-            f"LOCAL_ADDR={own} needs torch 2: let the host name of each node resolve to its address"
-            " (docker run --add-host)"
-        )
-    if own:  # torchrun cannot tell from an address which node has the endpoint
-        is_host = endpoint.rsplit(":", 1)[0] == own
-        options.update(local_addr=own, rdzv_conf=f"is_host={str(is_host).lower()}")
-    return options
+    options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
+    if is_one_node():
+        # --standalone would resolve the host's name, which fails in some containers. The backend is
+        # spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND.
+        address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        port = free_port(address, read_number("MASTER_PORT", 0))
+        options.update(max_restarts=0, nnodes=1, rdzv_backend="static", rdzv_endpoint="")
+        options.update(master_addr=address, master_port=port)
+    else:
+        nodes = os.environ["NNODES"]
+        endpoint = os.environ.get("RDZV_ENDPOINT", "")
+        if ":" not in endpoint:
+            raise RequestError(
+                f"NNODES={nodes} needs RDZV_ENDPOINT=host:port, the same on every node"
+            )
+        options.update(max_restarts=restarts, nnodes=nodes, rdzv_backend="c10d")
+        name = os.environ.get("RDZV_ID", "pipeline")
+        options.update(rdzv_endpoint=endpoint, rdzv_id=name)
+        own = os.environ.get("LOCAL_ADDR", "")
+        if own:  # torchrun cannot tell from an address which node has the endpoint
+            is_host = endpoint.rsplit(":", 1)[0] == own
+            options.update(local_addr=own, rdzv_conf=f"is_host={str(is_host).lower()}")
+    return [f"--{name}={value}" for name, value in options.items()]
 
 
 def run_torchrun(words: List[str]) -> Tuple[int, int]:
@@ -213,9 +183,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     module = importlib.import_module(f"{name}.__main__")
     processes = processes_per_node()
     if hasattr(module, "check"):
-        require_gpus(processes)
-        for world_size in world_sizes(processes):
-            module.check(rest, world_size)
+        module.check(rest, least_nodes() * processes)
     # If dvc is killed, end with a checkpoint before it starts another run
     if "DVC_STAGE" in os.environ:
         signals.end_with_parent(signal.SIGTERM)

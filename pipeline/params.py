@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import functools
 import re
+import reprlib
 from pathlib import Path
-from typing import Annotated, Any, Dict, List, Literal, Mapping, NoReturn, Sequence
+from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -239,14 +239,14 @@ def usual_file() -> Path:
 def asks_for_portable(words: Sequence[str]) -> bool:
     """Return whether `train.precision` is `portable` in the file that --params names.
 
-    It is called before torch is loaded. Errors of the file are left to `load`.
+    It is called before torch is loaded, and only searches for the word. Errors of the file are left
+    to `load`.
     """
-    parser = Parser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--params", type=Path, default=usual_file())
-    try:
-        return _read(parser.parse_known_args(words)[0].params)["train"]["precision"] == "portable"
-    except (RequestError, LookupError, TypeError):
-        return False
+    path = parser.parse_known_args(words)[0].params
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return re.search(r"^[^#\n]*\bprecision\W+portable\b", text, re.MULTILINE) is not None
 
 
 def parse(tree: Any, origin: str) -> Params:
@@ -261,30 +261,19 @@ def parse(tree: Any, origin: str) -> Params:
         raise RequestError(f"{origin}: {_problem(first)}") from None
 
 
-class Parser(argparse.ArgumentParser):
-    """A parser that raises RequestError for a wrong argument."""
-
-    def error(self, message: str) -> NoReturn:
-        raise RequestError(message)
-
-
 def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
     """Return the tree with the views in the sections `keypoints` and `evaluate`."""
-    views = tree.get("views")
     full = dict(tree)
-    if isinstance(tree.get("keypoints"), dict) and "views" in tree:
-        full["keypoints"] = {"views": views, **tree["keypoints"]}
-    if isinstance(tree.get("evaluate"), dict):
-        full["evaluate"] = {
-            **tree["evaluate"],
-            "views": _merge(views, tree["evaluate"].get("views", {})),
-        }
+    for name in ("keypoints", "evaluate"):
+        if isinstance(tree.get(name), dict):
+            own = tree[name].get("views", {})
+            full[name] = {**tree[name], "views": _merge(tree.get("views"), own)}
     return full
 
 
 def _merge(tree: Any, changes: Any) -> Any:
     if not (isinstance(tree, dict) and isinstance(changes, dict)):
-        return changes
+        return changes or tree
     return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
 
 
@@ -299,19 +288,12 @@ def data_name(fetch: FetchParams) -> str:
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
 
-@functools.lru_cache(maxsize=1)
-def _tree(text: str) -> Any:
-    """Parse a YAML file, once: `asks_for_portable` and then `load` need it."""
-    from ruamel.yaml import YAML
-
-    return YAML(typ="safe", pure=True).load(text)
-
-
 def _read(path: Path) -> Any:
+    from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 
     try:
-        return _tree(path.read_text(encoding="utf-8"))
+        return YAML(typ="safe", pure=True).load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RequestError(
             f"{path}: no such file; `{spell_command('repro', preset='sample')}` writes one"
@@ -319,42 +301,27 @@ def _read(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
     except YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}" if mark else ""
-        raise RequestError(
-            f"{path}{where}: is not valid YAML: {getattr(error, 'problem', error)}"
-        ) from None
+        reason = " ".join(str(error).split())  # with the line, and what stands there
+        raise RequestError(f"{path}: is not valid YAML: {reason}") from None
 
 
 def _problem(error: Any) -> str:
-    """Describe one pydantic error, such as `train.lr = -1: must be greater than 0`."""
-    path = [_word(part) for part in error["loc"]]
-    key = ".".join(path)
-    kind = error["type"]
-    if kind == "value_error":  # an error of several keys; its text begins with one of them
-        return ".".join([*path, str(error["ctx"]["error"])])
-    if kind == "missing":
+    """Describe one pydantic error in a line, such as `train.lr = -1: must be greater than 0`."""
+    path = error["loc"]
+    key = " ".join(".".join(map(str, path)).split())  # a key may hold line breaks
+    if error["type"] == "value_error":  # of several keys; its text begins with one of them
+        return f"{key}.{error['ctx']['error']}".lstrip(".")
+    if error["type"] == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
-    if kind == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
+        # the section that lacks this key, whose keys may be alike
         owner: Any = Params
         for name in path[:-1]:
             owner = owner.model_fields[name].annotation
-        if path[0] == "train" and path[-1] in RunParams.model_fields:
-            return f"{key}: not a key of train; set run.{path[-1]}"
-        near = _near(path[-1], list(owner.model_fields))
-        return f"{key}: unknown {'key' if path[:-1] else 'section'}{near}"
+        known = list(owner.model_fields)
+        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
+        return f"{key}: unknown key; did you mean {' or '.join(close or known)}?"
     rule = re.sub("^(Input|String) should", "must", error["msg"])
-    if kind == "model_type":
+    if error["type"] == "model_type":
         rule = "must hold keys with values"
-    return f"{key} = {_word(repr(error['input']))}: {rule}"
-
-
-def _near(name: str, known: List[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
-
-
-def _word(value: Any) -> str:
-    """Return a value as one short line, also a key with line breaks."""
-    text = " ".join(str(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{key} = {reprlib.repr(error['input'])}: {rule}"

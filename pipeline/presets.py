@@ -29,9 +29,7 @@ def read(name: str) -> str:
     """Return the text of a preset. Raises RequestError for an unknown one."""
     names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if name not in names:
-        close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-        raise RequestError(f"preset {name}: not in {FOLDER.name}/; {hint}")
+        raise RequestError(f"preset {name}: not in {FOLDER.name}/; there are {', '.join(names)}")
     return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
 
 
@@ -47,7 +45,6 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         RequestError: the preset is unknown or takes no folder, a folder is missing or empty, or
             there are too few or too small images.
     """
-    origin = "params.yaml" if text else f"presets/{name}.yaml"
     text = text or read(name)
     yaml = YAML()
     yaml.preserve_quotes = True
@@ -63,15 +60,13 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         example = spell_command("repro", images="~/photos")
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
     if not images:
-        params.parse(tree, origin)
-        # the user's images: write their paths and a digest of their content into the section
-        # `fetch`
         return text
+    # the user's images: write their paths and a digest of their content into the section `fetch`
     from pipeline.fetch import dataset
 
     paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
     tree["fetch"].update(path=paths[0], val_path=paths[1])
-    sections = params.parse(tree, origin)
+    sections = params.parse(tree, f"preset {name}")
     names, held = dataset.own_splits(sections.fetch)
     dataset.require_usable(names, held, dataset.smallest_images(sections))
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
@@ -87,29 +82,6 @@ def refresh(path: Path) -> bool:
         return False
     text = path.read_text(encoding="utf-8")
     return write(path, render(params.preset(path), fetch.path, fetch.val_path, text))
-
-
-def require_other_images(path: Path) -> None:
-    """Raise RequestError if the initial weights were trained on every held-out photograph."""
-    from pipeline import training_overlap
-    from pipeline.fetch import dataset
-
-    sections = params.load(path)
-    fetch = sections.fetch
-    model = sections.train.init_from
-    allowed = sections.run.allow_training_images
-    if fetch.source != "folder" or not model or allowed:
-        return
-    # only images of the user can be chosen, so only they are checked
-    names, held = dataset.own_splits(fetch)
-    container = held[dataset.container_of("val", held)]
-    photographs = [entry.photograph for entry in container.entries(names["val"])]
-    if not training_overlap.leave_out(Path(model), photographs, False, model)[0]:
-        raise RequestError(
-            f"{path}: {model} was trained on all photographs held out of {fetch.path}: set"
-            ' train.init_from: "" (from scratch), hold out others (VAL_IMAGES=...), or keep them'
-            " by run.allow_training_images: true"
-        )
 
 
 def write(path: Path, text: str) -> bool:
@@ -136,9 +108,7 @@ def _flat(text: str) -> List[str]:
         flat = flatten(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, AttributeError):
         return text.splitlines()
-    return [
-        f"{key}: {value!r}" if value == "" else f"{key}: {value}" for key, value in flat.items()
-    ]
+    return [f"{key}: {value}" for key, value in flat.items()]
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -156,18 +126,16 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "refresh":
         refresh(args.params)
-    elif args.val_images and not args.images:
+        return 0
+    if args.val_images and not args.images:
         raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")
-    else:
-        name = args.name or ("folder" if args.images else DEFAULT)
-        keeps = args.params.exists() and params.preset(args.params) == name
-        if keeps:
-            # the user's edits may be wrong, and are reported as such
-            params.load(args.params)
-        text = args.params.read_text(encoding="utf-8") if keeps else ""
-        if not write(args.params, render(name, args.images, args.val_images, text)):
-            print(f"{args.params} already holds preset {name}")
-    require_other_images(args.params)
+    name = args.name or ("folder" if args.images else DEFAULT)
+    text = ""
+    if args.params.exists() and params.preset(args.params) == name:
+        params.load(args.params)  # the user's edits may be wrong, and are reported as such
+        text = args.params.read_text(encoding="utf-8")
+    if not write(args.params, render(name, args.images, args.val_images, text)):
+        print(f"{args.params} already holds preset {name}")
     return 0
 
 

@@ -28,21 +28,13 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
         os._exit(1)  # the parent ended before the call above
 
 
-@contextlib.contextmanager
-def block() -> Iterator[None]:
-    """Block the signals, also in processes started in this context, until they call `serve`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def serve(worker: int, parent: int) -> None:
+    """Let a process that loads batches ignore the signals, and end with the training `parent`.
 
-
-def serve(parent: int) -> None:
-    """Ignore the signals in a worker of process `parent`, and end with the parent."""
+    A signal may go to all processes of a job. The training needs the batches of its last step.
+    """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent(parent=parent)
 
 

@@ -38,11 +38,9 @@ def write(model: Path, photographs: Optional[Iterable[str]]) -> None:
 
     The same photographs give the same bytes in any order.
     """
-    lines = (
-        [_UNKNOWN]
-        if photographs is None
-        else sorted(photographs, key=lambda name: (len(name), name))
-    )
+    lines = [_UNKNOWN]
+    if photographs is not None:
+        lines = sorted(photographs, key=lambda name: (len(name), name))
     write_atomic(list_of(model), _TITLE + "".join(f"{line}\n" for line in lines))
 
 
@@ -56,10 +54,6 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"{path}: cannot be read ({error}); put the list back that came with the model"
-        ) from None
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if _UNKNOWN in photographs:
         return None

@@ -80,11 +80,6 @@ def prepare_network() -> None:
     os.environ.update(NETWORK)
 
 
-def is_prepared() -> bool:
-    """Say whether this process has the variables of `NETWORK`."""
-    return all(os.environ.get(name) == value for name, value in NETWORK.items())
-
-
 def run(module: str) -> int:
     """Run the `main` of a module with threads that wait passively; return the exit code."""
     wait_passively()  # before torch is loaded

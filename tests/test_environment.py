@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from ruamel.yaml import YAML
 
-from pipeline import distributed, params
+from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.train.trainer import precision_of_ranks
 from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -90,22 +88,6 @@ def test_libraries_choose_their_code_by_them():
         " if one['internal_api'] == 'openblas'})"
     )
     assert run_python(script, **environment.NETWORK).split() == ["AVX2", "1", "Haswell"]
-
-
-def test_a_process_that_was_not_prepared_refuses_a_portable_training(make_params, monkeypatch):
-    train = make_params("train", precision="portable", dim=16, heads=2, layers=1)
-    alone = distributed.Context(0, 1, torch.device("cpu"))
-    environment.prepare_network()
-    assert precision_of_ranks(train, alone)[0] == "float32"
-    for name in environment.NETWORK:
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "")
-            with pytest.raises(RequestError, match=r"portable needs .*python -m pipeline\.train"):
-                precision_of_ranks(train, alone)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.delenv("MKL_CBWR")
-    on_gpu = precision_of_ranks(train, distributed.Context(0, 1, torch.device("cuda")))
-    assert on_gpu[0] == "float32" and "GPU of this kind" in on_gpu[1]
 
 
 def test_compiled_code_is_of_one_processor():

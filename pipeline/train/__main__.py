@@ -36,10 +36,9 @@ from pipeline.train.loss import choose_pairs
 
 def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
     """Parse the command line and read params.yaml."""
-    parser = params.Parser(
+    parser = argparse.ArgumentParser(
         prog="python -m pipeline.train",
-        description=f"{str(__doc__).splitlines()[0]} How it is computed: section `run` of the"
-        " parameters.",
+        description=str(__doc__).splitlines()[0],
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -79,13 +78,12 @@ def _open_stores(
     run = sections.run
     how = "all" if args.verify else "sample"
     stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
-    trainer.check(train, run, stores[0])
+    trainer.check(train, stores[0])
     if args.continued:
         ours = checkpoint.fingerprint(train, run, stores[0].digest, world_size)
         checkpoint.load_to_continue(args.continued, ours)
     if train.init_from:
-        asked = "--validate-only" if args.validate_only else "train.init_from"
-        trainer.read_model(train.init_from, asked)
+        trainer.read_model(train.init_from)
         choose_pairs(train, stores[1], run.allow_training_images, Path(train.init_from))
     return stores
 

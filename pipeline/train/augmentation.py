@@ -114,7 +114,6 @@ class Augmentation(NamedTuple):
                 scale of the view.
             limit: number of keypoints to keep.
         """
-        given = view.records
         # The generator is created only if it is needed, because that is slow
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, which))
@@ -126,15 +125,13 @@ class Augmentation(NamedTuple):
             # The zoom draws from its own stream, so the rotation is the same with and without zoom
             stream = np.random.default_rng((seed, _ZOOM, which))
             view = make_mosaic(view, factor, min_scale, others, stream)
-        copied = view.records is not given
         # The limit comes before the rotation, which keeps the order of the keypoints
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
-            view = view._replace(records=_keep(view.records, np.arange(len(view.records))))
+            view = view._replace(records=_copy(view.records))
             view.records["score"] = TYPICAL_SCORE
-            copied = True
         if self.rotation_deg > 0:
-            view = _rotate(view, random.uniform(-self.rotation_deg, self.rotation_deg), copied)
+            view = _rotate(view, random.uniform(-self.rotation_deg, self.rotation_deg))
         return view
 
 
@@ -157,11 +154,12 @@ def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
 
 
-def _rotate(view: View, degrees: float, in_place: bool) -> View:
-    """Rotate the keypoints clockwise by `degrees` (as SIFT counts angles: x right, y down).
+def _copy(records: np.ndarray) -> np.ndarray:
+    return records.view(f"V{records.itemsize}").copy().view(records.dtype)
 
-    If `in_place`, the records of the view may be overwritten.
-    """
+
+def _rotate(view: View, degrees: float) -> View:
+    """Rotate the keypoints clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
     records = view.records
     size = view.size
     c = math.cos(math.radians(degrees))
@@ -170,7 +168,7 @@ def _rotate(view: View, degrees: float, in_place: bool) -> View:
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
-    moved = records if in_place else records.view(f"V{records.itemsize}").copy().view(records.dtype)
+    moved = _copy(records)
     x = records["x"].astype(np.float64)
     y = records["y"].astype(np.float64)
     moved["x"] = c * x - s * y + shift[0]

@@ -16,16 +16,15 @@ import argparse
 import contextlib
 import os
 import re
-import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from pipeline import compat, distributed, provenance, training_overlap
-from pipeline.errors import RequestError, WorkError
+from pipeline.errors import RequestError
 from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.optimizer import optimizer_tensors, restore_optimizer
@@ -33,38 +32,37 @@ from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
-PLAIN = ("step", "best", "best_step", "best_metrics", "skipped", "validated", "averaged")
-CODE = "code"  # the commit, among the versions of a checkpoint
+PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
 # Environment variables: how often the launcher, torchrun, or SLURM has started this training again
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 # Keys of `train` that change no weight of a step, and keys that `--continue` may change
 FREE = {"train.val_every", "train.val_pairs"}
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 
-Saved = Tuple[Dict[str, Tensor], Dict[str, Any]]  # tensors and JSON of a checkpoint
-Fingerprint = Dict[str, Any]
+Tensors = Dict[str, Tensor]
+Info = Dict[str, Any]  # JSON values
+Metrics = Dict[str, float]
+Saved = Tuple[Tensors, Info]  # a checkpoint
 
 
 @dataclass
 class TrainState:
-    """Model, optimiser, scaler, position and best score of one training."""
+    """Model, optimiser, scaler, position and best validation of one training."""
 
     model: SuperGlue
     optimizer: Any
     scaler: Any
     step: int = 0  # optimiser steps done
-    best: Optional[float] = None  # best validation f1 so far
-    best_step: int = 0
-    best_metrics: Dict[str, float] = field(default_factory=dict)  # metrics of that validation
+    best_step: int = 0  # step of the validation with the largest F1, and its metrics
+    best_metrics: Metrics = field(default_factory=dict)
     # weights of the best validation, in the memory of the host
-    best_weights: Dict[str, Tensor] = field(default_factory=dict)
+    best_weights: Tensors = field(default_factory=dict)
     # mean of the weights of the last steps
-    average: Dict[str, Tensor] = field(default_factory=dict)
+    average: Tensors = field(default_factory=dict)
     averaged: int = 0  # number of steps in the average
-    validated: int = -1  # step of the last validation
     skipped: int = 0  # steps not applied because the gradient was not finite
 
-    def tensors(self) -> Dict[str, Tensor]:
+    def tensors(self) -> Tensors:
         """Return everything in the state that is a tensor, by name."""
         kinds = {
             "model.": self.model.state_dict(),
@@ -79,12 +77,12 @@ class TrainState:
             for name, value in values.items()
         }
 
-    def info(self) -> Dict[str, Any]:
+    def info(self) -> Info:
         """Return everything in the state that is no tensor, as JSON values."""
         plain = {name: getattr(self, name) for name in PLAIN}
         return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
-    def restore(self, tensors: Dict[str, Tensor], info: Dict[str, Any]) -> None:
+    def restore(self, tensors: Tensors, info: Info) -> None:
         """Load the state from what `tensors` and `info` returned."""
         self.model.load_state_dict(part(tensors, "model."))
         restore_optimizer(self.optimizer, part(tensors, "optimizer."))
@@ -108,52 +106,19 @@ class TrainState:
             means = [self.average[name] for name in weights]
             compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
-    def drop_average(self) -> None:
-        self.average = {}
-        self.averaged = 0
-
-    def keep_best(self, metrics: Dict[str, float]) -> bool:
+    def keep_best(self, metrics: Metrics) -> bool:
         """Keep a copy of the weights if this validation is the best so far. Return whether it
         is."""
-        if self.best is not None and metrics["f1"] <= self.best:
+        if self.best_metrics and metrics["f1"] <= self.best_metrics["f1"]:
             return False
-        self.best = metrics["f1"]
         self.best_step = self.step
         self.best_metrics = metrics
         weights = {**self.model.state_dict(), **self.average}
         self.best_weights = {k: v.detach().cpu().clone() for k, v in weights.items()}
         return True
 
-    def compare_ranks(self, is_main: bool) -> None:
-        """Compare weights and optimiser of all ranks, bit by bit. All ranks call this together.
 
-        If they differ, raises WorkError on rank 0 and SystemExit on the other ranks.
-        """
-        own = self._checksum() if distributed.several() else 0
-        first, *others = distributed.all_gather(own)
-        wrong = [f"rank {rank}" for rank, other in enumerate(others, 1) if other != first]
-        if wrong and not is_main:
-            raise SystemExit(1)
-        if wrong:
-            raise WorkError(
-                f"step {self.step}: weights or optimiser of {', '.join(wrong)} differ from those of"
-                " rank 0: memory or network may be at fault. No checkpoint of this step was saved;"
-                " the same command resumes from the previous one"
-            )
-
-    def _checksum(self) -> int:
-        """Return the CRC-32 of parameters and optimiser.
-
-        Buffers are left out, because the ranks do not always synchronise their statistics.
-        """
-        tensors = {**dict(self.model.named_parameters()), **optimizer_tensors(self.optimizer)}
-        crc = 0
-        for _, tensor in sorted(tensors.items()):
-            crc = zlib.crc32(tensor.detach().cpu().contiguous().numpy().data, crc)
-        return crc
-
-
-def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
+def part(tensors: Tensors, prefix: str) -> Tensors:
     """Return the tensors whose names begin with `prefix`. Remove the prefix from the names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
@@ -161,44 +126,45 @@ def part(tensors: Mapping[str, Tensor], prefix: str) -> Dict[str, Tensor]:
 # The files of a training: step-00000100.safetensors, of which the newest two stay, and best.
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
+def save(folder: Path, step: int, tensors: Tensors, info: Info) -> None:
     """Write the checkpoint of `step`, then delete all but the newest two checkpoints.
 
     Only one process at a time may write in the folder.
     """
-    # a killed writer leaves such files, which would fill the disk
-    for partial in folder.glob(".*.tmp"):
-        partial.unlink(missing_ok=True)
     save_model_file(folder / f"step-{step:08d}.safetensors", tensors, info)
     for old in _newest_first(folder)[2:]:
         old.with_suffix(".json").unlink(missing_ok=True)
         old.unlink(missing_ok=True)
 
 
-def save_best(folder: Path, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Replace the best model in `folder` by these tensors, described by `info`."""
-    save_model_file(folder / BEST, tensors, info)
+def load_newest(folder: Path) -> Optional[Saved]:
+    """Return the newest undamaged checkpoint, or None if there is no checkpoint.
 
-
-def load_newest(folder: Path) -> Tuple[Optional[Saved], List[str]]:
-    """Return the newest undamaged checkpoint, or None, and a warning for each newer damaged one."""
-    warnings: List[str] = []
-    for path in _newest_first(folder):
+    Raises RequestError if all are damaged.
+    """
+    paths = _newest_first(folder)
+    for path in paths:
         try:
-            return load_model_file(path), warnings
+            return load_model_file(path)
         except BadCheckpoint as error:
-            warnings.append(str(error))
-    return None, warnings
+            print(f"warning: {error}")
+    if paths:
+        raise RequestError(f"{folder}: all checkpoints are damaged; --fresh trains in a new folder")
+    return None
 
 
 def _newest_first(folder: Path) -> List[Path]:
     return sorted(folder.glob("step-*.safetensors"), reverse=True)
 
 
+def save_best(folder: Path, out: Path, tensors: Tensors, info: Info) -> None:
+    """Replace the best model in `folder` by these tensors, described by `info`, and publish it."""
+    save_model_file(folder / BEST, tensors, info)
+    publish(folder, out)
+
+
 def publish(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, its description and its list of photographs to `out`."""
-    for partial in out.glob(".*.tmp"):
-        partial.unlink(missing_ok=True)
     best = folder / BEST
     for source in (training_overlap.list_of(best), best.with_suffix(".json"), best):
         target = out / source.name
@@ -210,7 +176,7 @@ def publish(folder: Path, out: Path) -> None:
 # Which training it is: parameters and data, which name its folder.
 
 
-def describe(train: TrainParams) -> Dict[str, Any]:
+def describe(train: TrainParams) -> Info:
     """Return the section as JSON values.
 
     `init_from` becomes the name of the file. The fingerprint has the digest of its content as well.
@@ -218,7 +184,7 @@ def describe(train: TrainParams) -> Dict[str, Any]:
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
-def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) -> Fingerprint:
+def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) -> Info:
     """Return parameters and the digest of the data, by which runs of one training are compared.
 
     A key of `run` is included only where it decides more than rounding. Such keys determine the
@@ -237,17 +203,17 @@ def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) 
     return values
 
 
-def name_of(values: Fingerprint) -> str:
+def name_of(values: Info) -> str:
     """Return the name of a training, the same on any machine and for any version of the code."""
     return json_digest({key: value for key, value in values.items() if key not in FREE})
 
 
-def changed_keys(saved: Fingerprint, ours: Fingerprint) -> List[str]:
+def changed_keys(saved: Info, ours: Info) -> List[str]:
     """Return the keys whose values differ between the two fingerprints, sorted."""
     return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
 
 
-def agree(ours: Fingerprint, is_main: bool) -> None:
+def agree(ours: Info, is_main: bool) -> None:
     """Check that parameters, data and code of all ranks are equal.
 
     If they differ, raises RequestError on rank 0 and SystemExit on the other ranks.
@@ -264,40 +230,16 @@ def agree(ours: Fingerprint, is_main: bool) -> None:
 
 
 def versions() -> Dict[str, str]:
-    """Return the versions of the packages that compute, and of this code."""
-    return {**provenance.pin(provenance.COMPUTING), CODE: provenance.code_version()}
-
-
-def without_code(versions: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """Return the versions of the packages, without the version of the code.
-
-    The best model is then the same file at any commit that computes the same.
-    """
-    kept: List[Dict[str, Any]] = []
-    for each in versions:
-        packages = {name: version for name, version in each.items() if name != CODE}
-        if not kept or {**packages, "step": 0} != {**kept[-1], "step": 0}:
-            kept.append(packages)
-    return kept
-
-
-def other_versions(info: Dict[str, Any]) -> str:
-    """Say how the last `versions` of a checkpoint or best model differ from the installed ones.
-
-    Returns a text such as `torch 2.4.0 (now 2.13.0)`, or "" if they do not differ.
-    """
-    now = versions()
-    before = info["versions"][-1]
-    names = [name for name in sorted(now) if name in before and before[name] != now[name]]
-    return ", ".join(f"{name} {before[name]} (now {now[name]})" for name in names)
+    """Return the versions of the packages that compute."""
+    return provenance.pin(provenance.COMPUTING)
 
 
 # Where a training starts.
 
 
 def find_start(
-    args: argparse.Namespace, ours: Fingerprint, writes: bool
-) -> Tuple[Path, Optional[Dict[str, Any]], Optional[Saved]]:
+    args: argparse.Namespace, ours: Info, writes: bool
+) -> Tuple[Path, Optional[Info], Optional[Saved]]:
     """Find the folder of the training that `args` ask for, and what the training starts from.
 
     All ranks call this together. Nodes may have folders of their own: all ranks take the
@@ -311,50 +253,51 @@ def find_start(
         The folder; the description of its best model if the training is finished, or None; and the
         checkpoint to start from, or None.
     """
-    # the folder, and whether its training is finished
+    # the folder: a restarted training has its new folder already, so `--fresh` must not make
+    # another one
     name = name_of(ours)
     number = max(distributed.all_gather(_last_number(args.out, name)))
-    # A restarted training has its new folder already, so `--fresh` must not make another
     restarted = any(int(os.environ.get(count, "0")) for count in RESTARTS)
     fresh = args.fresh and not distributed.any_rank(restarted)
     number = number + 1 if fresh else max(number, 1)
-    folder = _folder(args.out, name, number)
+    folder = args.out / (name if number == 1 else f"{name}-{number}")
     best = distributed.broadcast(None if fresh else _find_finished(folder, args, name))
     if best:
         return folder, best, None
-    # the newest checkpoint of any rank, or the checkpoint of the training to continue
-    saved, warnings = load_newest(folder) if writes else (None, [])
-    for warning in warnings:
-        print(f"warning: {warning}; {'the previous one is used' if saved else 'there is no other'}")
-    source = _find_furthest(saved)
-    if source is None and distributed.any_rank(bool(warnings)):
-        folder = _folder(args.out, name, number + 1)  # the damaged files stay as they are
-    if source is None and args.continued:
+
+    # the newest checkpoint of any rank, or the newest one of the training to continue
+    saved = load_newest(folder) if writes else None
+    if args.continued and not distributed.any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
-        source = _find_furthest(saved)
     if writes:
         # The folder is made before the first checkpoint, so that a restart finds it
         folder.mkdir(parents=True, exist_ok=True)
-    if source is None:
+        for place in (folder, args.out):  # a killed writer leaves files that would fill the disk
+            for partial in place.glob(".*.tmp"):
+                partial.unlink(missing_ok=True)
+    steps = distributed.all_gather(saved[1]["step"] if saved else -1)
+    if max(steps) < 0:
         return folder, None, None
+
+    # all ranks get it from the rank that went furthest
     tensors, info = saved or ({}, {})
     # Clone them: sending a tensor sends all of its memory, which may be that whole file
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    tensors, info = distributed.broadcast((tensors, info), source)
+    tensors, info = distributed.broadcast((tensors, info), steps.index(max(steps)))
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
         # The checkpoint belongs to another training, or it is missing in this node's own folder
         save(folder, info["step"], tensors, info)
     return folder, None, (tensors, info)
 
 
-def load_to_continue(folder: Path, ours: Fingerprint) -> Saved:
+def load_to_continue(folder: Path, ours: Info) -> Saved:
     """Return the newest checkpoint in the folder of another training, which `ours` continues.
 
     Raises RequestError if there is no checkpoint, or if more than the schedule differs.
     """
-    saved, _ = load_newest(folder)
+    saved = load_newest(folder)
     if saved is None:
-        raise RequestError(f"--continue {folder}: there is no undamaged checkpoint step-*")
+        raise RequestError(f"--continue {folder}: there is no checkpoint step-*")
     info = saved[1]
     # a longer training may have another schedule, and nothing else
     allowed = FREE | {f"train.{key}" for key in SCHEDULE}
@@ -366,15 +309,11 @@ def load_to_continue(folder: Path, ours: Fingerprint) -> Saved:
             f" {ours.get(wrong[0])}; only"
             f" train.{', '.join(SCHEDULE)} may differ"
         )
-    if info["step"] > ours["train.steps"]:
+    if info["step"] >= ours["train.steps"]:
         raise RequestError(
             f"--continue {folder}: it has {info['step']} steps; raise train.steps above them"
         )
     return saved
-
-
-def _folder(out: Path, name: str, number: int) -> Path:
-    return out / (name if number == 1 else f"{name}-{number}")
 
 
 def _last_number(out: Path, name: str) -> int:
@@ -383,7 +322,7 @@ def _last_number(out: Path, name: str) -> int:
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 
 
-def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optional[Dict[str, Any]]:
+def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optional[Info]:
     """Return the description of the finished best model, or None.
 
     It is searched in `folder`, or among the published files if that folder does not exist.
@@ -397,9 +336,3 @@ def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optiona
         if info.get("finished") and info["training"] == name:
             return info
     return None
-
-
-def _find_furthest(saved: Optional[Saved]) -> Optional[int]:
-    """Return the first rank whose checkpoint has the most steps, or None if no rank has one."""
-    steps = distributed.all_gather(saved[1]["step"] if saved else -1)
-    return steps.index(max(steps)) if max(steps) >= 0 else None

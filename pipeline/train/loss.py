@@ -41,6 +41,7 @@ CONFIDENCE_BINS = 500  # bins of the histograms from which a threshold is chosen
 CHUNK = 8
 ALL = "all"  # the key of the sums over pairs of every kind
 Sums = Dict[str, np.ndarray]
+Metrics = Dict[str, float]
 
 
 def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +152,7 @@ class Validation:
         about = repr((store.digest, samples)).encode()
         self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs cannot be compared
 
-    def metrics(self, objective: MatchingObjective) -> Dict[str, float]:
+    def metrics(self, objective: MatchingObjective) -> Metrics:
         """Return the mean loss with its parts, precision and recall over all pairs, on every rank.
 
         `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences
@@ -307,7 +308,7 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
     return {name: each.astype(np.float64) for name, each in {"true": true, **histograms}.items()}
 
 
-def best_f1(sums: Sums) -> Dict[str, float]:
+def best_f1(sums: Sums) -> Metrics:
     """Return the largest F1 over all thresholds, with its precision, recall and threshold."""
     # (CONFIDENCE_BINS,): how many matches there are from the lower edge of each bin upwards
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))

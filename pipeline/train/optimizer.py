@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from typing import AbstractSet, Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +35,10 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
-# Precisions by the number of devices that support them. The first is supported everywhere.
-BY_SUPPORT = ("float32", "float16", "bfloat16")
 # Compute capabilities from which GPUs have matrix units for bfloat16 and for float16
 AMPERE = (8, 0)
 VOLTA = (7, 0)
-# CPU flags of products of bfloat16 in matrix units and in vector units
-AMX = "amx_bf16"
-AVX512 = "avx512_bf16"
-AUTO = "auto: "  # how the reason of `auto` begins
+AMX = "amx_bf16"  # the CPU flag of products of bfloat16 in matrix units
 PORTABLE = "portable"
 
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
@@ -242,37 +237,34 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def choose_precision(
-    asked: str, device: torch.device, before: str = "", flags: Optional[AbstractSet[str]] = None
-) -> Precision:
+def choose_precision(asked: str, device: torch.device, before: str = "") -> Precision:
     """Return what `train.precision` means on a device, and why.
 
     Args:
         asked: "auto", "portable", "float32", "bfloat16" or "float16".
-        before: precision of the checkpoint from which the training resumes. `auto` keeps it on a
-            CPU that can multiply in it: what is fast on a GPU or on another CPU is no reason to
-            round differently.
-        flags: CPU flags of /proc/cpuinfo. If None, read them.
+        before: precision of the checkpoint from which the training resumes, or "". On a CPU `auto`
+            keeps it: what is fast on another machine is no reason to round differently.
 
     Raises:
         RequestError: bfloat16 was asked for on a GPU before Ampere.
     """
-    flags = compat.cpu_flags() if flags is None else flags
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if asked == PORTABLE:
-        same = "x86-64 processor with AVX2" if capability is None else "GPU of this kind"
+        same = "x86-64 processor with AVX2" if device.type == "cpu" else "GPU of this kind"
         return "float32", f"portable: the same bytes on every {same}"
-    if capability is None and asked == "float16":
-        return "float32", "train.precision: float16 does nothing on a CPU; set auto"
-    if capability is None:
+    if device.type == "cpu":
+        if asked == "float16":
+            return "float32", "train.precision: float16 does nothing on a CPU; set auto"
         # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
         # processors and take 1.5 times as long on others (docs/performance.md). This is a rule and
         # no measurement at the start: on a busy machine a measurement comes out differently each
         # time, and so would the weights.
-        amx = AMX in flags
+        amx = AMX in compat.cpu_flags()
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
+        if before in ("float32", "bfloat16") and before != fast:
+            fast, reason = before, f"as before; from scratch it would be {fast}: {reason}"
     else:
+        capability = torch.cuda.get_device_capability(device)
         reason = "compute capability {}.{}".format(*capability)
         if asked == "bfloat16" and capability < AMPERE:
             raise RequestError(
@@ -281,9 +273,4 @@ def choose_precision(
             )
         half = "bfloat16" if capability >= AMPERE else "float16"
         fast = half if capability >= VOLTA else "float32"
-    if asked != "auto":
-        return asked, "as train.precision asks"
-    able = before == "float32" or (before == "bfloat16" and not flags.isdisjoint((AMX, AVX512)))
-    if capability is None and able and before != fast:
-        return before, f"{AUTO}as before; from scratch it would be {fast}: {reason}"
-    return fast, AUTO + reason
+    return (fast, f"auto: {reason}") if asked == "auto" else (asked, "as train.precision asks")

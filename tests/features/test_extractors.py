@@ -160,12 +160,11 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
         scale_angle = False
         extractor = UPRIGHT
 
-    run = make_params("run")
     with pytest.raises(RequestError, match=r"train\.neighbours"):
-        trainer.check(make_params("train"), run, Features())
+        trainer.check(make_params("train"), Features())
     with pytest.raises(RequestError, match=r"train\.rotation_deg"):
-        trainer.check(make_params("train", neighbours=False, rotation_deg=90.0), run, Features())
-    trainer.check(make_params("train", neighbours=False, rotation_deg=0.0), run, Features())
+        trainer.check(make_params("train", neighbours=False, rotation_deg=90.0), Features())
+    trainer.check(make_params("train", neighbours=False, rotation_deg=0.0), Features())
 
 
 @pytest.mark.parametrize(

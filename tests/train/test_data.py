@@ -1,18 +1,14 @@
 """Order, batches, and who loads them: what is trained on when, exactly, whoever asks."""
 
-import dataclasses
 import multiprocessing
 import os
 import signal
-import socket
-import sys
 import threading
 import time
 from functools import partial
-from multiprocessing import resource_sharer
+from types import SimpleNamespace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,13 +19,13 @@ from waiting import ended, wait_until
 from pipeline import signals
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
+from pipeline.files import GIB, MIB
 from pipeline.keypoints.store import Store, View
 from pipeline.prefetch import prefetch
 from pipeline.train import data
 from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
 from pipeline.train.data import Sample, load_batch, rank_slice, training_pairs, validation_pairs
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
@@ -58,7 +54,9 @@ class TestOrder:
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
     def test_position_alone_decides(self, positions):
         whole = training_pairs(3, 17, 4, 0, 201)
-        assert [training_pairs(3, 17, 4, p)[0] for p in positions] == [whole[p] for p in positions]
+        assert [training_pairs(3, 17, 4, p, p + 1)[0] for p in positions] == [
+            whole[p] for p in positions
+        ]
 
     @settings(max_examples=50)
     @given(count=st.integers(0, 50), world_size=st.integers(1, 9))
@@ -109,17 +107,6 @@ class TestLoader:
         assert next(endless) == 0
         endless.close()
         assert threading.active_count() == before
-
-    def test_a_read_that_hangs_does_not_hold_up_the_end(self, monkeypatch):
-        monkeypatch.setattr("pipeline.prefetch.CLOSE_S", 0.01)
-        released = threading.Event()
-        source = prefetch(lambda step: step == 0 or released.wait(30), range(9), ahead=1)
-        assert next(source)
-        source.close()
-        (thread,) = (each for each in threading.enumerate() if each.name == "prefetch")
-        assert thread.daemon  # the process does not wait for it either
-        released.set()
-        thread.join()
 
 
 def misses(batch):
@@ -219,50 +206,50 @@ class TestAugmentation:
         ).all()
 
 
-# Of zoomed pairs only
-FIELDS = [field.name for field in dataclasses.fields(PairBatch) if field.name != "cells"]
+def batches_of(store, make_params, keys=None, context=None, **run):
+    """The batches of a training of 8 pairs a step on `store`."""
+    train = make_params("train", **(keys or {"max_keypoints": 30}))
+    context = context or Context(0, 1, torch.device("cpu"))
+    return data.StepBatches(train, make_params("run", **run), store, 8, context)
 
 
 def equal(one, other):
-    return all(torch.equal(getattr(one, name).cpu(), getattr(other, name)) for name in FIELDS)
+    return all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
 
 
-@pytest.mark.parametrize("device, locked", [("cpu", 0), ("cuda", 4)])
-def test_a_thread_locks_the_pages_of_batches_for_a_gpu(
-    tmp_path, make_params, monkeypatch, device, locked
+@pytest.mark.parametrize("processes", ["0", "2"])
+def test_a_thread_or_processes_load_each_step_in_its_turn(
+    store, make_params, monkeypatch, processes
 ):
-    """Without a GPU: copies to its memory are replaced by ones that are noted with their thread."""
-    copies = []
-    threads = set()
-
-    def pin_memory(batch):
-        threads.add(threading.current_thread().name)
-        copies.append(dataclasses.replace(batch))
-        return copies[-1]
-
-    monkeypatch.setattr(PairBatch, "pin_memory", pin_memory)
-    monkeypatch.setattr(PairBatch, "to", lambda batch, where: batch)
-    monkeypatch.setattr(data, "memory_of_rank", lambda *_: 0)  # so no processes
-    train = make_params("train", max_keypoints=30)
-    context = Context(0, 1, torch.device(device))
-    source = data.StepBatches(
-        train, make_params("run", accumulate=2), Store(made_store(tmp_path / "store")), 4, context
-    )
-    steps = list(source.prefetch(range(2)))
-    batches = [batch for step in steps for batch in step]
-    assert len(batches) == 4 and len(copies) == locked
-    assert all(any(batch is copy for copy in copies) for batch in batches) == bool(locked)
-    assert threads == ({"prefetch"} if locked else set())
+    monkeypatch.setenv("SG_LOADER_PROCESSES", processes)
+    source = batches_of(store, make_params, accumulate=2)
+    steps = list(source.prefetch(range(5)))
     for step, made in enumerate(steps):
-        assert all(equal(one, other) for one, other in zip(made, source.load(step)))
+        assert len(made) == 2 and all(map(equal, made, source.load(step)))
+    assert len(steps) == 5 and not multiprocessing.active_children()
+
+
+def test_how_many_processes_load_batches(monkeypatch):
+    on_gpu = partial(data.choose_processes, torch.device("cuda"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
+    free = lambda size: lambda _: SimpleNamespace(free=size)  # noqa: E731
+    monkeypatch.setattr(data.shutil, "disk_usage", free(8 * GIB))
+    assert on_gpu() == 4 and data.choose_processes(torch.device("cpu")) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # a core for each rank and one for its processes
+    assert on_gpu() == 1
+    monkeypatch.setattr(data.shutil, "disk_usage", free(64 * MIB))  # Docker's default: a thread
+    assert on_gpu() == 0
+    monkeypatch.setenv("SG_LOADER_PROCESSES", "many")
+    with pytest.raises(RequestError, match="SG_LOADER_PROCESSES='many'"):
+        on_gpu()
 
 
 def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_params):
     """On both ranks; the numbers differ between the images and between steps."""
-    train = make_params("train", min_keypoints=4, max_keypoints=40, keypoint_drop=0, zoom=0)
+    keys = {"min_keypoints": 4, "max_keypoints": 40, "keypoint_drop": 0, "zoom": 0}
     store = Store(made_store(tmp_path / "store", points=100))
     sources = [
-        data.StepBatches(train, make_params("run"), store, 8, Context(rank, 2, torch.device("cpu")))
+        batches_of(store, make_params, keys, Context(rank, 2, torch.device("cpu")))
         for rank in (0, 1)
     ]
     seen = set()
@@ -278,151 +265,37 @@ def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_p
     assert len(seen) > 4 and len({counts for pair in seen for counts in pair}) > 4
 
 
-def made_by(store, step):
-    """A step's batch, in a function that every start method can carry."""
-    pairs = data.training_pairs(0, len(store), store.views_per_image, 4 * step, 4 * step + 4)
-    return data.load_batch(store, pairs, 30)
+class Slow(data.StepBatches):
+    """Batches whose second step takes for ever, in place of the first the process that made it."""
 
-
-def reported(step):
-    return os.getpid(), signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-
-
-def sleeping(step):
-    if step:
-        time.sleep(1000)
-    return os.getpid()
-
-
-@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_make_what_a_thread_makes(tmp_path, start_method):
-    make = partial(made_by, Store(made_store(tmp_path / "store")))
-    by_thread = list(prefetch(make, range(5)))
-    by_processes = list(data.prefetch_by_processes(make, range(5), 2, start_method))
-    for one, other in zip(by_thread, by_processes):
-        assert all(torch.equal(value, getattr(other, name)) for name, value in vars(one).items())
-    assert len(by_processes) == 5 and not multiprocessing.active_children()
+    def load(self, step):
+        if step:
+            time.sleep(1000)
+        return [torch.tensor(os.getpid())]
 
 
 @pytest.mark.parametrize("number", signals.STOP_SIGNALS)
-def test_they_leave_signals_to_the_training(number):
-    source = data.prefetch_by_processes(reported, range(20), 2)
-    first, _ = next(source)
+def test_they_leave_signals_to_the_training(store, make_params, monkeypatch, number):
+    monkeypatch.setenv("SG_LOADER_PROCESSES", "2")
+    source = batches_of(store, make_params).prefetch(range(20))
+    next(source)
     for process in multiprocessing.active_children():
         os.kill(process.pid, number)
-    assert {pid for pid, _ in source} >= {first}
+    assert len(list(source)) == 19
 
 
-def test_a_killed_one_is_recognised_and_an_error_of_its_own_is_not():
-    source = data.prefetch_by_processes(reported, range(1000), 2)
-    pid, _ = next(source)
-    with pytest.raises(RuntimeError) as error:
-        os.kill(pid, signal.SIGKILL)  # torch's handler may raise in this very line
-        list(source)
-    assert data.a_process_died(error.value)
-    with pytest.raises(RuntimeError) as error:
-        list(data.prefetch_by_processes(raising, range(3), 1))
-    assert not data.a_process_died(error.value) and "not the loader" in str(error.value)
-    assert not multiprocessing.active_children()
-
-
-def killed_while_it_asks_whether_to_end(step):
-    """Stop as a process does that is killed in `done_event.is_set` of torch's loop."""
-    frame = sys._getframe()
-    while "done_event" not in frame.f_locals:
-        frame = frame.f_back
-    lock = getattr(frame.f_locals["done_event"], "_cond", None)
-    if lock:
-        lock.acquire()
+def train_and_die(out, make_params, folder):
+    source = batches_of(Store(folder), make_params)
+    source.__class__ = Slow
+    (process,) = next(source._prefetch_by_processes(range(9), 2))
+    out.put(int(process))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def lose_a_process():
-    with pytest.raises(RuntimeError) as error:
-        list(data.prefetch_by_processes(killed_while_it_asks_whether_to_end, range(3), 1))
-    assert data.a_process_died(error.value)
-
-
-def test_one_killed_at_a_bad_moment_leaves_no_lock():
-    training = multiprocessing.get_context("fork").Process(target=lose_a_process)
-    training.start()
-    training.join(timeout=60)
-    training.kill()  # one that waits for the lock
-    training.join()
-    assert training.exitcode == 0
-
-
-def left_while_it_hands_over(step):
-    """Connect to the thread that hands over file descriptors, and leave as a main process that ends
-    does.
-    """
-    resource_sharer._resource_sharer._start()
-    socket.socket(socket.AF_UNIX).connect(resource_sharer._resource_sharer._address)
-    resource_sharer.stop(timeout=10)
-
-
-def test_one_whose_main_process_left_prints_no_traceback(capfd):
-    assert list(data.prefetch_by_processes(left_while_it_hands_over, [0], 1)) == [None]
-    assert "Traceback" not in capfd.readouterr().err
-
-
-def raising(step):
-    raise RuntimeError("not the loader")
-
-
-def test_they_end_with_a_training_that_is_killed():
-    code = (
-        "import os, signal, sys; sys.path[:0] = sys.argv[1:]\nfrom test_data import"
-        " *\nsource = data.prefetch_by_processes(sleeping, range(9), 2); print(next(source),"
-        " flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
-    )
-    tests = os.path.dirname(__file__)
-    command = [sys.executable, "-c", code, tests, os.path.dirname(tests), *sys.path]
-    said, _ = psutil.Popen(command, stdout=-1).communicate(timeout=120)
-    wait_until(lambda: ended(int(said)), 10)
-
-
-class TestRoom:
-    """What fits, and what does not: the numbers of 512 pairs of 1,024 keypoints are those of a
-    crash on 2 GiB.
-    """
-
-    BYTES = data.size_of_step(512, 1024, 280)
-
-    def test_fewer_processes_where_shared_memory_is_short(self):
-        fit = partial(data.fit, 4, self.BYTES, data.TENSORS, files=1024)
-        assert pytest.approx(512 * 2 * 1024 * 280, rel=1e-3) == self.BYTES  # 294 MB
-        assert fit(4 << 30) == 4  # 10 steps: 2.9 GB
-        assert fit(2 << 30) == 2  # 6 steps: 1.76 GB
-        assert fit(64 << 20) == 0  # Docker's: a thread
-        assert data.fit(0, self.BYTES, data.TENSORS, 4 << 30, 1024) == 0
-
-    @settings(max_examples=100)
-    @given(
-        st.integers(1, 8),
-        st.integers(1, 600),
-        st.integers(1, 2048),
-        st.integers(0, 1 << 33),
-        st.integers(128, 4096),
-    )
-    def test_they_never_take_more_than_there_is(self, most, pairs, keypoints, memory, files):
-        step = data.size_of_step(pairs, keypoints, 280)
-        found = data.fit(most, step, data.TENSORS, memory, files)
-        assert 0 <= found <= most
-        steps = data.steps_in_memory(found)
-        if found:
-            assert steps * step <= memory and steps * data.TENSORS + 128 <= files
-
-    def test_the_environment_asks(self, monkeypatch, capsys):
-        size = data.size_of_step(4, 30, 280)
-        choose = partial(data.choose_processes, torch.device("cpu"), size, data.TENSORS)
-        assert choose() == 0
-        monkeypatch.setenv("SG_LOADER_PROCESSES", "3")
-        monkeypatch.setattr(data, "memory_of_rank", lambda *_: 1 << 30)
-        assert choose() == 3 and not capsys.readouterr().out
-        monkeypatch.setattr(data, "memory_of_rank", lambda *_: 6 * size)
-        assert choose() == 2
-        assert "2 process(es) instead of 3" in capsys.readouterr().out
-        monkeypatch.setenv("SG_LOADER_PROCESSES", "many")
-        with pytest.raises(RequestError, match="SG_LOADER_PROCESSES='many'"):
-            choose()
+def test_they_end_with_a_training_that_is_killed(tmp_path, make_params):
+    context = multiprocessing.get_context("fork")
+    out = context.SimpleQueue()
+    arguments = (out, make_params, made_store(tmp_path))
+    context.Process(target=train_and_die, args=arguments).start()
+    process = out.get()
+    wait_until(lambda: ended(process), 10)

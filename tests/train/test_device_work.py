@@ -1,9 +1,9 @@
 """What a training step asks of a GPU, found without one: operations that have no deterministic form
-there, waits of the host, and launches.
+there, and waits of the host.
 """
 
-import itertools
 import re
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,11 +18,12 @@ from pipeline.keypoints.store import Store
 from pipeline.train import trainer
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import make_optimizer
+from pipeline.train.optimizer import choose_precision, make_optimizer
 from superglue_sift import torch_compat
+from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
-from superglue_sift.network.superglue import SuperGlueConfig
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 META = torch.device("meta")
 
@@ -84,7 +85,7 @@ def two_steps(context, folder, keys, around=None):
     """All weights after two steps in this way; `around` watches the second."""
     train, run = sections_of(keys)
     store = Store(folder)
-    precision, _ = trainer.precision_of_ranks(train, context)
+    precision, _ = choose_precision(train.precision, context.device)
     _, model, state, _, _ = trainer.build(train, run, context, precision, store)
     share = train.batch // context.world_size
     for step in range(2):
@@ -134,37 +135,38 @@ def test_two_ranks_train_in_every_way(tmp_path):
         assert np.abs(one - alone).max() < 0.05, keys  # a step of Muon or Adam moves by 0.005
 
 
-@pytest.fixture
-def launches():
-    if not torch_compat.can_compile():
-        pytest.skip("torch 1.10 has no dispatch modes")
-    import launches
+def step_on_meta(optimizer_of, scaler):
+    """Network, truth, loss, gradient, clipping and optimizer on `meta`: tensors of this device have
+    shapes and no memory, so a read from it is an error. It takes a GPU's path through the code.
+    """
+    counts = [64, 48, 16]
+    shape = (len(counts), max(counts), ORIENTED.itemsize)
+    records = [torch.empty(shape, dtype=torch.uint8, device=META) for _ in "01"]
+    sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
+    H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
+    batch = PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
+    model = SuperGlue(SuperGlueConfig(neighbours=True)).to(META).train()
+    work = (MatchingObjective(model), optimizer_of(model), scaler, [batch], 1.0, False)
+    # clipping works on lists of tensors on a GPU, on `meta` one by one
+    lists = mock.patch("torch.nn.utils.clip_grad._has_foreach_support", return_value=True)
+    with lists:
+        _, totals = trainer.compute_gradient(*work)
+    work[1].step()
+    scaler.update()
+    return totals
 
-    return launches
 
-
-@pytest.mark.parametrize("least", [1024, 128])
-def test_a_step_takes_few_launches_and_reads_nothing_back(launches, least):
-    """64 pairs of 1,024 keypoints, and of 1,024 to 128 as `train.min_keypoints` draws them."""
-    counts = np.geomspace(1024, least, 64).round().astype(int).tolist()
-    found = launches.launches_of_a_step(counts)
-    # four square roots are two launches each here, where a GPU has one
-    assert sum(found.values()) <= 1504, found
-
-
-@pytest.mark.parametrize("optimizer, scaled", [*itertools.product(["adam", "sgd"], [False, True])])
-def test_no_optimizer_reads_anything_back(launches, make_params, monkeypatch, optimizer, scaled):
+@pytest.mark.skipif(not torch_compat.can_compile(), reason="torch 1.10 has no kernels for meta")
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("optimizer", ["muon", "adam", "sgd"])
+def test_a_step_reads_nothing_back(make_params, monkeypatch, optimizer, scaled):
     """float16's scaler, too, knows from the norm of the gradient whether the step is applied."""
     train = make_params("train", optimizer=optimizer)
     monkeypatch.setattr(compat, "fused_adam", dict)  # the fused kernel does not know `meta`
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    launches.launches_of_a_step([64] * 4, lambda model: make_optimizer(train, model), scaler)
-
-
-def test_a_read_from_the_device_is_an_error(launches):
-    """Or the counts above would not show that a step reads nothing back."""
-    with launches.Launches(), pytest.raises((RuntimeError, NotImplementedError)):
-        torch.zeros(3, device=META).sum().item()
+    totals = step_on_meta(lambda model: make_optimizer(train, model), scaler)
+    with pytest.raises((RuntimeError, NotImplementedError)):  # as any read before would have been
+        totals.tolist()
 
 
 def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monkeypatch):
@@ -190,5 +192,5 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
         )
-    assert seen and all(not bad for _, _, bad in steps) and steps[0][0] == steps[1][0]
+    assert seen and all(np.isfinite(norm) for _, norm in steps) and steps[0][0] == steps[1][0]
     assert torch.equal(*gradients)  # the running statistics moved once

@@ -13,19 +13,16 @@ TEXTS = {
 
 
 def test_the_picture_shows_both_curves_the_ratio_test_and_the_step_that_is_kept(tmp_path):
-    log.draw_curves(tmp_path / "curves.svg", TEXTS, 20)
+    log.write_curves(tmp_path, TEXTS, 20)
     first = (tmp_path / "curves.svg").read_bytes()
-    for words in (
-        "training",
-        "validation",
-        "ratio test",
-        "kept: step 20",
-        "F1 on validation pairs",
-    ):
+    for words in ("training", "validation", "ratio test", "kept: step 20", "F1 on validation"):
         assert words in first.decode()
-    log.draw_curves(tmp_path / "curves.svg", TEXTS, 20)
+    log.write_curves(tmp_path, TEXTS, 20)
     assert (tmp_path / "curves.svg").read_bytes() == first
-    log.draw_curves(tmp_path / "begun.svg", {"val": TEXTS["val"][:60]}, 0)
+    assert (tmp_path / "curves/train.csv").read_text() == TEXTS["train"]
+    # a training that has only begun, in the folder of another
+    log.write_curves(tmp_path, {"val": TEXTS["val"][:60]}, 0)
+    assert not (tmp_path / "curves/train.csv").exists()
 
 
 def test_metrics_are_in_percent():
@@ -34,9 +31,3 @@ def test_metrics_are_in_percent():
     found = json.loads(log.text_of_metrics(best))
     assert found["f1"] == pytest.approx(67.0, abs=0.006) and found["precision"] == 100.0
     assert found["best_step"] == 20 and found["step"] == 30 and found["skipped_steps"] == 1
-
-
-def test_a_curve_keeps_its_columns_when_it_goes_on_with_other_metrics():
-    curve = log.Curve(None, "step,loss,f1_zoomed\n10,0.5,0.8\n")
-    curve.append(20, {"loss": 0.4, "f1_negative": 0.1})
-    assert curve.text.splitlines()[-1] == "20,0.4,nan"

@@ -29,11 +29,11 @@ def bench(tmp_path, untracked):
     return Workbench(tmp_path)
 
 
-def run(bench, name="run", **keys):
+def run(bench, **keys):
     """Train; the tensors of the last checkpoint."""
-    out = bench.folder / name
+    out = bench.folder / "run"
     shutil.rmtree(out, ignore_errors=True)
-    assert train.main(bench.training(name, tuple(keys.items()))) == 0
+    assert train.main(bench.training("run", tuple(keys.items()))) == 0
     return load_model_file(sorted(out.glob("*/step-*.safetensors"))[-1])[0]
 
 
@@ -51,37 +51,25 @@ def usual(tmp_path_factory):
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
-def one_batch(folder, keypoints=40):
-    store = Store(made_store(folder))
-    return load_batch(store, training_pairs(0, 5, 3, 0, 6), keypoints)
-
-
+# What augmentation, optimizers and schedules do is tested where they are computed. Here, keys of
+# each kind arrive there.
 @pytest.mark.parametrize(
     "keys",
     [
         {"optimizer": "sgd"},
-        {"schedule": "constant_decay", "decay_start": 1},
-        {"warmup_steps": 0},
-        {"lr": 0.001},
-        {"norm": "batch"},
-        {"optimizer": "adam"},
         {"schedule": "wsd", "decay_start": 1},
+        {"norm": "batch"},
         {"neighbours": False},
-        {"rotation_deg": 90.0},
-        {"negatives": 0.9},
         {"zoom": 0.9},
         {"min_keypoints": 4},
-        {"keypoint_drop": 0.0},
-        {"max_keypoints": 12},
         {"precision": "bfloat16"},
         {"batch_per_rank": 4},
         {"sinkhorn_iterations": 5},
         {"seed": 1},
-        {"zoom": 0.9, "zoom_far": 1.0},
     ],
     ids=str,
 )
-def test_every_key_changes_the_weights(bench, usual, keys):
+def test_a_key_changes_the_weights(bench, usual, keys):
     assert not np.array_equal(usual, weights(run(bench, **keys)))
 
 
@@ -110,8 +98,14 @@ def build(bench, **keys):
     return trainer.build(sections.train, sections.run, distributed.start(), "float32")
 
 
-def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
-    batch = one_batch(tmp_path)
+@pytest.fixture
+def batch(tmp_path):
+    """A batch of `max_keypoints` of the workbench."""
+    store = Store(made_store(tmp_path / "store"))
+    return load_batch(store, training_pairs(0, 5, 3, 0, 6), 24)
+
+
+def test_mixed_precision_reaches_the_layers_and_spares_the_transport(batch):
     objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=1)), "bfloat16")
     kinds = {}
     layer = objective.model.cross_attention[0]
@@ -122,26 +116,17 @@ def test_mixed_precision_reaches_the_layers_and_spares_the_transport(tmp_path):
     assert all(p.grad.dtype == torch.float32 for p in objective.parameters())
 
 
-def test_recomputing_layers_keeps_less(tmp_path):
-    batch = one_batch(tmp_path)
+def test_recomputing_layers_keeps_less(batch):
     kept = {}
-    gradients = {}
     for recompute in (False, True):
-        torch.manual_seed(0)
         objective = MatchingObjective(SuperGlue(SuperGlueConfig(dim=32, layers=3, rotary=True)))
         objective.model.recompute = recompute
-        kept[recompute] = 0
-
-        def keep(tensor, recompute=recompute):
-            kept[recompute] += tensor.numel()
-            return tensor
-
+        sizes = []
+        keep = lambda tensor, sizes=sizes: sizes.append(tensor.numel()) or tensor  # noqa: E731
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            total, _ = objective(batch)
-        total.sum().backward()
-        gradients[recompute] = torch.cat([p.grad.flatten() for p in objective.parameters()])
+            objective(batch)
+        kept[recompute] = sum(sizes)
     assert kept[True] < 0.6 * kept[False]
-    assert torch.allclose(gradients[True], gradients[False], atol=1e-5)
 
 
 def test_frozen_weights_stay(bench):
@@ -165,25 +150,12 @@ def test_deterministic_kernels(bench):
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same(bench, tmp_path):
+def test_compiled_layers_compute_the_same(bench, batch):
     if not can_compile() or not shutil.which("g++"):
         pytest.skip("needs torch 2 and a C++ compiler")
-    batch = one_batch(tmp_path / "store", 24)  # `max_keypoints` of the workbench
     losses = {}
     for compiled in (False, True):
         objective = build(bench, compile=compiled)[0]
         losses[compiled] = objective(batch)[0].item()
         assert ("describe" in vars(objective.model)) is compiled
     assert losses[True] == pytest.approx(losses[False], rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "keys, message",
-    [
-        ({"checkpoint_layers": True, "norm": "batch"}, r"run\.checkpoint_layers = true: needs"),
-        ({"compile": True, "precision": "portable"}, r"run\.compile = true: compiles for this"),
-    ],
-)
-def test_options_that_exclude_each_other(bench, keys, message):
-    with pytest.raises(RequestError, match=message):
-        run(bench, **keys)

@@ -49,7 +49,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         own = training_pairs(0, len(store), views, begin, begin + shares[context.rank])
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
         with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
-            _, norm, _ = train_step(
+            _, norm = train_step(
                 objective, optimizer, grad_scaler(False), batches, pairs, context.world_size
             )
         assert 0 < norm < np.inf
@@ -125,28 +125,18 @@ class TestResume:
             reports = [tmp_path / f"{run}-reports" / name for run in ("whole", "parts")]
             assert reports[0].read_bytes() == reports[1].read_bytes(), name
 
-    @pytest.mark.parametrize("able", [True, False])
-    def test_auto_keeps_its_precision_where_the_cpu_has_it(
-        self, tmp_path, request_of, monkeypatch, capsys, able
+    def test_auto_keeps_its_precision_on_another_cpu(
+        self, tmp_path, request_of, monkeypatch, capsys
     ):
         monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset({optimizer.AMX}))
         with monkeypatch.context() as patch:
             stop_after(patch, 3)
             assert train.main(request_of("run", precision="auto")) == 143
-        saved = read_json(home(tmp_path / "run") / "step-00000003.json")
-        assert (saved["precision"], saved["precision_reason"]) == (
-            "bfloat16",
-            "auto: this CPU has AMX",
-        )
-        monkeypatch.setattr(
-            compat, "cpu_flags", lambda: frozenset({optimizer.AVX512} if able else ())
-        )
+        monkeypatch.setattr(compat, "cpu_flags", frozenset)
         assert train.main(request_of("run", precision="auto")) == 0
         said = capsys.readouterr().out
-        assert ("from scratch it would be float32: this CPU" in said) == able
-        assert ("precision changed on resume: bfloat16 -> float32 (auto: this CPU" in said) != able
-        now = read_json(tmp_path / "run/best.json")["precision"]
-        assert "resuming at step 3" in said and now == ("bfloat16" if able else "float32")
+        assert "resuming at step 3" in said and "from scratch it would be float32: this CPU" in said
+        assert read_json(tmp_path / "run/best.json")["precision"] == "bfloat16"
 
 
 class TestRequests:
@@ -164,25 +154,11 @@ class TestRequests:
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
-    @pytest.mark.parametrize(
-        "keys, world_size, message",
-        [
-            (
-                {"init_from": "none.safetensors"},
-                1,
-                r"train\.init_from: none\.safetensors: no such file",
-            )
-        ],
-    )
-    def test_wrong_requests_name_the_fix(self, request_of, keys, world_size, message):
-        with pytest.raises(RequestError, match=message):
-            train.check(request_of("run", **keys), world_size)
-
-    def test_missing_views(self, request_of, tmp_path, capsys):
-        arguments = request_of("run")
-        arguments[1] = str(tmp_path / "nowhere")
-        assert errors.run(train.main, arguments) == 2
-        assert "nowhere" in capsys.readouterr().err
+    def test_wrong_requests_name_the_fix(self, request_of):
+        with pytest.raises(
+            RequestError, match=r"train\.init_from: none\.safetensors: no such file"
+        ):
+            train.check(request_of("run", init_from="none.safetensors"), 1)
 
     def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
         shard = next((tmp_path / "keypoints/train").glob("*.safetensors"))
@@ -210,37 +186,15 @@ class TestRequests:
 
         return run
 
-    def test_initial_weights_of_another_shape(self, begin, capsys):
-        begin("run", lambda config: {}, {"layers": 2})
-        assert "tensors taken" in capsys.readouterr().out
-        begin("other", lambda config: {}, {"layers": 2}, dim=32, layers=3)
-        said = capsys.readouterr().out
-        for words in ("skipped, another shape: ", "missing there: ", "self_attention.2."):
-            assert words in said
-
-    @pytest.mark.parametrize("rotary", [False, True])
-    def test_initial_weights_of_another_kind_of_network(self, begin, capsys, rotary):
-        """Without rotary positions the weights of one that has them would be left out, and nothing
-        else misses them.
+    def test_initial_weights_of_another_network_are_taken_as_far_as_they_fit(self, begin, capsys):
+        """Without rotary positions the weights of one that has them are left out, and nothing else
+        misses them.
         """
         about = lambda config: {"model": config.to_dict()}  # noqa: E731
-        begin("run", about, {"rotary": True}, rotary=rotary, neighbours=False)
-        line = "train.rotary is false: these weights were trained with true; set that to use them"
-        assert (line in capsys.readouterr().out) == (not rotary)
-
-    @pytest.mark.parametrize(
-        "f1, kept", [((0.9, 0.8), True), ((0.9, 0.9), True), ((0.8, 0.9), False)]
-    )
-    def test_one_line_says_that_the_weights_begun_from_were_kept(
-        self, begin, capsys, monkeypatch, f1, kept
-    ):
-        values = dict.fromkeys(("loss", "precision", "recall", "threshold", "pairs"), 0.5)
-        answers = iter(f1)
-        monkeypatch.setattr(Validation, "metrics", lambda *_: {**values, "f1": next(answers)})
-        begin("run", lambda config: {}, {})
-        said = capsys.readouterr().out.splitlines()
-        about = [line for line in said if line.startswith("validation kept the weights of")]
-        assert len(about) == kept and all("m.safetensors" in line for line in about)
+        begin("run", about, {"layers": 2, "rotary": True}, dim=32, rotary=False, neighbours=False)
+        said = capsys.readouterr().out
+        for words in ("tensors taken", "of another shape: ", "dim: 16, layers: 2", "rotary: True"):
+            assert words in said, said
 
     def test_few_photographs_do_not_move_the_threshold_of_the_weights_begun_from(
         self, tmp_path, begin, monkeypatch

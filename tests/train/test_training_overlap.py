@@ -95,16 +95,6 @@ def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, le
         assert found["shipped"] == found["superglue"]
 
 
-def test_a_model_that_is_not_compared_leaves_no_photograph_out(work, capsys):
-    orb = {"extractor": "superglue_sift.opencv_features:kaze", "descriptor": "float"}
-    other = write_model(work / "other.safetensors", **orb, descriptor_dim=256)
-    training_overlap.write(other, ["285"])
-    assert run(work, "--also", f"orb={other}") == 0
-    printed = capsys.readouterr().out
-    assert "orb is left out: it matches keypoints of superglue_sift.opencv_features" in printed
-    assert "photographs left out" not in printed and evaluated(work)["superglue"] == set(COCO)
-
-
 def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
     training_overlap.write(work / "model.safetensors", ["139", "285", "632"])
     assert run(work) == 2
