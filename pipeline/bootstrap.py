@@ -61,6 +61,7 @@ class Estimate(NamedTuple):
 
         Low and high are the percentile bootstrap (Efron and Tibshirani 1993, chapter 13).
         """
+        # percentiles of the values on the resamples that have one
         ends = 100 * np.array([(1 - LEVEL) / 2, (1 + LEVEL) / 2])
         known = self.samples[np.isfinite(self.samples)]
         low, high = np.percentile(known, ends) if known.size else (math.nan, math.nan)
@@ -71,6 +72,7 @@ class Clusters:
     """Photographs or sequences, resampled with replacement. `names` has one for each pair."""
 
     def __init__(self, names: Sequence[str]):
+        # clusters are numbered in the order in which they come
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         self.count = len(numbers)
         self.of_pair = np.array([numbers[name] for name in names], np.int64)
@@ -88,6 +90,7 @@ class Clusters:
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Return the mean of the finite values (P,), with its value on each resample."""
+        # sums and numbers of the finite values by cluster (C,), then by resample (R,)
         known = np.flatnonzero(np.isfinite(values))
         sums = self.per_cluster(known, values[known])
         counts = self.per_cluster(known, np.ones(len(known)))

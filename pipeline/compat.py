@@ -17,6 +17,7 @@ from superglue_sift.torch_compat import can_compile
 
 def grad_scaler(enabled: bool):
     """Return the scaler of the loss for float16. It moved to `torch.amp` in torch 2.3."""
+    # torch 1.10 has no `torch.amp`
     if hasattr(getattr(torch, "amp", torch), "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
@@ -51,6 +52,7 @@ def backend(device_type: str) -> str:
     """
     if device_type != "cuda":
         return "gloo"
+    # torch 2: one backend for each kind of tensor
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
 
 
@@ -58,6 +60,7 @@ def cpu_flags() -> FrozenSet[str]:
     """Return the CPU flags of /proc/cpuinfo. With torch 1.10, which does not use AMX, return
     none."""
     file = Path("/proc/cpuinfo")
+    # one line of flags for each core, of which the first is enough
     text = file.read_text() if can_compile() and file.is_file() else ""
     return frozenset(
         next((line for line in text.splitlines() if line.startswith("flags")), "").split()

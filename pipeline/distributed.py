@@ -61,6 +61,7 @@ def _adopt_slurm() -> None:
     tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
+    # the names that torch reads
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
@@ -165,6 +166,20 @@ def _join_threads() -> None:
     _finished.clear()  # this is the last reference, and clearing it releases the GIL first
 
 
+def _abandon() -> None:
+    """Leave the group after a failure, without waiting for the other ranks."""
+    if not dist.is_initialized():
+        return
+    group = dist.distributed_c10d._get_default_group()
+    # The group is never released, because its destructor joins gloo's threads. These may wait for
+    # other ranks.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    if torch.cuda.is_available() and hasattr(group, "_get_backend"):
+        nccl = group._get_backend(torch.device("cuda"))
+        if hasattr(nccl, "abort"):
+            nccl.abort()
+
+
 def lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank is gone or hangs."""
     signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
@@ -245,6 +260,7 @@ def writes(folder: Path, context: Context) -> bool:
     node that has a folder of its own under this name. Raises OSError if rank 0 cannot write there.
     """
     name = broadcast(uuid.uuid4().hex)  # a new name, which no file system has cached as missing
+    # each rank leaves a mark; whoever sees the mark of a lower rank shares its folder
     marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)
@@ -297,15 +313,7 @@ def process_group() -> Iterator[Context]:
     try:
         yield start()
     except BaseException as error:
-        if dist.is_initialized():
-            group = dist.distributed_c10d._get_default_group()
-            # The group is never released, because its destructor joins gloo's threads. These may
-            # wait for other ranks.
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-            if torch.cuda.is_available() and hasattr(group, "_get_backend"):
-                nccl = group._get_backend(torch.device("cuda"))
-                if hasattr(nccl, "abort"):
-                    nccl.abort()
+        _abandon()
         if not lost_peer(error):
             raise
         time.sleep(NOTICE_SECONDS)

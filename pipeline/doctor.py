@@ -41,6 +41,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
+    # all checks, of which --quick shows what stops the work, or else the space on the disk
     checks = (workspace, gpus, shared_memory, disk)
     found = [finding for check in checks for finding in check()]
     failed = [finding for finding in found if finding[0] == FAIL]
@@ -76,6 +77,7 @@ def workspace() -> Iterator[Finding]:
             )
             archives = "; data/archives may be a link" if name == "data" else ""
             yield FAIL, "workspace", fix + archives
+    # DVC looks for git, unless its own configuration says that there is none
     config = configparser.ConfigParser(interpolation=None)
     config.read([".dvc/config", ".dvc/config.local"])
     has_git = any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents))
@@ -88,6 +90,7 @@ def gpus() -> Iterator[Finding]:
     """Run a kernel on each GPU. torch says what is wrong with the driver, the card or the build."""
     import torch
 
+    # no GPU that torch can use: it warns if the driver is too old for its CUDA
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -99,10 +102,12 @@ def gpus() -> Iterator[Finding]:
             )
         yield FAIL if GPU_FILE.exists() else NOTE, "GPU", text
         return
+    # each process needs a GPU of its own
     try:
         launch.processes_per_node()
     except errors.RequestError as error:
         yield FAIL, "GPU", str(error)
+    # a build without kernels for a card fails at the first one
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         try:
@@ -141,16 +146,19 @@ def disk() -> Iterator[Finding]:
         sections = params.load(Path("params.yaml"))
     except errors.RequestError:  # the stages report this error
         return
+    # bytes to download, and how many photographs there will be
     archives, photographs = coco.expect(sections.fetch.source, sections.fetch.limit)
     if sections.fetch.source == "folder":
         # a missing or damaged manifest is written by `fetch`
         with contextlib.suppress(errors.RequestError):
             photographs = len(dataset.read_manifest(Path("data/images/manifest.csv")))
+    # Keypoints are stored twice, in the workspace and in DVC's cache
     keypoints = sections.keypoints
     # Most photographs give fewer keypoints than the limit. Three quarters of it is a safe mean.
     views = 0.75 * photographs * keypoints.views_per_image
     needed = 2 * int(views * keypoints.max_keypoints * ORIENTED.itemsize) + GIB
     needed += 0 if sections.fetch.path else archives
+    # what earlier runs have written already
     needed -= sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
     # the comparison
     free = shutil.disk_usage(".").free

@@ -84,6 +84,7 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
     """
     from pipeline.distributed import free_port
 
+    # torchrun looks ten times a second whether a rank has ended
     options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
     if is_one_node():
         # --standalone would resolve the host's name, which fails in some containers. The backend is

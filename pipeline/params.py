@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeline.errors import RequestError, spell_command
 
+# Types of numbers that several keys have
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -39,13 +40,15 @@ UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
 
 
 class FetchParams(Section):
+    """The section `fetch`: which photographs."""
+
     source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
     path: str
     val_path: str
     root: str
     content: str
     limit: CountOrZero
-    val_fraction: Annotated[float, Field(ge=0.0, le=0.9)]
+    val_fraction: float = Field(ge=0.0, le=0.9)
     test_fraction: Fraction
 
     @model_validator(mode="after")
@@ -54,6 +57,7 @@ class FetchParams(Section):
 
         A path that is left beside `source: sample` would train on other images than the user means.
         """
+        # the one key that its source needs, then the keys that its source ignores
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
         for name in UNUSED.get(self.source, OF_A_FOLDER):
@@ -67,11 +71,11 @@ class FetchParams(Section):
 class Homography(Section):
     """Limits of the geometry of random views, at difficulty 1."""
 
-    scale_min: Annotated[float, Field(gt=0.0, le=1.0)]
-    perspective: Annotated[float, Field(ge=0.0, le=0.9)]
-    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
-    tilt_deg: Annotated[float, Field(ge=0.0, le=80.0)]
-    max_upscale: Annotated[float, Field(ge=2.0, le=8.0)]
+    scale_min: float = Field(gt=0.0, le=1.0)
+    perspective: float = Field(ge=0.0, le=0.9)
+    rotation_deg: float = Field(ge=0.0, le=180.0)
+    tilt_deg: float = Field(ge=0.0, le=80.0)
+    max_upscale: float = Field(ge=2.0, le=8.0)
 
 
 class Photometric(Section):
@@ -80,7 +84,7 @@ class Photometric(Section):
     brightness: Fraction
     contrast: Fraction
     gamma: Fraction
-    blur: Annotated[float, Field(ge=0.0, le=10.0)]
+    blur: float = Field(ge=0.0, le=10.0)
     noise: Fraction
     jpeg: Fraction
 
@@ -96,11 +100,11 @@ class KeypointsParams(Section):
     """The section `keypoints`. Its `views` is the section `views`."""
 
     decoder: Literal["pillow", "torchvision", "dali"]
-    extractor: Annotated[str, Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")]
-    views_per_image: Annotated[int, Field(ge=2, le=1000)]
+    extractor: str = Field(pattern=r"^(sift|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")
+    views_per_image: int = Field(ge=2, le=1000)
     width: Side
     height: Side
-    smallest: Annotated[float, Field(ge=0.25, le=1.0)]
+    smallest: float = Field(ge=0.25, le=1.0)
     max_keypoints: KeypointCount
     difficulty_first: Fraction
     seed: Seed
@@ -114,42 +118,53 @@ class RunParams(Section):
     anything again. Unlike the keys of other sections, these have defaults.
     """
 
-    accumulate: Annotated[int, Field(ge=1, le=4096)] = 1
+    # memory, speed and reproducibility
+    accumulate: int = Field(default=1, ge=1, le=4096)
     checkpoint_layers: bool = False
     compile: bool = False
     deterministic: bool = False
-    batch_per_rank: Annotated[int, Field(ge=0, le=65536)] = 0
+    # steps that depend on the number of processes
+    batch_per_rank: int = Field(default=0, ge=0, le=65536)
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    # reports and checkpoints
     log_every: Count = 10
     save_every: CountOrZero = 0
     allow_training_images: bool = False
 
 
 class TrainParams(Section):
-    batch: Annotated[int, Field(ge=1, le=65536)]
+    """The section `train`: whatever decides the weights."""
+
+    # how many pairs, and how many keypoints they show
+    batch: int = Field(ge=1, le=65536)
     steps: Count
     max_keypoints: KeypointCount
     min_keypoints: CountOrZero
-    keypoint_drop: Annotated[float, Field(ge=0.0, le=0.9)]
-    rotation_deg: Annotated[float, Field(ge=0.0, le=180.0)]
+    # augmentation
+    keypoint_drop: float = Field(ge=0.0, le=0.9)
+    rotation_deg: float = Field(ge=0.0, le=180.0)
     negatives: Fraction
     zoom: Fraction
     zoom_far: Fraction
     score_drop: Fraction
-    dim: Annotated[int, Field(ge=8, le=1024)]
-    layers: Annotated[int, Field(ge=1, le=64)]
-    heads: Annotated[int, Field(ge=1, le=64)]
+    # the network
+    dim: int = Field(ge=8, le=1024)
+    layers: int = Field(ge=1, le=64)
+    heads: int = Field(ge=1, le=64)
     norm: Literal["layer", "batch"]
     neighbours: bool
     rotary: bool
+    # the optimizer, its learning rate, and the average of the last weights
     optimizer: Literal["adam", "muon", "sgd"]
-    lr: Annotated[float, Field(gt=0.0, le=10.0)]
+    lr: float = Field(gt=0.0, le=10.0)
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
     average: CountOrZero
-    sinkhorn_iterations: Annotated[int, Field(ge=1, le=1000)]
+    # how a step is computed
+    sinkhorn_iterations: int = Field(ge=1, le=1000)
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
+    # what it starts from, and how the best weights are chosen
     init_from: str
     freeze: List[str]
     val_pairs: Count
@@ -158,6 +173,7 @@ class TrainParams(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
+        # each head has the same number of channels, which rotary embedding takes in pairs
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:
@@ -189,6 +205,7 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Params:
+        # a training cannot show more keypoints than a view stores
         used = self.train.max_keypoints
         stored = self.keypoints.max_keypoints
         if used > stored:
@@ -196,6 +213,7 @@ class Params(Section):
             raise ValueError(
                 f"train.max_keypoints = {used}: must be at most {limit}, what a view stores"
             )
+        # ways of computing that would silently change the results
         if self.run.checkpoint_layers and self.train.norm == "batch":
             raise ValueError(
                 "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"
@@ -210,18 +228,16 @@ class Params(Section):
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
-    """Return the values of nested sections or dicts under joined names.
+    """Return the values of nested dicts under joined names.
 
     For example `{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`.
     """
     flat: Dict[str, Any] = {}
     for key, value in tree.items():
-        value = value.model_dump() if isinstance(value, Section) else value
-        flat.update(
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, dict)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, dict):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -263,6 +279,7 @@ def parse(tree: Any, origin: str) -> Params:
 
 def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
     """Return the tree with the views in the sections `keypoints` and `evaluate`."""
+    # A section that is no dict is left as it is, and pydantic reports it
     full = dict(tree)
     for name in ("keypoints", "evaluate"):
         if isinstance(tree.get(name), dict):
@@ -311,6 +328,7 @@ def _problem(error: Any) -> str:
     key = " ".join(".".join(map(str, path)).split())  # a key may hold line breaks
     if error["type"] == "value_error":  # of several keys; its text begins with one of them
         return f"{key}.{error['ctx']['error']}".lstrip(".")
+    # keys that are missing or unknown
     if error["type"] == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
     if error["type"] == "extra_forbidden":
@@ -321,6 +339,7 @@ def _problem(error: Any) -> str:
         known = list(owner.model_fields)
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; did you mean {' or '.join(close or known)}?"
+    # a wrong value, with pydantic's own rule
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if error["type"] == "model_type":
         rule = "must hold keys with values"

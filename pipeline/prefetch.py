@@ -24,12 +24,15 @@ def in_order(
     waiting: Deque[Future[Result]] = deque()
     try:
         for item in items:
+            # Submit first, so that up to `ahead` items are computed while the caller works
             waiting.append(submit(item))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
+        # all items are submitted
         while waiting:
             yield waiting.popleft().result()
     finally:
+        # the caller has closed the iterator, or an item has failed
         for future in waiting:
             future.cancel()
 

@@ -46,10 +46,12 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
             there are too few or too small images.
     """
     text = text or read(name)
+    # ruamel keeps comments, quotes and long lines as they are
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.width = 4096
     tree = yaml.load(text)
+    # only a preset of one's own images takes a folder
     takes_images = tree["fetch"]["source"] == "folder"
     if images and not takes_images:
         raise RequestError(
@@ -67,6 +69,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
     tree["fetch"].update(path=paths[0], val_path=paths[1])
     sections = params.parse(tree, f"preset {name}")
+    # refuse a folder of too few or too small images before any stage runs
     names, held = dataset.own_splits(sections.fetch)
     dataset.require_usable(names, held, dataset.smallest_images(sections))
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
@@ -93,6 +96,7 @@ def write(path: Path, text: str) -> bool:
     if before == text:
         return False
     write_atomic(path, text)
+    # the changed keys alone, without the positions of a unified diff
     names = (f"{path} before", f"{path} now")
     lines = difflib.unified_diff(_flat(before), _flat(text), *names, n=0, lineterm="")
     print("\n".join(line for line in lines if not line.startswith("@@")))
@@ -124,11 +128,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--images", default="", help="folder of training images")
     add("--val-images", default="", help="folder of held-out images")
     args = parser.parse_args(argv)
+    # refresh: only the digest of the folders may change
     if args.command == "refresh":
         refresh(args.params)
         return 0
     if args.val_images and not args.images:
         raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")
+    # use: a file of the same preset keeps its edited keys
     name = args.name or ("folder" if args.images else DEFAULT)
     text = ""
     if args.params.exists() and params.preset(args.params) == name:

@@ -28,6 +28,16 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
         os._exit(1)  # the parent ended before the call above
 
 
+@contextlib.contextmanager
+def block() -> Iterator[None]:
+    """Block the signals, also in processes started in this context, until they call `serve`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def serve(worker: int, parent: int) -> None:
     """Let a process that loads batches ignore the signals, and end with the training `parent`.
 
@@ -35,6 +45,7 @@ def serve(worker: int, parent: int) -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     end_with_parent(parent=parent)
 
 
@@ -62,6 +73,7 @@ def defer() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread can handle signals
         return
+    # from here on a signal only sets the flag
     before = {number: signal.signal(number, stop._note) for number in STOP_SIGNALS}
     try:
         yield stop

@@ -54,9 +54,11 @@ def read(model: Path) -> Optional[FrozenSet[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
+    # a line for each photograph, or `unknown`
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if _UNKNOWN in photographs:
         return None
+    # the model states the digest of its list
     try:
         stated = load_model_file(model)[1].get(KEY)
     except (FileNotFoundError, BadCheckpoint):  # this error is reported where the model is loaded
@@ -86,6 +88,7 @@ def leave_out(
     if known is None:
         why = "its training did not know either" if list_of(model).is_file() else "it has no list"
         return every, f"what {model.name} was trained on is not known ({why}): none is left out"
+    # the photographs that the model has not seen
     left = [place for place in every if photographs[place] not in known]
     count = f"{len(every) - len(left)} of {len(every)} photographs"
     if len(left) == len(every):

@@ -28,10 +28,11 @@ import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
+import torch
+
 from pipeline import distributed, errors, signals
 from pipeline.keypoints.store import Store
 from pipeline.train import checkpoint, trainer
-from pipeline.train.loss import choose_pairs
 
 
 def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
@@ -41,11 +42,13 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
         description=str(__doc__).splitlines()[0],
         allow_abbrev=False,
     )
+    # where it reads and writes
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")
     add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
     add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
     add("--params", type=Path, default=Path("params.yaml"))
+    # where it starts
     fresh = "begin again, in a new folder, although there is a training with these parameters"
     add("--fresh", action="store_true", help=f"{fresh} and data")
     longer = "begin from the newest checkpoint of this training, whose schedule may differ"
@@ -53,6 +56,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
+    # The parameters are read once, here
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     sections = params.load(args.params)
     # without initial weights, the best model is validated
@@ -63,36 +67,34 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     return args, sections
 
 
-def check(argv: Optional[Sequence[str]], world_size: int) -> Tuple[Store, Store]:
-    """Check the request before any process starts. Return the opened train and val stores.
+def prepare(
+    args: argparse.Namespace,
+    sections: params.Params,
+    context: distributed.Context,
+    stop: signals.Stop,
+) -> trainer.Training:
+    """Open the stores and describe the training, without building the network."""
+    how = "all" if args.verify else "sample"
+    store, held_out = (Store(args.keypoints / split, how) for split in ("train", "val"))
+    return trainer.Training(args, sections, context, stop, store, held_out)
+
+
+def check(argv: Optional[Sequence[str]], world_size: int) -> None:
+    """Check the request before any process starts.
 
     Raises RequestError if the stores, a checkpoint or a model file do not fit the request.
     """
-    return _open_stores(*parse(argv), world_size)
-
-
-def _open_stores(
-    args: argparse.Namespace, sections: params.Params, world_size: int
-) -> Tuple[Store, Store]:
-    train = sections.train
-    run = sections.run
-    how = "all" if args.verify else "sample"
-    stores = Store(args.keypoints / "train", how), Store(args.keypoints / "val", how)
-    trainer.check(train, stores[0])
+    args, sections = parse(argv)
+    context = distributed.Context(0, world_size, torch.device("cpu"))
+    training = prepare(args, sections, context, signals.Stop())
     if args.continued:
-        ours = checkpoint.fingerprint(train, run, stores[0].digest, world_size)
-        checkpoint.load_to_continue(args.continued, ours)
-    if train.init_from:
-        trainer.read_model(train.init_from)
-        choose_pairs(train, stores[1], run.allow_training_images, Path(train.init_from))
-    return stores
+        checkpoint.load_to_continue(args.continued, training.fingerprint)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse(argv)
     with signals.defer() as stop, distributed.process_group() as context:
-        stores = _open_stores(args, sections, context.world_size)
-        training = trainer.Training(args, sections, context, stop, *stores)
+        training = prepare(args, sections, context, stop)
         code = training.validate_only() if args.validate_only else training.run()
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`
     return errors.STOPPED if stop.requested else code

@@ -98,6 +98,7 @@ class Augmentation(NamedTuple):
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
         random = np.random.default_rng((*seed, _COUNTS))
+        # log-uniform: as often between 100 and 200 as between 1,000 and 2,000
         n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
@@ -117,6 +118,7 @@ class Augmentation(NamedTuple):
         # The generator is created only if it is needed, because that is slow
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, which))
+        # the fraction itself is random, from 0 to keypoint_drop
         if self.keypoint_drop > 0:
             kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
             view = view._replace(records=_keep(view.records, kept))
@@ -176,6 +178,7 @@ def _rotate(view: View, degrees: float) -> View:
     for name in ("angle", "second_angle"):
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
+    # the same rotation as a homography (3, 3) of pixels
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
     cell = view.cell if view.cell is EVERYWHERE else compose(view.cell, inverse(T))
     return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)

@@ -23,7 +23,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from pipeline import compat, distributed, provenance, training_overlap
+from pipeline import compat, distributed, training_overlap
 from pipeline.errors import RequestError
 from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.params import RunParams, TrainParams
@@ -167,10 +167,7 @@ def publish(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, its description and its list of photographs to `out`."""
     best = folder / BEST
     for source in (training_overlap.list_of(best), best.with_suffix(".json"), best):
-        target = out / source.name
-        content = source.read_bytes()
-        if not target.is_file() or target.read_bytes() != content:
-            write_atomic(target, content)
+        write_atomic(out / source.name, source.read_bytes())
 
 
 # Which training it is: parameters and data, which name its folder.
@@ -191,10 +188,12 @@ def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) 
     pairs of a step and the learning rate (together with the number of processes), or the parts over
     which BatchNorm takes its statistics.
     """
+    # all keys of `train`, and the content of the data and of the initial weights
     values = {f"train.{key}": value for key, value in describe(train).items()}
     values["data"] = data
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
+    # keys of `run` that decide the steps
     if run.batch_per_rank or run.lr_scaling != "none":
         by_process = {"batch_per_rank": run.batch_per_rank, "lr_scaling": run.lr_scaling}
         values.update(by_process, world_size=world_size)
@@ -227,11 +226,6 @@ def agree(ours: Info, is_main: bool) -> None:
                 f"rank {rank} has {key}: {other.get(key)}, rank 0 {first.get(key)}; give every node"
                 " the same parameters, keypoints and code"
             )
-
-
-def versions() -> Dict[str, str]:
-    """Return the versions of the packages that compute."""
-    return provenance.pin(provenance.COMPUTING)
 
 
 # Where a training starts.

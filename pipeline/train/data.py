@@ -62,6 +62,7 @@ def training_pairs(seed: int, images: int, views: int, start: int, stop: int) ->
     """
     samples = []
     for position in range(start, stop):
+        # which image of the shuffled epoch, then which two of its views
         epoch, place = divmod(position, images)
         image = int(_shuffle(seed, epoch, images)[place])
         draw = _generator(seed, _DRAW, epoch, image)
@@ -77,6 +78,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
     and pairs as they are stored.
     """
     samples = []
+    # There are no more pairs than ordered pairs of views
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
@@ -127,6 +129,7 @@ def load_batch(
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
+    # the two views of each pair, changed by the seed of its sample
     pairs: List[Tuple[View, View]] = []
     negative = []
     for sample in samples:
@@ -180,6 +183,7 @@ class StepBatches(Dataset):
 
     def samples(self, step: int) -> List[List[Sample]]:
         """Return this rank's pairs of global step `step`, split into micro-batches."""
+        # all ranks draw the pairs of the whole step, and each takes its part
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
         pairs = training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
@@ -241,7 +245,8 @@ class StepBatches(Dataset):
             # A draw from the global generator would change the state that a checkpoint holds
             generator=torch.Generator(),
         )
-        batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
+        with signals.block():
+            batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
         try:
             yield from batches
         finally:

@@ -12,13 +12,11 @@ import argparse
 import io
 import json
 import math
-import resource
 import time
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional, Sequence
 
 import numpy as np
-import torch
 
 from pipeline import distributed, params, tracking
 from pipeline.files import write_atomic
@@ -58,6 +56,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    # from CSV text to columns by name
     nothing = "step,loss\nnan,nan\n"  # the curves before the first point of the training
     train, val = (
         np.genfromtxt(io.StringIO(curves.get(kind, nothing)), delimiter=",", names=True, ndmin=1)
@@ -67,6 +66,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     # report. They are readable on a light and on a dark page.
     parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
     ink: Dict[Any, Any] = dict.fromkeys(parts, GRAY)
+    # above the losses, below F1; the same steps in both
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}):
         figure = Figure(figsize=(7, 4.5), layout=None)
         losses, scores = figure.subplots(2, 1, sharex=True)
@@ -80,6 +80,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
             axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
             axes.grid(alpha=0.3)
             axes.legend(loc="best", frameon=False)
+        # without the date, so that equal curves give equal bytes
         stream = io.BytesIO()
         options = {"metadata": {"Date": None}, "bbox_inches": "tight", "transparent": True}
         figure.savefig(stream, format="svg", **options)
@@ -140,9 +141,10 @@ class TrainingLogger:
         self._restart_clock()
         self.data = params.data_name(sections.fetch)
         preset = params.preset(args.params)
+        # the run of the local log and of MLflow, which rank 0 has
         self.run = tracking.open_run(
             args.reports,
-            {**dict(sections), "world_size": context.world_size},
+            {**sections.model_dump(), "world_size": context.world_size},
             tags={"device": context.device.type, "training": identity, "preset": preset, **tags},
             resume=tracking.known_run(args.reports, identity) if info.get("step") else None,
             enabled=context.is_main,
@@ -184,6 +186,7 @@ class TrainingLogger:
     def add_step(self, sums: Metrics, waited: float) -> None:
         """Add the sums of a step to the next point. The step waited `waited` seconds for its
         batch."""
+        # until the next point of the curves
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
@@ -198,15 +201,15 @@ class TrainingLogger:
 
         All ranks call this together, because the means are over all ranks.
         """
+        # the means over all pairs of all ranks since the last point
         sums = distributed.sum_over_ranks(self.sums)
         pairs = sums.pop("pairs")
         self._log("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        # Speed and memory are on no curve, because they differ on every machine
+        # Speed is on no curve, because it differs on every machine
         timing = {
             "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
             "train/data_wait": self.waited / seconds,
-            "train/memory_gib": _memory_gib(self.context.device),
         }
         self.run.log(timing, step)
         self._restart_clock()
@@ -217,6 +220,7 @@ class TrainingLogger:
 
         `state` has the best score before this validation. If `untrained`, the weights are not kept.
         """
+        # the point, with fractions in percent
         point = {name: value for name, value in metrics.items() if name != "pairs"}
         for name in point:
             if name.startswith(("f1", "precision", "recall")):
@@ -294,11 +298,3 @@ def _describe(metrics: Metrics) -> str:
         f"F1 {100 * metrics['f1']:.1f} %, precision {100 * metrics['precision']:.1f} %,"
         f" recall {100 * metrics['recall']:.1f} %, loss {metrics['loss']:.3f}"
     )
-
-
-def _memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process in GiB: on the GPU if it uses one, otherwise
-    resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

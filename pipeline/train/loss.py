@@ -161,6 +161,7 @@ class Validation:
         as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
         above `threshold` in pairs without any true match. `pairs` is the number of pairs.
         """
+        # the sums of each kind of pairs, by the network as it is used for matching
         model = objective.model
         was_training = model.training
         model.eval()
@@ -194,6 +195,7 @@ class Validation:
 
         Each rank computes a part of the pairs. The result is the same on every rank.
         """
+        # chunks of pairs of one kind, which the ranks share
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
             by_kind.setdefault(self._kind(sample), []).append(sample)
@@ -231,6 +233,7 @@ def choose_pairs(
     Raises:
         RequestError: the model was trained on all of them.
     """
+    # the photographs that the initial weights were not trained on
     left = list(range(len(store)))
     messages = []
     if model:

@@ -192,6 +192,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append(p)
+        # Nesterov's momentum, cut into squares
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
@@ -237,16 +238,11 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def choose_precision(asked: str, device: torch.device, before: str = "") -> Precision:
+def choose_precision(asked: str, device: torch.device) -> Precision:
     """Return what `train.precision` means on a device, and why.
 
-    Args:
-        asked: "auto", "portable", "float32", "bfloat16" or "float16".
-        before: precision of the checkpoint from which the training resumes, or "". On a CPU `auto`
-            keeps it: what is fast on another machine is no reason to round differently.
-
-    Raises:
-        RequestError: bfloat16 was asked for on a GPU before Ampere.
+    `asked` is "auto", "portable", "float32", "bfloat16" or "float16". Raises RequestError if
+    bfloat16 was asked for on a GPU before Ampere.
     """
     if asked == PORTABLE:
         same = "x86-64 processor with AVX2" if device.type == "cpu" else "GPU of this kind"
@@ -261,8 +257,6 @@ def choose_precision(asked: str, device: torch.device, before: str = "") -> Prec
         amx = AMX in compat.cpu_flags()
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
-        if before in ("float32", "bfloat16") and before != fast:
-            fast, reason = before, f"as before; from scratch it would be {fast}: {reason}"
     else:
         capability = torch.cuda.get_device_capability(device)
         reason = "compute capability {}.{}".format(*capability)

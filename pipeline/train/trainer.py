@@ -62,7 +62,7 @@ def check(train: TrainParams, store: Store) -> None:
         )
 
 
-def read_model(path: str) -> Saved:
+def read_model(path: Path) -> Saved:
     """Return the tensors and the description of the initial weights. Raises RequestError."""
     try:
         return load_model_file(path)
@@ -141,7 +141,7 @@ def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[fl
 
     Returns the file's match threshold, or None if it has none.
     """
-    tensors, info = read_model(path)
+    tensors, info = read_model(Path(path))
     given = weights_of(tensors)
     weights = model.state_dict()
     # tensors fit if the network has one of the same name and shape
@@ -266,8 +266,9 @@ class Training:
         """Choose the validation pairs and name the training, without building the network.
 
         args is the command line and sections are the sections of params.yaml. Raises RequestError
-        if no validation pair is left.
+        if the keypoints or the initial weights do not fit, or if no validation pair is left.
         """
+        check(sections.train, store)
         self.args = args
         self.sections = sections
         self.context = context
@@ -278,6 +279,8 @@ class Training:
         self.pairs = global_batch(train, run, context.world_size)
         # the validation pairs: photographs that the initial weights were not trained on
         initial = Path(train.init_from) if train.init_from else None
+        if initial:
+            read_model(initial)
         samples, self.messages = choose_pairs(train, held_out, run.allow_training_images, initial)
         self.validation = Validation(
             held_out, samples, train.max_keypoints, context, Augmentation.of(train)
@@ -288,8 +291,7 @@ class Training:
         self.trained_on = own | before if own and before is not None else None
         self.fingerprint = checkpoint.fingerprint(train, run, store.digest, context.world_size)
         self.name = checkpoint.name_of(self.fingerprint)
-        # the versions of packages, with the step from which they count
-        self.versions = [{"step": 0, **checkpoint.versions()}]
+        self.versions = provenance.pin(provenance.COMPUTING)
 
     def run(self) -> int:
         """Train to the last step, or until a signal asks to stop.
@@ -343,17 +345,15 @@ class Training:
         """Build model and optimiser, and restore the checkpoint that the training starts from."""
         train = self.train
         context = self.context
-        before = saved[1]["computed_by"]["precision"] if saved else ""
         # one precision for all ranks, whose devices may differ
-        precision, reason = distributed.broadcast(
-            choose_precision(train.precision, context.device, before)
-        )
+        chosen = choose_precision(train.precision, context.device)
+        precision, reason = distributed.broadcast(chosen)
         parts = build(train, self.run_params, context, precision, self.store)
         self.objective, self.ddp_model, self.state, self._init_threshold, messages = parts
         self.messages = [f"precision: {precision} ({reason})", *messages, *self.messages]
         # what may change between two starts of a training
         code = provenance.code_version()
-        self.computed_by = {"precision": precision, "code": code, **checkpoint.versions()}
+        self.computed_by = {"precision": precision, "code": code, **self.versions}
         self.batches = StepBatches(train, self.run_params, self.store, self.pairs, context)
         if saved:
             self._restore(*saved)
@@ -364,17 +364,14 @@ class Training:
         state.restore(tensors, info)
         if state.step <= self.train.steps - self.train.average:
             # the checkpoint's average belongs to a shorter training
-            state.average, state.averaged = {}, 0
+            state.average = {}
+            state.averaged = 0
         before = {**info["fingerprint"], **info["computed_by"]}
         now = {**self.fingerprint, **self.computed_by}
         if self.context.is_main:
             print(f"resuming at step {state.step} of {self.train.steps}")
             for key in checkpoint.changed_keys(before, now):
                 print(f"{key} changed on resume: {before.get(key)} -> {now.get(key)}")
-        packages = {"step": state.step, **checkpoint.versions()}
-        self.versions = info["versions"]
-        if {**self.versions[-1], "step": state.step} != packages:
-            self.versions = [*self.versions, packages]
         # the best model, whose metrics may be of other pairs
         if state.best_weights:
             if info.get("validated_on") != self.validation.digest:
@@ -515,7 +512,6 @@ class Training:
                 "log_window": window,
                 "training": self.name,
                 "validated_on": self.validation.digest,
-                "versions": self.versions,
             }
             checkpoint.save(self.folder, self.state.step, self.state.tensors(), info)
         distributed.barrier()
@@ -541,7 +537,7 @@ class Training:
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.name,
-            "versions": self.versions,
+            "versions": [{"step": 0, **self.versions}],
             "train": checkpoint.describe(self.train),
             training_overlap.KEY: training_overlap.digest(self.trained_on or ()),
             **{k: v for k, v in self.fingerprint.items() if k in decided},

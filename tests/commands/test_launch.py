@@ -1,12 +1,9 @@
-"""The launcher: how many processes, which torchrun, whose exit code; several nodes in network
-namespaces.
-"""
+"""The launcher: how many processes, which torchrun, whose exit code; several nodes."""
 
 import itertools
 import json
 import os
 import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -90,14 +87,14 @@ class TestRequest:
                 launch.torchrun_options(2, restarts=3)
 
 
-def launcher(arguments, prefix=(), **environment):
+def launcher(arguments, **environment):
     own = {
         "OMP_NUM_THREADS": "1",
         "NPROC_PER_NODE": "2",
         "PYTHONPATH": str(ROOT / "tests/faults/start"),
     }
     values = {**os.environ, **own, **environment}
-    command = [*prefix, sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
+    command = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -232,70 +229,32 @@ def ranks_of(folder):
     return found.stdout.split()
 
 
-@pytest.fixture
-def nodes():
-    """Two network namespaces joined by a cable: [(prefix of a command, address, interface)]."""
-    if os.geteuid() or not shutil.which("ip"):
-        pytest.skip("needs root and iproute2 to make network namespaces")
-    names = [f"sg{os.getpid()}{side}" for side in "ab"]
-    made = [f"ip netns add {name}" for name in names]
-    ends = [f"sgv{i} netns {name}" for i, name in enumerate(names)]
-    made.append(f"ip link add {ends[0]} type veth peer name {ends[1]}")
-    for i, name in enumerate(names):
-        made += [
-            f"ip -n {name} addr add 10.77.0.{i + 1}/24 dev sgv{i}",
-            f"ip -n {name} link set sgv{i} up",
-            f"ip -n {name} link set lo up",
-        ]
-    try:
-        for command in made:
-            streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            done = subprocess.run(command.split(), text=True, check=False, **streams)
-            if done.returncode:
-                pytest.skip(f"no network namespaces here: {done.stdout.strip()}")
-        yield [
-            (f"ip netns exec {name}".split(), f"10.77.0.{i + 1}", f"sgv{i}")
-            for i, name in enumerate(names)
-        ]
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
-
-
-def start_node(nodes, i, arguments, spread, processes=1):
-    prefix, address, interface = nodes[i]
-    return launcher(
-        arguments, prefix, NNODES=spread, RDZV_ENDPOINT=f"{nodes[0][1]}:29411", LOCAL_ADDR=address,
-        GLOO_SOCKET_IFNAME=interface, NPROC_PER_NODE=str(processes), SG_TIMEOUT="20",
-    )  # fmt: skip
-
-
 @pytest.mark.slow
-class TestNodes:
-    def test_elastic_goes_on_with_three_processes_two_and_three_again(self, bench, nodes):
-        """Two processes on one node and one on the other share a batch of 8, evenly or not."""
-        # Long enough to join in
-        keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
-        arguments = bench.training("run", keys)
-        checkpoints = bench.folder / "run"
-        one = start_node(nodes, 0, arguments, "1:2", processes=2)
-        other = start_node(nodes, 1, arguments, "1:2")
-        wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
-        other.send_signal(signal.SIGKILL)
-        lost_at = newest_step(checkpoints)
-        wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
-        other = start_node(nodes, 1, arguments, "1:2")
-        code, out = end(one)
-        end(other)
-        assert code == 0, out
-        lines = (bench.folder / "run-r/log.jsonl").read_text().splitlines()
-        tags = [json.loads(line).get("tags", {}) for line in lines]
-        name = "superglue.world_size"
-        sizes = [each[name] for each in tags if name in each]  # of each start
-        # groups: a start is tried again while the lost node counts as there
-        worlds = [world for world, _ in itertools.groupby(sizes)]
-        assert worlds == ["3", "2", "3"]
-        assert newest_step(bench.folder / "run") == 600
+def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
+    """Two processes of one node and one of the other share a batch of 8, evenly or not."""
+    # Long enough to join in
+    keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
+    arguments = bench.training("run", keys)
+    checkpoints = bench.folder / "run"
+    job = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "SG_TIMEOUT": "20"}
+    one = launcher(arguments, NPROC_PER_NODE="2", **job)
+    other = launcher(arguments, NPROC_PER_NODE="1", **job)
+    wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
+    other.send_signal(signal.SIGKILL)
+    lost_at = newest_step(checkpoints)
+    wait_until(lambda: newest_step(checkpoints) > lost_at + 20, PATIENCE)
+    other = launcher(arguments, NPROC_PER_NODE="1", **job)
+    code, out = end(one)
+    end(other)
+    assert code == 0, out
+    lines = (bench.folder / "run-r/log.jsonl").read_text().splitlines()
+    tags = [json.loads(line).get("tags", {}) for line in lines]
+    name = "superglue.world_size"
+    sizes = [each[name] for each in tags if name in each]  # of each start
+    # groups: a start is tried again while the lost node counts as there
+    worlds = [world for world, _ in itertools.groupby(sizes)]
+    assert worlds == ["3", "2", "3"]
+    assert newest_step(checkpoints) == 600
 
 
 def newest_step(checkpoints):

@@ -22,11 +22,11 @@ NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4
 def choose(monkeypatch):
     """`choose(asked, capability, flags)`: the precision on a GPU of this capability, or a CPU."""
 
-    def call(asked, capability, flags, before=""):
+    def call(asked, capability, flags):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(flags))
         device = torch.device("cuda" if capability else "cpu")
-        return optimizer.choose_precision(asked, device, before)
+        return optimizer.choose_precision(asked, device)
 
     return call
 
@@ -65,25 +65,6 @@ def test_what_a_device_cannot_do(choose):
     found, reason = choose("float16", None, AMX)
     assert found == "float32" and "does nothing" in reason
     assert choose("float16", (8, 0), AMX)[0] == "float16"
-
-
-@pytest.mark.parametrize(
-    "asked, before, capability, flags, expected",
-    [
-        ("auto", "float32", None, AMX, "float32"),
-        ("auto", "bfloat16", None, NO_AMX, "bfloat16"),
-        ("auto", "bfloat16", None, set(), "bfloat16"),
-        ("auto", "float16", None, NO_AMX, "float32"),
-        ("auto", "float32", (8, 0), NO_AMX, "bfloat16"),
-        ("float32", "bfloat16", None, AMX, "float32"),
-    ],
-)
-def test_a_resumed_training_keeps_its_precision_on_a_cpu(
-    choose, asked, before, capability, flags, expected
-):
-    found, reason = choose(asked, capability, flags, before)
-    assert found == expected and reason.count("auto: ") == (asked == "auto")
-    assert ("as before; from scratch it would be" in reason) == (found == before)
 
 
 @pytest.fixture

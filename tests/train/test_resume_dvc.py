@@ -9,101 +9,79 @@ import sys
 from pathlib import Path
 
 import pytest
-from made_params import file_of
-from made_trainings import SMALL
-from made_views import made_keypoints
+from made_trainings import request_maker
 from reading import read_files, read_yaml
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).resolve().parents[2]
-STAGE = read_yaml(ROOT / "dvc.yaml")["stages"]["train"]
-DVC = [sys.executable, "-m", "dvc"]
+DVC = f"{sys.executable} -m dvc"
+GIT = "git -c user.name=t -c user.email=t@t"
 KILL = "kill:rank=0,step=5,phase=forward"  # after the checkpoint of step 4
 
 
-class Clone:
-    """A clone with the stage `train` of dvc.yaml, on synthetic views."""
+@pytest.mark.slow
+def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
+    checkpoints = tmp_path / "checkpoints"
+    request_of = request_maker(tmp_path / "data", make_params)
+    environment = {
+        **os.environ,
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}",
+        "PYTHONPATH": f"{ROOT}/tests/faults/start:{ROOT}",
+        "OMP_NUM_THREADS": "1",
+    }
 
-    def __init__(self, folder, make_params):
-        self.folder = folder
-        self.make_params = make_params
-        made_keypoints(folder / "data/keypoints")
-        # in one process: a kill is a kill
-        stage = {**STAGE, "cmd": f"{sys.executable} -m pipeline.train", "deps": ["data/keypoints"]}
-        (folder / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
-        ignored = "/data /checkpoints /reports/*/curves *.log *.jsonl mlflow.db run.json"
-        (folder / ".gitignore").write_text("\n".join(ignored.split()))
-        self.set_params()
-        self.run("git", "init", "-q")
-        self.run(*DVC, "init", "-q")
-        self.commit()
-
-    def set_params(self, **keys):
-        """Write params.yaml with these keys of `train`."""
-        values = {**SMALL, **keys}
-        run = {name: values.pop(name) for name in ("log_every", "save_every")}
-        sections = {
-            "train": self.make_params("train", **values).model_dump(),
-            "run": run,
-            "keypoints": self.make_params("keypoints").model_dump(),
-        }
-        (self.folder / "params.yaml").write_text(json.dumps(file_of(sections), indent=1))
-
-    def run(self, *command, code=0, **environment):
-        own = {
-            "MLFLOW_TRACKING_URI": f"sqlite:///{self.folder / 'mlflow.db'}",
-            "DVC_NO_ANALYTICS": "true",
-            "PYTHONPATH": f"{ROOT}/tests/faults/start:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-        }
+    def run(command, code=0, **more):
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        env = {**os.environ, **own, **environment}
-        done = subprocess.run(command, cwd=self.folder, env=env, **streams)
+        env = {**environment, **more}
+        done = subprocess.run(command.split(), cwd=tmp_path, env=env, **streams)
         assert bool(done.returncode) == bool(code), done.stdout
         return done.stdout
 
-    def commit(self):
-        self.run("git", "add", "-A")
-        who = ("-c", "user.name=t", "-c", "user.email=t@t")
-        self.run("git", *who, "commit", "-qm", "x")
+    def set_rate(lr):
+        file = Path(request_of("params", lr=lr)[-1])
+        file.rename(tmp_path / "params.yaml")
 
-    def kill(self):
+    def kill():
         """Kill a training at step 5; its folder."""
-        before = self.trainings()
-        self.run(*DVC, "repro", code=1, SG_FAULT=KILL)
-        (folder,) = self.trainings() - before
+        before = set(checkpoints.glob("*/"))
+        run(f"{DVC} repro", code=1, SG_FAULT=KILL)
+        (folder,) = set(checkpoints.glob("*/")) - before
         return folder
 
-    def trainings(self):
-        return {path for path in (self.folder / "checkpoints").glob("*") if path.is_dir()}
+    def commit():
+        run("git add -A")
+        run(f"{GIT} commit -qm x")
 
-    def best(self):
-        return (self.folder / "checkpoints/best.safetensors").read_bytes()
+    # a clone with the stage `train` of dvc.yaml, in one process: a kill is a kill
+    stage = read_yaml(ROOT / "dvc.yaml")["stages"]["train"]
+    stage.update(cmd=f"{sys.executable} -m pipeline.train", deps=["data/keypoints"])
+    (tmp_path / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))  # JSON is YAML
+    ignored = "/data /checkpoints /reports/*/curves *.log *.jsonl mlflow.db"
+    (tmp_path / ".gitignore").write_text("\n".join(ignored.split()))
+    set_rate(0.001)
+    for command in ("git init -q", f"{DVC} init -q"):
+        run(command)
+    commit()
 
+    # force: a killed training is resumed, a finished one stays
+    kill()
+    assert "resuming at step 4 of 6" in run(f"{DVC} repro -f")
+    finished = read_files(checkpoints)
+    assert "nothing to do" in run(f"{DVC} repro -f")
+    assert read_files(checkpoints) == finished
+    commit()
 
-def test_force_checkout_and_experiments_leave_every_training_where_it_is(tmp_path, make_params):
-    clone = Clone(tmp_path, make_params)
-    clone.kill()
-    assert "resuming at step 4 of 6" in clone.run(*DVC, "repro", "-f")
-    finished = read_files(tmp_path / "checkpoints")
-    lock = (tmp_path / "dvc.lock").read_bytes()
-    assert "nothing to do" in clone.run(*DVC, "repro", "-f")
-    assert read_files(tmp_path / "checkpoints") == finished
-    assert (tmp_path / "dvc.lock").read_bytes() == lock
-    clone.commit()
-    first = clone.best()
-    clone.set_params(lr=0.002)
-    killed = clone.kill()
+    # checkout and an experiment while another training is interrupted
+    best = checkpoints / "best.safetensors"
+    first = best.read_bytes()
+    set_rate(0.002)
+    killed = kill()
     before = read_files(killed)
-    assert clone.best() != first
-    clone.run(*DVC, "checkout", "--force")
-    assert clone.best() == first  # that of dvc.lock
-    clone.run(*DVC, "exp", "run", "-S", "train.lr=0.003")
-    clone.set_params(lr=0.002)
+    assert best.read_bytes() != first
+    run(f"{DVC} checkout --force")
+    assert best.read_bytes() == first  # that of dvc.lock
+    run(f"{DVC} exp run -S train.lr=0.003")
+    set_rate(0.002)
     assert read_files(killed) == before
-    assert "resuming at step 4 of 6" in clone.run(*DVC, "repro")
-    assert clone.best() != first
-    names = {name for name in finished if "/step-" in name}
-    now = read_files(tmp_path / "checkpoints")
-    assert names and all(now[name] == finished[name] for name in names)
+    assert "resuming at step 4 of 6" in run(f"{DVC} repro")
+    now = read_files(checkpoints)
+    assert all(now[name] == finished[name] for name in finished if "/step-" in name)

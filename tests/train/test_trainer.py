@@ -12,12 +12,11 @@ from made_views import made_store
 from processes import in_group
 from reading import read_json
 
-from pipeline import compat, distributed, errors
+from pipeline import distributed, errors
 from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
-from pipeline.train import optimizer
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective, Validation
 from pipeline.train.trainer import train_step
@@ -124,19 +123,6 @@ class TestResume:
         for name in ("curves/train.csv", "curves/validation.csv", "metrics.json"):
             reports = [tmp_path / f"{run}-reports" / name for run in ("whole", "parts")]
             assert reports[0].read_bytes() == reports[1].read_bytes(), name
-
-    def test_auto_keeps_its_precision_on_another_cpu(
-        self, tmp_path, request_of, monkeypatch, capsys
-    ):
-        monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset({optimizer.AMX}))
-        with monkeypatch.context() as patch:
-            stop_after(patch, 3)
-            assert train.main(request_of("run", precision="auto")) == 143
-        monkeypatch.setattr(compat, "cpu_flags", frozenset)
-        assert train.main(request_of("run", precision="auto")) == 0
-        said = capsys.readouterr().out
-        assert "resuming at step 3" in said and "from scratch it would be float32: this CPU" in said
-        assert read_json(tmp_path / "run/best.json")["precision"] == "bfloat16"
 
 
 class TestRequests:
