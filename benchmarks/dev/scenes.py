@@ -1,11 +1,11 @@
 """COLMAP models of places with known cameras, from our matches and from COLMAP's own.
 
     python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
-    python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways ours
+    python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways superglue
 
 Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. Ways to build it:
-`ours` is the command `superglue-match --colmap`; `colmap` is COLMAP's SIFT and exhaustive matcher;
-`held` is the same, limited to 1,024 features; `stored` is COLMAP's SIFT, matched by
+`superglue` is the command `superglue-match --colmap`; `colmap` is COLMAP's SIFT and exhaustive
+matcher; `held` is the same, limited to 1,024 features; `stored` is COLMAP's SIFT, matched by
 `superglue-match --colmap` into that database.
 
 The columns are the photographs registered in the largest model; its points, their mean track length
@@ -31,6 +31,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
+import pandas as pd
 from scipy.spatial.distance import pdist
 from scipy.spatial.transform import Rotation
 
@@ -45,14 +46,17 @@ from superglue_sift.interop.colmap import CENTRE
 WORK = Path("scenes")  # databases and models
 RIGHT_PX = 4.0  # from the true epipolar lines
 LONGER = 1024  # px, side of the photographs
-FEATURES = {"ours": 0, "colmap": 8192, "held": 1024, "stored": 8192}  # of COLMAP
+FEATURES = {"superglue": 0, "colmap": 8192, "held": 1024, "stored": 8192}  # of COLMAP
 MODEL = ["registered", "points", "track", "reprojection, px", "centres, cm", "%", "rotations"]
 CENTRES = MODEL.index("centres, cm")
 
 
 class Camera(NamedTuple):
-    """K (3, 3) in pixels, the centre of the first at (0, 0); R (3, 3) world to camera; C (3,)
-    centre in the world.
+    """Describe a photograph's camera.
+
+    K: (3, 3) in pixels; the centre of the first pixel is (0, 0).
+    R: (3, 3), from the world to the camera.
+    C: (3,), its centre in the world.
     """
 
     K: np.ndarray
@@ -70,39 +74,35 @@ def library() -> Any:
 
 def read_cameras(path: Path) -> Cameras:
     """Read a text file with `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
-    found = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        name, *words = line.split() or ["#"]
-        if name.startswith("#"):
-            continue
-        try:
-            fx, fy, cx, cy, *pose = map(float, words)
-            R = np.reshape(pose[:9], (3, 3))
-            found[name] = Camera(
-                np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]]), R, np.reshape(pose[9:], 3)
-            )
-        except ValueError:
-            needed = "a name, fx fy cx cy, nine of R, three of C"
-            raise RequestError(f"--cameras {path}: needs {needed}, not {line!r}") from None
-    return found
+    try:
+        rows = pd.read_csv(path, sep=r"\s+", comment="#", header=None, index_col=0)
+        numbers = rows.to_numpy(float).reshape(len(rows), 16)
+    except ValueError as error:
+        needed = "a name, fx fy cx cy, nine of R, three of C in each line"
+        raise RequestError(f"--cameras {path}: needs {needed} ({error})") from None
+    cameras = {}
+    for name, (fx, fy, cx, cy, *pose) in zip(rows.index, numbers):
+        K = np.array([[fx, 0, cx], [0, fy, cy], [0, 0, 1]])
+        cameras[name] = Camera(K, np.reshape(pose[:9], (3, 3)), np.array(pose[9:]))
+    return cameras
 
 
 def relative_pose(camera0: Camera, camera1: Camera) -> Tuple[np.ndarray, np.ndarray]:
-    """R (3, 3) and t (3,) of the motion from one camera to the other."""
+    """Compute R (3, 3) and t (3,) of the motion from one camera to the other."""
     return camera1.R @ camera0.R.T, camera1.R @ (camera0.C - camera1.C)
 
 
 def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
-    """(3, 3) F with x1^T F x0 = 0 in pixels."""
+    """Compute F (3, 3), with x1^T F x0 = 0 in pixels."""
     R, (x, y, z) = relative_pose(camera0, camera1)
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
     return np.linalg.inv(camera1.K).T @ E @ np.linalg.inv(camera0.K)
 
 
 def write_scenes(options: argparse.Namespace) -> Dict[str, Cameras]:
-    """Write the photographs of the scenes asked for, reduced, below WORK; their cameras by scene.
+    """Write the photographs of the scenes asked for, reduced, below WORK.
 
-    castle_0007.jpg belongs to castle. Raises RequestError.
+    castle_0007.jpg belongs to castle. Returns the cameras of each scene. Raises RequestError.
     """
     cameras = read_cameras(options.cameras)
     scenes: Dict[str, List[str]] = {}
@@ -128,15 +128,16 @@ def write_scenes(options: argparse.Namespace) -> Dict[str, Cameras]:
 
 
 def photos_of(scene: str) -> Path:
-    """The folder of a scene's reduced photographs."""
+    """Return the folder of a scene's reduced photographs."""
     return WORK / scene.replace("/", "-") / "photos"
 
 
 def build_database(database: Path, photos: Path, way: str) -> None:
-    """Match all pairs in one way: ours by the users' command, COLMAP's with its defaults."""
-    if way == "ours":
-        folder = str(database.with_suffix(""))
-        run_ours(str(photos), "--out-dir", folder, "--colmap", str(database))
+    """Match all pairs in one of the ways. Users' commands and COLMAP have their defaults."""
+    command = [sys.executable, "-m", "superglue_sift", "--colmap", str(database)]
+    if way == "superglue":
+        more = [str(photos), "--out-dir", str(database.with_suffix(""))]
+        subprocess.run(command + more, check=True, stdout=subprocess.DEVNULL)
         return
     pycolmap = library()
     features = pycolmap.FeatureExtractionOptions()
@@ -144,22 +145,15 @@ def build_database(database: Path, photos: Path, way: str) -> None:
     cpu = pycolmap.Device.cpu
     pycolmap.extract_features(database, photos, extraction_options=features, device=cpu)
     if way == "stored":
-        run_ours("--colmap", str(database))
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     else:
         pycolmap.match_exhaustive(database, device=cpu)
 
 
-def run_ours(*words: str) -> None:
-    """Run `superglue-match`. Raises RequestError with the last line of what it says."""
-    command = [sys.executable, "-m", "superglue_sift", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RequestError(f"superglue-match: {done.stderr.strip().splitlines()[-1:]}")
-
-
 def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List[str]:
-    """Map a database. Returns the cells of MODEL for the largest model; its errors from three
-    photographs on.
+    """Map a database, and return the cells of MODEL for the largest model.
+
+    A model of fewer than three photographs has no errors.
     """
     pycolmap = library()
     pycolmap.set_random_seed(seed)
@@ -178,7 +172,7 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
 
 
 def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
-    """Errors of a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
+    """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
 
     Returns the mean distance of the centres, in the units of `cameras`; the same in percent of the
     largest distance between two true cameras; and the mean angle of rotations in degrees.
@@ -198,7 +192,7 @@ def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
 
 
 def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
-    """Numbers of verified pairs of a database and of the false ones among them."""
+    """Count the verified pairs of a database, and the false ones among them."""
     pycolmap = library()
     verified = false = 0
     with pycolmap.Database.open(str(database)) as content:
@@ -217,7 +211,7 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
 
 
 def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace) -> List[str]:
-    """The cells of one scene matched in one way, for the model of median error among the seeds."""
+    """Match a scene in one way; return the cells of the model of median error among the seeds."""
     photos = photos_of(scene)
     database = photos.parent / way / "database.db"
     shutil.rmtree(database.parent, ignore_errors=True)
@@ -243,7 +237,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
     add("--only", metavar="SCENE", help="this scene alone")
     add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
-    add("--ways", nargs="+", default=["ours", "colmap", "held"], choices=list(FEATURES))
+    add("--ways", nargs="+", default=["superglue", "colmap", "held"], choices=list(FEATURES))
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
     options = parser.parse_args(argv)
     library().logging.minloglevel = 2  # errors alone

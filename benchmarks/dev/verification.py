@@ -2,17 +2,17 @@
 
     python -m benchmarks.dev.verification coco/val coco/train
 
-Each of the first 16 photographs of the first folder is a place. The last 16 photographs of the
-second folder are what else is seen there. The kinds are views of one plane (`plane`), and of a
-court whose four walls have equal windows (`court`). In some courts the windows nearly touch, like a
-wallpaper. Any two views of a court are a pair: they may show one wall or two. A pair is right if
-most matches that agree with its geometry are right, and wrong otherwise.
+A photograph of the first folder and one of the second make places of three kinds: both halves of
+the first photograph (`halves`); a court whose four walls have equal windows (`court`); and a long
+facade with equal windows (`facade`). Behind the windows, the walls show the second photograph,
+often so faintly that hardly anything but the windows is seen. Any two views of a place are a pair.
+They may show one half, wall or part of the facade, or two. A pair is right if most matches that
+agree with its geometry are right, and wrong otherwise.
 
-Printed are the weights; and for each kind, how many right pairs are refused and how many wrong ones
-are accepted, at several limits. First each place is judged by weights learned without it, then by
-the weights of the module, which were learned from other pairs. Right and wrong pairs weigh the same
-in total. Pairs that the first look skips, and those without a geometry, are always refused. They
-teach nothing and are left out.
+Printed are the constants of the module; and for each kind, how many right pairs are refused and how
+many wrong ones are accepted at several limits, each place judged by weights that were learned from
+the other places. Pairs that the first look skips, and those without a geometry, are always refused.
+They teach nothing and are left out.
 
     python -m benchmarks.dev.verification --check /data/strecha /data/strecha/cameras_gt.txt
 
@@ -45,7 +45,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.guided_matching import positions_of
-from superglue_sift.geometry.two_view import compose, epipolar_distances, inverse, transform
+from superglue_sift.geometry.two_view import Size, compose, epipolar_distances, inverse, transform
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator
@@ -55,88 +55,135 @@ View = Tuple[Gray, List[np.ndarray]]
 Errors = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (k,) px, of matches (k, 2) and (k, 2)
 Pair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
 
-PLACES = 16
+PLACES = 9  # the first photographs of the first folder
+OTHERS = -24  # the second folder's photographs from here on
 VIEW = (640, 480)  # px, width and height
 # Wider than in training: little overlap, strong tilt and zoom
 WIDE = Homography(scale_min=0.25, perspective=0.3, rotation_deg=60, tilt_deg=70, max_upscale=4)
 LIGHT = Photometric(brightness=0.2, contrast=0.3, gamma=0.2, blur=1.5, noise=0.03, jpeg=0.5)
 LARGE = (1024, 768)  # of a view of a court
-WALL = (960, 640)  # px, of a court
+COURT = (960, 640)  # px, one of its walls
+FACADE = (2880, 640)  # px
+COURT_VIEWS, FACADE_VIEWS = 6, 5
 WINDOW = (70, 160)  # px, the smallest and the largest
-VIEWS = 6  # of a court
+PRIOR = 2 / 3  # part of the pairs with a geometry that are right in a collection
 PENALTY = 0.05  # of the squares of the weights, per deviation of the number that is weighed
 LIMITS = (0.5, 0.7, 0.9, 0.95, 0.98)
-EVIDENCE = ["agreement", "order", "support"]
+EVIDENCE = ["lead", "support"]
 
 
 # Made pairs
 
 
-def plane(rng: Random, photo: Gray, _other: Gray) -> List[View]:
-    """Three views of a photograph."""
-    maps = [sample_view(rng, photo.shape[::-1], VIEW, WIDE) for _ in range(3)]
-    return [(distort(render(photo, H, VIEW), rng, LIGHT), [H]) for H in maps]
-
-
-def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
-    """Views from within a court, whose four walls have the same windows.
-
-    Each wall is a quarter of the other photograph, with the middle of the first one many times on
-    it.
-    """
-    quarters = [part for half in np.array_split(other, 2) for part in np.array_split(half, 2, 1)]
-    window = rng.integers(*WINDOW)
-    walls = [hang_windows(rng, photo, part, window) for part in quarters]
-    side, height = WALL
-    x, y = np.meshgrid(*map(np.arange, LARGE))
-    views: List[View] = []
-    for _ in range(VIEWS):
-        focal = LARGE[0] * rng.uniform(0.7, 1.2)
-        K = np.array([[focal, 0, LARGE[0] / 2], [0, focal, LARGE[1] / 2], [0, 0, 1]])
-        # a pixel of a wall is the unit of length, and the third axis points down
-        heading = rng.uniform(-math.pi, math.pi)
-        ahead = np.array([math.cos(heading), math.sin(heading), 0])
-        R = np.stack([[-ahead[1], ahead[0], 0], [0, 0, 1], ahead])
-        eye = rng.uniform(-0.08, 0.08, 3) * side - rng.uniform(0.16, 0.38) * side * ahead
-        image = np.full(LARGE[::-1], 190, np.uint8)
-        planes: List[np.ndarray] = []
-        for number, wall in enumerate(walls):
-            along = np.roll([1, 0], number) * (1 - number // 2 * 2)
-            start = [along[1] - along[0], -along[1] - along[0], -height / side] * np.array(side / 2)
-            H = K @ R @ np.column_stack([[*along, 0], [0, 0, 1], start - eye])
-            back = np.linalg.inv(H)
-            in_front = back[2, 0] * x + back[2, 1] * y + back[2, 2] > 0
-            shown = in_front & (cv2.warpPerspective(np.full_like(wall, 255), H, LARGE) > 127)
-            image[shown] = cv2.warpPerspective(wall, H, LARGE)[shown]
-            planes.append(H)
-        views.append((distort(image, rng, LIGHT), planes))
+def halves(rng: Random, photo: Gray, _other: Gray) -> List[View]:
+    """Take two views of each half of a photograph. The halves show different places."""
+    width = photo.shape[1] // 2
+    views = []
+    for left in (0, 0, width, width):
+        half = photo[:, left : left + width]
+        H = sample_view(rng, half.shape[::-1], VIEW, WIDE)
+        to_half = np.array([[1, 0, -left], [0, 1, 0], [0, 0, 1.0]])
+        views.append((distort(render(half, H, VIEW), rng, LIGHT), [H @ to_half]))
     return views
 
 
-def hang_windows(rng: Random, photo: Gray, back: Gray, size: int) -> Gray:
-    """A wall of equal windows, in rows: the middle of one photograph, many times on another."""
-    out = cv2.resize(back, WALL, interpolation=cv2.INTER_AREA)
+def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
+    """Take views within a court, whose four walls have the same windows.
+
+    Behind the windows, each wall shows another quarter of the other photograph.
+    """
+    quarters = [part for half in np.array_split(other, 2) for part in np.array_split(half, 2, 1)]
+    side, height = COURT
+    frames = []
+    for turn in range(4):
+        x, y = np.roll([1, 0], turn) * (1 - turn // 2 * 2)
+        start = [(y - x) * side / 2, (-x - y) * side / 2, -height / 2]
+        frames.append(np.column_stack([[x, y, 0], [0, 0, 1], start]))
+    walls = hang_windows(rng, photo, quarters, COURT)
+    views = []
+    for _ in range(COURT_VIEWS):
+        heading = rng.uniform(-math.pi, math.pi)
+        ahead = np.array([math.cos(heading), math.sin(heading), 0])
+        eye = rng.uniform(-0.08, 0.08, 3) * side - rng.uniform(0.16, 0.38) * side * ahead
+        views.append(look(rng, walls, frames, eye, ahead))
+    return views
+
+
+def facade(rng: Random, photo: Gray, other: Gray) -> List[View]:
+    """Take views along a facade with equal windows, on which the other photograph is stretched."""
+    walls = hang_windows(rng, photo, [other], FACADE)
+    frame = np.column_stack([[1, 0, 0], [0, 0, 1], [-FACADE[0] / 2, 0, -FACADE[1] / 2]])
+    views = []
+    for _ in range(FACADE_VIEWS):
+        heading = rng.uniform(-0.6, 0.6)
+        ahead = np.array([math.sin(heading), -math.cos(heading), 0])
+        eye = np.array([rng.uniform(-0.4, 0.4) * FACADE[0], rng.uniform(500, 1000), 0])
+        views.append(look(rng, walls, [frame], eye, ahead))
+    return views
+
+
+def hang_windows(rng: Random, photo: Gray, backs: Sequence[Gray], size: Size) -> List[Gray]:
+    """Draw walls of `size` with rows of equal windows on the backgrounds, which are faint.
+
+    A window is the middle of a photograph. The background shines through it, as a reflection does.
+    """
+    window = rng.integers(*WINDOW)
     y, x = np.array(photo.shape) // 2 - 120
     middle = photo[y : y + 240, x : x + 240]
-    window = cv2.resize(middle, (size, size), interpolation=cv2.INTER_AREA)
-    right, down = (size * rng.uniform(1.0, 1.6, 2)).astype(int)
-    for y in range(rng.integers(0, down - size + 1), WALL[1] - size, down):
-        for x in range(rng.integers(0, right - size + 1), WALL[0] - size, right):
-            light = rng.normal(0, 4, window.shape) + rng.uniform(-12, 12)
-            out[y : y + size, x : x + size] = (window + light).clip(0, 255)
-    return out
+    middle = cv2.resize(middle, (window, window), interpolation=cv2.INTER_AREA).astype(float)
+    contrast = 10 ** rng.uniform(-1, 0)
+    right, down = (window * rng.uniform(1.0, 1.6, 2)).astype(int)
+    walls = []
+    for back in backs:
+        wall = cv2.resize(back, size).astype(float)
+        wall = wall.mean() + contrast * (wall - wall.mean())
+        for y in range(rng.integers(0, down - window + 1), size[1] - window, down):
+            for x in range(rng.integers(0, right - window + 1), size[0] - window, right):
+                part = wall[y : y + window, x : x + window]
+                part[:] = middle + rng.uniform(0, 0.5) * (part - part.mean()) + rng.uniform(-12, 12)
+        walls.append((wall + rng.normal(0, 4, wall.shape)).clip(0, 255).astype(np.uint8))
+    return walls
 
 
-KINDS = (plane, court)
+def look(
+    rng: Random,
+    walls: Sequence[Gray],
+    frames: Sequence[np.ndarray],
+    eye: np.ndarray,
+    ahead: np.ndarray,
+) -> View:
+    """Take a view of walls.
+
+    frames: for each wall, the directions (3,) of its x and its y and the place of its first pixel,
+        as columns. A pixel of a wall is the unit of length, and the third axis points down.
+    eye, ahead: (3,), place and direction of the camera.
+    """
+    focal = LARGE[0] * rng.uniform(0.7, 1.2)
+    K = np.array([[focal, 0, LARGE[0] / 2], [0, focal, LARGE[1] / 2], [0, 0, 1]])
+    R = np.stack([[-ahead[1], ahead[0], 0], [0, 0, 1], ahead])
+    x, y = np.meshgrid(*map(np.arange, LARGE))
+    image = np.full(LARGE[::-1], 190, np.uint8)
+    planes = []
+    for wall, frame in zip(walls, frames):
+        H = K @ R @ (frame - np.outer(eye, [0, 0, 1]))
+        back = np.linalg.inv(H)
+        in_front = back[2, 0] * x + back[2, 1] * y + back[2, 2] > 0
+        shown = in_front & (cv2.warpPerspective(np.full_like(wall, 255), H, LARGE) > 127)
+        image[shown] = cv2.warpPerspective(wall, H, LARGE)[shown]
+        planes.append(H)
+    return distort(image, rng, LIGHT), planes
+
+
+KINDS = (halves, court, facade)
 
 
 def away(planes: Sequence[np.ndarray], points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
-    """Distances (k,) of `points1` from where the nearest of the homographies maps `points0`."""
+    """Measure how far (k,) `points1` are from where the nearest homography maps `points0`."""
     return np.min([np.linalg.norm(transform(points0, H) - points1, axis=1) for H in planes], 0)
 
 
 def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) -> Iterator[Pair]:
-    """The pairs to learn from, of all places."""
+    """Make the pairs of all places."""
     for place, paths in enumerate(zip(files, others)):
         for make in KINDS:
             rng = generator(0, f"{make.__name__} {paths[0].name}", 0)
@@ -148,7 +195,7 @@ def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) 
 
 
 def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
-    """All pairs of photographs with known cameras. Between two places no match is right."""
+    """Pair all photographs with known cameras. Between two places no match is right."""
     asked = argparse.Namespace(images=images, cameras=cameras, only=None, every=1)
     views = [
         (name, camera, matcher.extract(scenes.photos_of(name) / file))
@@ -167,9 +214,9 @@ def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
 
 
 def examine(matcher: Matcher, asked: Pair) -> Tuple[Any, ...]:
-    """A row of `examine_all`. The evidence is zero for a pair without a geometry."""
+    """Return a row of `examine_all`. The evidence is zero for a pair without a geometry."""
     place, kind, pair, errors_of = asked
-    nothing = place, kind, False, 0.0, 0.0, 0.0
+    nothing = place, kind, False, 0.0, 0.0
     agreeing, kept = verification.first_look(pair, matcher.resize)
     if agreeing < verification.LIKELY:
         return nothing
@@ -186,8 +233,8 @@ def examine(matcher: Matcher, asked: Pair) -> Tuple[Any, ...]:
 
 
 def examine_all(matcher: Matcher, pairs: Iterator[Pair]) -> pd.DataFrame:
-    """A row for each pair with a geometry: its place and kind, whether most of its matches are
-    right, and its evidence.
+    """Describe each pair with a geometry in a row: its place and kind, whether most of its matches
+    are right, and its evidence.
     """
     matcher.side_by_side()
     with ThreadPoolExecutor(matcher.workers) as pool:
@@ -198,24 +245,31 @@ def examine_all(matcher: Matcher, pairs: Iterator[Pair]) -> pd.DataFrame:
     return table[table[EVIDENCE].any(axis=1)].reset_index(drop=True)
 
 
-def learn(evidence: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Logistic regression of (n, k) on (n,) bool: k weights, at least 0, and the bias."""
-    deviation = np.append(evidence.std(0) + 1e-9, 1.0)
-    rows = np.column_stack([evidence, np.ones(len(evidence))]) / deviation
+def learn(pairs: pd.DataFrame) -> np.ndarray:
+    """Learn k weights, at least 0, and the bias by logistic regression."""
+    right = pairs.right.to_numpy(bool)
+    rows = np.column_stack([pairs[EVIDENCE], np.ones(len(pairs))])
+    deviation = np.append(rows.std(0)[:-1] + 1e-9, 1.0)
+    rows = rows / deviation
     signs = np.where(right, 1.0, -1.0)
-    each = np.where(right, 0.5 / right.mean(), 0.5 / (1 - right.mean()))
+    each = np.where(right, PRIOR / right.mean(), (1 - PRIOR) / (1 - right.mean()))
 
     def loss(weights: np.ndarray) -> float:
         wrong = each @ np.logaddexp(0.0, -signs * (rows @ weights))
         return float(wrong + 0.5 * PENALTY * weights[:-1] @ weights[:-1])
 
     # more of any evidence never makes a pair less probable
-    bounds = [(0, None)] * evidence.shape[1] + [(None, None)]
+    bounds = [(0, None)] * len(EVIDENCE) + [(None, None)]
     return minimize(loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
 
 
+def score(pairs: pd.DataFrame, weights: Sequence[float]) -> np.ndarray:
+    """Compute the probabilities (n,) of pairs by the weights and the bias."""
+    return expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
+
+
 def count(pairs: pd.DataFrame, scores: np.ndarray) -> str:
-    """The table of how many right pairs are refused, and wrong ones accepted, at each limit."""
+    """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit."""
     right = pairs.right.to_numpy(bool)
     counts = {"pairs": right | True, "right": right}
     for limit in LIMITS:
@@ -227,22 +281,13 @@ def count(pairs: pd.DataFrame, scores: np.ndarray) -> str:
 
 
 def report(pairs: pd.DataFrame) -> str:
-    """What to print. pairs: of `examine_all`."""
-    evidence = pairs[EVIDENCE].to_numpy(float)
-    right = pairs.right.to_numpy(bool)
-    *weights, bias = learn(evidence, right).round(1).tolist()
+    """Format the constants, and the counts with each place judged by weights learned without it."""
+    *weights, bias = learn(pairs).round(1).tolist()
     scores = np.zeros(len(pairs))
     for place in pairs.place.unique():
-        here = (pairs.place == place).to_numpy()
-        learned = learn(evidence[~here], right[~here])
-        scores[here] = expit(evidence[here] @ learned[:-1] + learned[-1])
-    constants = f"WEIGHTS = np.array({weights})\nBIAS = {bias}"
-    return "\n\n".join([constants, count(pairs, scores), count(pairs, shipped(evidence))])
-
-
-def shipped(evidence: np.ndarray) -> np.ndarray:
-    """Probabilities (n,) by the weights of the module."""
-    return expit(evidence @ verification.WEIGHTS + verification.BIAS)
+        here = pairs.place == place
+        scores[here] = score(pairs[here], learn(pairs[~here]))
+    return f"WEIGHTS = np.array({weights})\nBIAS = {bias}\n\n{count(pairs, scores)}"
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -255,10 +300,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     matcher = Matcher.load(device="cpu", scene=True)
     if options.check:
         pairs = examine_all(matcher, real_pairs(matcher, options.places, options.others))
-        print(count(pairs, shipped(pairs[EVIDENCE].to_numpy(float))))
+        print(count(pairs, score(pairs, [*verification.WEIGHTS, verification.BIAS])))
         return 0
     files = sorted(options.places.glob("*.jpg"))[:PLACES]
-    others = sorted(options.others.glob("*.jpg"))[-PLACES:]
+    others = sorted(options.others.glob("*.jpg"))[OTHERS:]
     print(report(examine_all(matcher, made_pairs(matcher, files, others))))
     return 0
 

@@ -12,13 +12,13 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
 4. If they do, `add_matches_near_lines` keeps all matches near their epipolar lines. Mutual nearest
    neighbours that fail the ratio test must also be where the matches around them say.
 
-Three numbers tell matches of one place from those of two, which may agree with one fundamental
-matrix by chance, or because windows repeat. A logistic regression weighs them (`probability`):
+Two numbers tell matches of one place from those of two, which may agree with one fundamental matrix
+by chance, or because windows repeat. A logistic regression weighs them (`probability`):
 
-- agreement: the confidence of the inliers as a part of that of all matches of the network. Where
-  photographs share nothing, the network finds few matches, and these do not agree. So this is high
-  also for photographs that share little.
-- order: the part of the neighbours of an inlier that are near it in the other image, too.
+- lead: how many more matches agree with this geometry than with the best other one. Where windows
+  repeat, the matches that are left fit another geometry nearly as well. A match counts if it is
+  also where its neighbours say, in both images. So wrong matches that merely lie near their
+  epipolar lines do not count.
 - support: the part of the ratio test's matches around those that agree that agree, too. It does not
   depend on the network, which is as confident of an equal window as of the right one. The ratio
   test finds little there, and what it finds by chance disagrees with its neighbours.
@@ -26,8 +26,7 @@ matrix by chance, or because windows repeat. A logistic regression weighs them (
 The matches of a photograph and its mirror image fit one fundamental matrix, too. But the maps
 around them reverse orientation, and such a pair is never one place.
 
-A script that is not in the repository learned the weights from made pairs (docs/matching.md).
-`python -m benchmarks.dev.verification` tests them on other made pairs, and learns weights there.
+`python -m benchmarks.dev.verification` learns the weights from made places (docs/matching.md).
 """
 
 from __future__ import annotations
@@ -44,11 +43,17 @@ from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import rank
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.guided_matching import guided_matches, maps_around, positions_of
+from superglue_sift.geometry.guided_matching import (
+    AWAY,
+    AWAY_PX,
+    guided_matches,
+    maps_around,
+    positions_of,
+)
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
-ACCEPT = 0.9  # minimum probability that an accepted pair shows one place
+ACCEPT = 0.9  # minimum probability of an accepted pair: a false one costs nine refused ones
 # The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
 # chance.
 LIKELY = 9
@@ -65,13 +70,13 @@ EXACT_PX = 0.8  # limit for keypoints that were refined by the pixels of all pai
 
 COUNTED = 0.2  # a match of the network counts if its confidence is above this
 NEIGHBOURS = 10  # so many nearest matches in an image are the neighbours of a match
-FOLLOWED = 5  # so many of them are looked for among those in the other image
+FEW = 5  # added to both numbers of matches that `lead` compares, since a few agree by chance
 # Few matches of the ratio test say little. Support is therefore computed as if ADDED more matches
 # agreed with the geometry, which have USUAL_SUPPORT.
 ADDED = 20
 USUAL_SUPPORT = 0.75
-WEIGHTS = np.array([3.2, 15.7, 34.9])  # weights of agreement, order and support
-BIAS = -41.8
+WEIGHTS = np.array([2.5, 4.5])  # weights of lead and support
+BIAS = -6.0
 
 # Watermarks, in pixels of an image of `two_view.REFERENCE_PX`
 SAME_PX = 1.5  # translations of one watermark differ by at most this
@@ -263,7 +268,7 @@ def probability(measured: np.ndarray) -> float:
 def evidence(
     F: Optional[np.ndarray], network: Matches, ratio: Matches, points: Points
 ) -> np.ndarray:
-    """Measure agreement, order and support of a geometry F (3, 3); return (3,), each from 0 to 1.
+    """Measure lead and support of a geometry F (3, 3); return (2,).
 
     network: matches with a score above COUNTED.
     ratio: matches of the ratio test.
@@ -274,18 +279,36 @@ def evidence(
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
         return nothing
-    points0, points1, scores = _distinct(network, points)
-    inliers = two_view.epipolar_distances(F, points0, points1) <= INLIER_PX
-    agreeing = points0[inliers], points1[inliers]
-    if len(agreeing[0]) < two_view.MIN_FUNDAMENTAL:
-        return nothing
+    points0, points1, _ = _distinct(_join(network, ratio), points)
+    away = two_view.epipolar_distances(F, points0, points1)
+    maps, smooth = _follow_neighbours(points0[away <= BAND_PX], points1[away <= BAND_PX])
     # Local maps that reverse orientation show a mirror image.
-    near0, near1 = map(_nearest, agreeing)
-    if two_view.mirrored_part(maps_around(agreeing, near0, agreeing)[0]) > 0.5:
+    if two_view.mirrored_part(maps) > 0.5:
         return nothing
-    order = min(_followed(near0, near1), _followed(near1, near0))
-    agreement = scores[inliers].sum() / scores.sum()
-    return np.array([agreement, order, _support(F, *_distinct(ratio, points))])
+    # Fit another geometry to the matches that disagree with this one.
+    points0, points1 = (each[away > 2 * BAND_PX] for each in (points0, points1))
+    rivals = 0
+    other = two_view.fit_fundamental(points0, points1, INLIER_PX).model
+    if other is not None:
+        near = two_view.epipolar_distances(other, points0, points1) <= BAND_PX
+        rivals = _follow_neighbours(points0[near], points1[near])[1]
+    lead = math.log((smooth + FEW) / (rivals + FEW))
+    return np.array([lead, _support(F, *_distinct(ratio, points))])
+
+
+def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.ndarray, int]:
+    """Fit affine maps from image 0 to image 1 to the neighbours of each match, (k, 2) px.
+
+    Returns the maps (k, 2, 2), none for too few matches, and the number of matches that are where
+    their neighbours say, in both images.
+    """
+    if len(points0) <= NEIGHBOURS:
+        return np.zeros((0, 2, 2)), 0
+    there, back = (points0, points1), (points1, points0)
+    maps, away1, spread1 = maps_around(there, _nearest(points0), there)
+    _, away0, spread0 = maps_around(back, _nearest(points1), back)
+    follows = (away0 <= AWAY * spread0 + AWAY_PX) & (away1 <= AWAY * spread1 + AWAY_PX)
+    return maps, int(follows.sum())
 
 
 def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
@@ -303,24 +326,11 @@ def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np
     return float((count * part + ADDED * USUAL_SUPPORT) / (count + ADDED))
 
 
-def _followed(near: np.ndarray, there: np.ndarray) -> float:
-    """Return the part of the nearest neighbours in one image that are neighbours in the other.
-
-    near, there: (k, NEIGHBOURS) indices of the neighbours in both images.
-    """
-    # (k, FOLLOWED, 1) == (k, 1, NEIGHBOURS) -> (k, FOLLOWED)
-    return float((near[:, :FOLLOWED, None] == there[:, None, :]).any(2).mean())
-
-
 def _nearest(points: np.ndarray) -> np.ndarray:
-    """Find the other points nearest to each of k points (k, 2).
-
-    Returns indices (k, NEIGHBOURS), or (k, k - 1) if there are fewer points.
-    """
+    """Find the NEIGHBOURS other points nearest to each of k points (k, 2); return indices."""
     from scipy.spatial import KDTree
 
-    _, index = KDTree(points).query(points, min(NEIGHBOURS + 1, len(points)))
-    return np.asarray(index)[:, 1:]  # without the point itself
+    return np.asarray(KDTree(points).query(points, NEIGHBOURS + 1)[1])[:, 1:]
 
 
 # Watermarks
@@ -374,35 +384,36 @@ def _translations(
     """
     size0, size1 = (np.array(size) for size in sizes)
     unit = max(map(two_view.unit_of, sizes))
+    parts = np.array(list(itertools.product((0, 0.5, 1), repeat=2)))
     # The size of a watermark is the same in pixels, or relative to the longer side.
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
         # The translation if the watermark is fixed to the first edge (0), the centre or the last
         # edge
-        rest = size1 - scale * size0
-        places = {tuple(rest * part) for part in itertools.product((0, 0.5, 1), repeat=2)}
-        for place in sorted(places):
-            mark = _one_translation(shifts, np.array(place), unit)
-            if mark.sum() >= FEWEST:
+        for place in np.unique(parts * (size1 - scale * size0), axis=0):
+            mark = _one_translation(shifts, place, unit)
+            if mark.any():
                 yield mark
 
 
 def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
     """Find the shifts (K, 2) that are like the most frequent one near `place`; return (K,) bool.
 
-    None are found if many more shifts are similar, as they are where the motion is true.
+    None are found if they are few, or if many more shifts are similar, as they are where the motion
+    is true.
     """
     from scipy.spatial import KDTree
 
     none = np.zeros(len(shifts), bool)
     here = shifts[np.linalg.norm(shifts - place, axis=1) <= PLACE_PX * unit]
-    if len(here) < FEWEST:
+    if not len(here):
         return none
     counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
     distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
     same = distance <= SAME_PX * unit
-    similar = (distance <= SIMILAR * SAME_PX * unit) & ~same
-    return same if same.sum() >= ALONE * similar.sum() else none
+    similar = distance <= SIMILAR * SAME_PX * unit  # with those that are the same
+    alone = same.sum() >= ALONE * (similar.sum() - same.sum())
+    return same if alone and same.sum() >= FEWEST else none
 
 
 def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
