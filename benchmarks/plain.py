@@ -14,7 +14,7 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.network.batch import Keypoints, choose_orientations, root_sift
+from superglue_sift.network.batch import choose_orientations, join_keypoints, root_sift
 from superglue_sift.network.ground_truth import UNMATCHED, Truth
 from superglue_sift.network.superglue import (
     ENCODER_WIDTHS,
@@ -116,13 +116,13 @@ class PlainSuperGlue(nn.Module):
         return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
 
     def _encode(self, batch) -> List[Tensor]:
-        keypoints = Keypoints.of([batch])
-        units = root_sift(keypoints.descriptors).to(self.dustbin)
-        positions = geometry_of(keypoints, self.config.scale_angle).to(self.dustbin)
+        keypoints, data, image_size, images = join_keypoints([batch])
+        units = root_sift(data).to(self.dustbin)
+        positions = geometry_of(keypoints, image_size, self.config.scale_angle).to(self.dustbin)
         return [
             self.descriptor_projection(unit.transpose(1, 2))
             + self.keypoint_encoder(position.transpose(1, 2))
-            for unit, position in zip(*map(keypoints.images.split, (units, positions)))
+            for unit, position in zip(*map(images.split, (units, positions)))
         ]
 
 

@@ -56,10 +56,10 @@ superglue-match photos --out-dir found ${colmap[@]+"${colmap[@]}"}
 [ ${#colmap[@]} -eq 0 ] || [ -s database.db ]
 
 # A copy of what the tests import besides the wheel: in the clone, Python would find the files of the clone before
-# those of the wheel. The test that is left out builds the wheel.
+# those of the wheel.
 echo "== the quick tests of the library"
 mkdir clone
 cp -r "$root"/{tests,pipeline,benchmarks,examples,pretrained,presets,docs,params.yaml,pyproject.toml,README.md} clone/
 cd clone
-PYTHONPATH=. "$python" -m pytest -q -p no:cacheprovider -m "not slow" -k "not the_wheel_holds" \
+PYTHONPATH=. "$python" -m pytest -q -p no:cacheprovider -m "not slow" \
     tests/{network,features,geometry,apps,interop} tests/test_{matcher,match_result,drawing,files,onnx,torch_compat}.py

@@ -63,16 +63,12 @@ def prepare_opencv() -> None:
     if CPU_INFO.exists() and " avx512vl" in CPU_INFO.read_text(encoding="ascii", errors="ignore"):
         os.environ.setdefault("OPENCV_CPU_DISABLE", "AVX512-SKX")
     if "cv2" in sys.modules:
-        _start_without_ipp()
+        # OpenCV is loaded but not used yet: let it read OPENCV_IPP now, without its warning.
+        import cv2
 
-
-def _start_without_ipp() -> None:
-    """Let OpenCV, which is loaded but not used yet, read OPENCV_IPP now, without its warning."""
-    import cv2
-
-    level = cv2.setLogLevel(ERRORS)
-    cv2.ipp.useIPP()
-    cv2.setLogLevel(level)
+        level = cv2.setLogLevel(ERRORS)
+        cv2.ipp.useIPP()
+        cv2.setLogLevel(level)
 
 
 def prepare_network() -> None:

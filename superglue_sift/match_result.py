@@ -132,7 +132,7 @@ class MatchResult:
 
     def above(self, threshold: float) -> MatchResult:
         """Keep the matches with a score above `threshold`."""
-        highest = threshold if self.threshold is None else max(threshold, self.threshold)
+        highest = max(threshold, self.threshold or 0.0)
         return replace(self.only(self.scores > threshold), threshold=highest)
 
     def only(self, chosen: np.ndarray) -> MatchResult:
@@ -154,26 +154,18 @@ class MatchResult:
         # Refine in the pixels that the features keep, which may be reduced.
         small0 = features0.resize(gray0.shape[::-1])
         small1 = features1.resize(gray1.shape[::-1])
-        records0 = small0.records[self.matches[:, 0]]
-        records1 = small1.records[self.matches[:, 1]]
-        points1, deviations, correlations = refinement.refine(
-            gray0, gray1, records0, records1, device
-        )
-        if features0.size == small0.size and features1.size == small1.size:
-            aligned0 = positions(records0)
-        else:  # convert from pixels of the reduced image 1 to those of the file
-            aligned0 = self.keypoints0[self.matches[:, 0]]
+        index0, index1 = self.matches.T
+        records0 = small0.records[index0]
+        records1 = small1.records[index1]
+        points1, *quality = refinement.refine(gray0, gray1, records0, records1, device)
+        points0 = positions(records0)
+        if (features0.size, features1.size) != (small0.size, small1.size):
+            # Convert from pixels of the reduced images to those of the files.
             unit = np.float32(max(features1.size) / max(small1.size))
-            start1 = self.keypoints1[self.matches[:, 1]]
-            points1 = start1 + (points1 - positions(records1)) * unit
-            deviations = deviations * unit
-        return replace(
-            self,
-            aligned0=aligned0,
-            aligned1=points1,
-            deviations=deviations,
-            correlations=correlations,
-        )
+            points0 = self.keypoints0[index0]
+            points1 = self.keypoints1[index1] + (points1 - positions(records1)) * unit
+            quality[0] = quality[0] * unit
+        return replace(self, **dict(zip(REFINED, (points0, points1, *quality))))
 
     @property
     def accepted(self) -> bool:
@@ -211,26 +203,27 @@ class MatchResult:
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
         to0, to1, points0, points1 = self._reduce()
-        limit = INLIER_PX if threshold_px is None else threshold_px * to1[0, 0]
-        width, height = (side * to1[0, 0] for side in self.size1)
+        unit = to1[0, 0]
+        limit = INLIER_PX if threshold_px is None else threshold_px * unit
+        width, height = (side * unit for side in self.size1)
+        # `chance` is the area where a wrong match is an inlier.
         if name == "homography":
-            deviations = None if self.deviations is None else self.deviations * to1[0, 0]
+            deviations = None if self.deviations is None else self.deviations * unit
             model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
             if model is not None:
                 model = two_view.compose(two_view.inverse(to1), model, to0)
-            chance = math.pi * limit**2  # area where a wrong match is an inlier
+            chance = math.pi * limit**2
             sample = two_view.MIN_POINTS
         else:
             model, inliers = two_view.fit_fundamental(points0, points1, limit)
             if model is not None:
                 model = to1.T @ model @ to0
-            # A wrong match is an inlier in a band along the line, which is at most a diagonal long.
+            # A band along the line, which is at most a diagonal long
             chance = 2 * limit * math.hypot(width, height)
             sample = two_view.SEVEN
         # A wrong match lies anywhere in image 1 with equal probability.
         chance = min(chance / (width * height), 0.5)
-        count = int(inliers.sum())
-        digits = two_view.significance(len(inliers), count, chance, sample)
+        digits = two_view.significance(len(inliers), int(inliers.sum()), chance, sample)
         fit = two_view.Fit(model, inliers, digits)
         self._fits[name, threshold_px] = fit
         return fit
@@ -240,8 +233,8 @@ class MatchResult:
     ) -> Pose:
         """Estimate the relative pose of cameras with intrinsics K0, K1 (3, 3) in px.
 
-        See `two_view.relative_pose`. R and t are None without a solution. Raises ValueError for
-        intrinsics of another shape, and RequestError without PoseLib.
+        See `two_view.relative_pose`. R and t are None without a solution. Raises RequestError
+        without PoseLib.
 
         threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px, and
             more in larger images as for `homography`.
@@ -255,15 +248,13 @@ class MatchResult:
 
         Returns the maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.
         """
-        to0, to1 = (
-            two_view.resizing((unit, unit), (1, 1))
-            for unit in map(two_view.unit_of, (self.size0, self.size1))
-        )
-        points0, points1 = (
-            two_view.transform(points, to)
-            for points, to in ((self.points0, to0), (self.points1, to1))
-        )
-        return to0, to1, points0, points1
+        maps = []
+        points = []
+        for size, xy in ((self.size0, self.points0), (self.size1, self.points1)):
+            unit = two_view.unit_of(size)
+            maps.append(two_view.resizing((unit, unit), (1, 1)))
+            points.append(two_view.transform(xy, maps[-1]))
+        return maps[0], maps[1], points[0], points[1]
 
     def fits(self) -> Dict[str, two_view.Fit]:
         """Return the robust homography and fundamental matrix, by name."""
@@ -311,14 +302,13 @@ class MatchResult:
         Raises RequestError if an image is missing or cannot be read.
         """
         photos = self.photos(image0, image1)
-        fits = self.fits()
         points0, points1 = (
             two_view.transform(points.astype(np.float64), photo.to_shown)
             for points, photo in zip((self.points0, self.points1), photos)
         )
         # Only a model that the matches support tells which of them are wrong.
-        name = max(fits, key=lambda each: int(fits[each].inliers.sum()))
-        off = ~fits[name].inliers & fits[name].supported
+        name, fit = max(self.fits().items(), key=lambda each: int(each[1].inliers.sum()))
+        off = ~fit.inliers & fit.supported
         means = f"matches that do not fit the {FIT_NAMES[name]}"
         panel = drawing.Panel(self.describe_fits(), points0, points1, self.scores, off, means)
         pixels = drawing.draw(photos[0].pixels, photos[1].pixels, [panel], captions)

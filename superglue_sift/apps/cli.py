@@ -158,7 +158,7 @@ def match_database(args: argparse.Namespace) -> int:
         stored.start_writing()
         # The database has no pixels, so positions cannot be refined.
         features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
-        results = matcher.match_batch(features, refine=False)
+        results = matcher.match_batch(features)
         accepted = 0
         shown = Progress(results, total=len(waiting), desc="matching", unit="pairs")
         for found, pair in zip(shown, waiting):

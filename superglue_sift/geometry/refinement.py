@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from typing import Callable, List, NamedTuple, Tuple, Union
+from typing import Callable, Tuple, Union
 
 import cv2
 import numpy as np
@@ -123,13 +123,11 @@ def refine_points(
     with torch.no_grad():
         work = begin(gray0, gray1)
         work.run(levels)
-        sharpness = work.sharpness()
-        if abs(sharpness) > BLURRED:
+        if abs(work.sharpness()) > BLURRED:
             # One image is blurred more: refine again with equal sharpness, and keep the better
             # result.
-            images, blur = _equally_sharp(gray0, gray1, work, sharpness > 0, begin)
-            again = begin(images[0], images[1])
-            again.run(levels, blur)
+            again = _equally_sharp(gray0, gray1, work, begin)
+            again.run(levels)
             better = torch.nanmedian(again.plain / work.deviation) < SHARPER
             if better or torch.isnan(work.deviation).all():
                 work = again
@@ -153,35 +151,37 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
 
 
 def _equally_sharp(
-    gray0: np.ndarray, gray1: np.ndarray, work: _Work, first: bool, begin: Callable[..., _Work]
-) -> Tuple[List[np.ndarray], float]:
+    gray0: np.ndarray, gray1: np.ndarray, work: _Work, begin: Callable[..., _Work]
+) -> _Work:
     """Blur the sharper image until patches of both images have the same gradient energy.
 
     work: the matches, refined without added blur.
-    first: whether image 0 is the sharper one.
     begin: creates the state of the same matches for two images.
 
-    Returns both images, and the deviation of the added blur in samples.
+    Returns the state of the matches for images of equal sharpness.
     """
+    first = work.sharpness() > 0  # whether image 0 is the sharper one
     # A sample in px of the sharper image, which is blurred
-    pixel = float((work.step0 if first else work.step1).median())
+    pixel = float(work.steps[0 if first else 1].median())
     sharp = (gray0 if first else gray1).astype(np.float32)
 
-    def blur(deviation: float) -> List[np.ndarray]:
+    def blur(deviation: float) -> _Work:
         soft = cv2.GaussianBlur(sharp, (0, 0), deviation * pixel)
-        return [soft, gray1] if first else [gray0, soft]
+        return begin(soft, gray1) if first else begin(gray0, soft)
 
     least = 0.0
     most = MAX_BLUR
     # Bisect for the deviation of the blur.
     while most - least > 0.15:
         middle = (least + most) / 2
-        if (begin(*blur(middle)).sharpness() > 0) == first:
+        if (blur(middle).sharpness() > 0) == first:
             least = middle
         else:
             most = middle
     middle = (least + most) / 2
-    return blur(middle), middle
+    equal = blur(middle)
+    equal.blur = middle
+    return equal
 
 
 class _Work:
@@ -190,6 +190,8 @@ class _Work:
     shift: (K, 2) px of image 1, how far each match has moved.
     deviation: (K,) px of image 1, the standard deviation along each axis.
     plain: (K,), the deviation without regard to added blur.
+    blur: deviation of the blur that was added to one image, in samples of the finest level.
+    steps: (K,) for each image, the distance of two samples in px.
     correlation: (K,), of both patches. The last three are NaN where they are not known.
     """
 
@@ -220,17 +222,11 @@ class _Work:
         octaves = np.log2(np.stack([step0, step0 * scale]))
         levels = COARSER + int(np.ceil(octaves.max()))
         self.usable = torch.as_tensor(usable, device=device)
-        self.step0 = to_tensor(step0, device)
-        self.step1 = to_tensor(step0 * scale, device)
+        self.steps = to_tensor(step0, device), to_tensor(step0 * scale, device)
         # (K, 2, 2): how far one sample to the right, and one down, is in px of each image
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
         self.views = [
-            _View(
-                to_tensor(points, device),
-                to_tensor(frame, device),
-                to_tensor(octave, device),
-                Pyramid(gray, levels, device),
-            )
+            _View(gray, points, frame, octave, levels, device)
             for gray, points, frame, octave in zip(
                 (gray0, gray1), (points0, points1), frames, octaves
             )
@@ -238,17 +234,15 @@ class _Work:
         self.offsets, self.inner, self.weight = sample_patch(device)
         self.shift = torch.zeros_like(self.views[1].points)
         self.deviation, self.plain, self.correlation = (
-            torch.full_like(self.step1, float("nan")) for _ in range(3)
+            torch.full_like(self.steps[1], float("nan")) for _ in range(3)
         )
         self.blur = 0.0
 
-    def run(self, coarsest: Tensor, blur: float = 0.0) -> None:
+    def run(self, coarsest: Tensor) -> None:
         """Refine each match from its coarsest level (K,) to the finest.
 
-        Matches that fail are refined again from one level up. blur: deviation of the blur that was
-        added to one image, in samples of the finest level.
+        Matches that fail are refined again from one level up.
         """
-        self.blur = blur
         for level in range(COARSER, -1, -1):
             self._refine(level, coarsest >= level)
         # Matches that started on the finest level may have been too far off.
@@ -266,8 +260,8 @@ class _Work:
         energies = []
         for view in self.views:
             at, level = view.places(self.offsets)
-            energies.append(energy(view.pyramid.read(view.pyramid.grid(at, level)), self.weight))
-            usable = usable & view.pyramid.holds(at, level) & (energies[-1] > 0)
+            energies.append(energy(view.read(view.grid(at, level)), self.weight))
+            usable = usable & view.holds(at, level) & (energies[-1] > 0)
         ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
 
@@ -277,20 +271,19 @@ class _Work:
         if not len(rows):
             return
         view0, view1 = self.views
-        pyramid = view1.pyramid
         # Prepare the patches (n, (SIDE + 2)^2) of image 0, with a margin for the gradient.
         at0, level0 = view0.places(self.offsets, rows, level)
-        template = Template(view0.pyramid.read(view0.pyramid.grid(at0, level0)), self.weight)
+        template = Template(view0.read(view0.grid(at0, level0)), self.weight)
         # Shift the patches (n, SIDE^2) of image 1.
         at1, level1 = view1.places(self.inner, rows, level, self.shift[rows])
         frame = view1.frame[rows] * 2.0**level
-        grid = pyramid.grid(at1, level1)
-        unit = pyramid.unit[level1]
-        moved = _descend(template, pyramid, frame, grid, unit)
+        grid = view1.grid(at1, level1)
+        unit = view1.unit[level1]
+        moved = _descend(template, view1, frame, grid, unit)
         shift = (frame @ moved[..., None])[..., 0]
         # Measure how well the shifted patches fit, and decide which are kept.
-        _, correlation = template.step(pyramid.read(grid + (shift * unit)[:, None]))
-        inside = view0.pyramid.holds(at0, level0) & pyramid.holds(at1 + shift[:, None], level1)
+        _, correlation = template.step(view1.read(grid + (shift * unit)[:, None]))
+        inside = view0.holds(at0, level0) & view1.holds(at1 + shift[:, None], level1)
         correlation = correlation.masked_fill(~inside, float("nan"))
         plain = template.deviation(correlation)
         deviation = template.deviation(correlation, self.blur / 2.0**level)
@@ -300,7 +293,7 @@ class _Work:
             & (plain < MAX_DEVIATION)
         )
         # Write the state back, in px of image 1.
-        sample = self.step1[rows] * float(2**level)
+        sample = self.steps[1][rows] * float(2**level)
         unset = torch.isnan(self.deviation[rows])
         self.correlation[rows] = torch.where(good | unset, correlation, self.correlation[rows])
         self.plain[rows] = torch.where(good, plain * sample, self.plain[rows])
@@ -308,9 +301,7 @@ class _Work:
         self.shift[rows] += shift.masked_fill(~good[:, None], 0.0)
 
 
-def _descend(
-    template: Template, pyramid: Pyramid, frame: Tensor, grid: Tensor, unit: Tensor
-) -> Tensor:
+def _descend(template: Template, view: _View, frame: Tensor, grid: Tensor, unit: Tensor) -> Tensor:
     """Find by Gauss-Newton how far (n, 2) patches of image 1 move, in samples of a level.
 
     frame: (n, 2, 2), a sample in px.
@@ -324,7 +315,7 @@ def _descend(
     for _ in range(ITERATIONS):
         patch, frame, grid, unit = of_left
         shift = (frame @ moved[left][..., None])[..., 0]
-        step = patch.step(pyramid.read(grid + (shift * unit)[:, None]))[0]
+        step = patch.step(view.read(grid + (shift * unit)[:, None]))[0]
         length = step.norm(dim=1, keepdim=True)
         moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
         moving = length[:, 0] > SETTLED
@@ -336,19 +327,46 @@ def _descend(
     return moved
 
 
-class _View(NamedTuple):
+class _View:
     """An image and K points in it.
+
+    The levels of the image, each half as large as the one before, lie one below another in one
+    picture, so that patches of different levels are read together.
 
     points: (K, 2) px.
     frame: (K, 2, 2), how far the next samples to the right and down are, in px.
     octave: (K,), log2 of a sample in px.
-    pyramid: the levels of the image.
+    last: (levels, 2), the last sample of each level, in px of the image.
+    unit, begin: (levels, 2), a px of the image, and the first sample of each level, both in the
+        units of grid_sample, which are from -1 to 1 over the picture.
     """
 
-    points: Tensor
-    frame: Tensor
-    octave: Tensor
-    pyramid: Pyramid
+    def __init__(
+        self,
+        gray: np.ndarray,
+        points: np.ndarray,
+        frame: np.ndarray,
+        octave: np.ndarray,
+        levels: int,
+        device: Device,
+    ) -> None:
+        self.points, self.frame, self.octave = (
+            to_tensor(values, device) for values in (points, frame, octave)
+        )
+        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
+        for _ in range(levels):
+            pictures.append(cv2.pyrDown(pictures[-1]))
+        sizes = np.array([picture.shape[::-1] for picture in pictures])
+        tops = np.cumsum(sizes[:, 1]) - sizes[:, 1]
+        whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
+        for top, picture in zip(tops, pictures):
+            whole[top : top + picture.shape[0], : picture.shape[1]] = picture
+        self.picture = to_tensor(whole, device)[None, None]
+        scale = 2.0 ** -np.arange(levels + 1)
+        unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
+        self.last = to_tensor((sizes - 1) / scale[:, None], device)
+        self.unit = to_tensor(scale[:, None] * unit, device)
+        self.begin = to_tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
 
     def places(
         self,
@@ -365,33 +383,6 @@ class _View(NamedTuple):
         frame = self.frame[rows] * 2.0**level
         at = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
         return at, (self.octave[rows] + level).round().long()
-
-
-class Pyramid:
-    """Levels of an image, each half as large as the one before.
-
-    They lie one below another in one picture, so that patches of different levels are read
-    together.
-    """
-
-    def __init__(self, gray: np.ndarray, levels: int, device: Device) -> None:
-        pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
-        for _ in range(levels):
-            pictures.append(cv2.pyrDown(pictures[-1]))
-        sizes = np.array([picture.shape[::-1] for picture in pictures])
-        tops = np.cumsum(sizes[:, 1]) - sizes[:, 1]
-        whole = np.zeros((sizes[:, 1].sum(), sizes[0, 0]), np.float32)
-        for top, picture in zip(tops, pictures):
-            whole[top : top + picture.shape[0], : picture.shape[1]] = picture
-        self.picture = to_tensor(whole, device)[None, None]
-        # `last` is the last sample of each level, in px of the image. `unit` is a px of the image,
-        # and `begin` the first sample of each level, both in the units of grid_sample, which are
-        # from -1 to 1 over the picture.
-        scale = 2.0 ** -np.arange(levels + 1)
-        unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
-        self.last = to_tensor((sizes - 1) / scale[:, None], device)
-        self.unit = to_tensor(scale[:, None] * unit, device)
-        self.begin = to_tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
 
     def grid(self, points: Tensor, level: Tensor) -> Tensor:
         """Convert points (K, n, 2), px of the image, on level (K,) to positions (K, n, 2) for

@@ -456,13 +456,11 @@ def relative_pose(
     threshold_px: maximum distance of an inlier, in pixels of the mean focal length.
 
     The method is PoseLib's LO-RANSAC (Larsson, 2020), which is deterministic and ends with a fit to
-    all inliers. R and t are None for fewer than five matches or inliers. Raises ValueError for
-    intrinsics that are not (3, 3), and RequestError without PoseLib.
+    all inliers. R and t are None for fewer than five matches or inliers. Raises RequestError
+    without PoseLib.
     """
     poselib = import_extra("poselib", "pose")
     K0, K1 = (np.asarray(K, np.float64) for K in (K0, K1))
-    if K0.shape != (3, 3) or K1.shape != (3, 3):
-        raise ValueError(f"intrinsics {K0.shape} and {K1.shape}: must be (3, 3)")
     none = Pose(None, None, np.zeros(len(points0), bool))
     if len(points0) < MIN_ESSENTIAL:
         return none

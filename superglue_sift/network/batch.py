@@ -8,8 +8,8 @@ features (`extractors.record_dtype`).
 
 Pairs of different sizes are sorted into a few batches with little padding
 (`PairBatch.size_classes`). The network reads the keypoints of all images of these batches as one
-tensor (T, ...), padding included (`Keypoints`), since only attention and transport need to know
-which image a keypoint belongs to (`Images`).
+tensor (T, ...), padding included (`join_keypoints`), since only attention and transport need to
+know which image a keypoint belongs to (`Images`).
 
 SIFT has a descriptor for each strong orientation, and the strongest one changes between views. Lowe
 (2004, section 5) creates a keypoint for each. Here a point remains one keypoint, so that truth and
@@ -35,9 +35,7 @@ DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
 ON_HOST = ("counts0", "counts1")  # these fields always stay in host memory
 MAX_PADDING = 1 / 32  # maximum padding of a size class on a CPU, per keypoint
 MAX_BYTES = 256 << 20  # maximum memory for the cosines of descriptors
-_ONE = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
-_ANGLE = slice(12, 16)  # bytes of the angle, after x, y and scale
-_SECOND_ANGLE = slice(_ONE, _ONE + 4)
+ONE = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
 
 
 class Pair(NamedTuple):
@@ -104,17 +102,13 @@ class PairBatch:
         """Return a batch of the given pairs, in this order, padded to their longest images."""
         chosen = torch.tensor(pairs, dtype=torch.int64)
         there = to_device_async(chosen, self.device)
-        counts0 = self.counts0[chosen]
-        counts1 = self.counts1[chosen]
         batch = self._with(lambda t: t.index_select(0, there))
-        return dataclasses.replace(
-            batch,
-            counts0=counts0,
-            counts1=counts1,
-            # (b, M, R) -> (b, m, R), where m is the longest of these images, at least 1
-            records0=batch.records0[:, : max([*counts0.tolist(), 1])],
-            records1=batch.records1[:, : max([*counts1.tolist(), 1])],
-        )
+        counts = self.counts0[chosen], self.counts1[chosen]
+        # (b, M, R) -> (b, m, R), where m is the longest of these images, at least 1
+        records = [
+            batch.records(view)[:, : max([*count.tolist(), 1])] for view, count in enumerate(counts)
+        ]
+        return PairBatch(*records, *counts, *list(vars(batch).values())[4:])
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs of similar size.
@@ -131,24 +125,17 @@ class PairBatch:
         return order, [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
-        """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others.
-
-        Raises ValueError if the batch is larger.
-        """
-        more = pairs - len(self)
-        if more < 0 or keypoints < self.width:
-            raise ValueError(
-                f"{len(self)} pairs of {self.width} keypoints do not fit {pairs}, {keypoints}"
-            )
-        sizes = ("image_size0", "image_size1")
+        """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others."""
         changes = {}
         for name, value in vars(self).items():
+            if value is None:
+                continue
             if name.startswith("records"):
                 value = pad(value, (0, 0, 0, keypoints - value.shape[1]))
-            if value is not None:
-                last = (0, 0) * (value.dim() - 1)
-                # The sizes of images without keypoints are 1, since positions are divided by them.
-                changes[name] = pad(value, (*last, 0, more), value=1.0 if name in sizes else 0.0)
+            # The sizes of images without keypoints are 1, since positions are divided by them.
+            fill = 1.0 if name.startswith("image_size") else 0.0
+            last = (0, 0) * (value.dim() - 1)
+            changes[name] = pad(value, (*last, 0, pairs - len(self)), value=fill)
         return dataclasses.replace(self, **changes)
 
     def mask(self, view: int) -> Tensor:
@@ -264,42 +251,23 @@ class Images:
         return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-class Keypoints(NamedTuple):
-    """All keypoints of some images, with their padding.
+def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[Tensor, Tensor, Tensor, Images]:
+    """Join all keypoints of several batches, with their padding, to tensors (T, ...).
 
-    positions: (T, 2) float32, px.
-    scores: (T,) float32.
-    scales: (T,) float32, diameters in px.
-    angles: (T,) float32, degrees.
-    descriptors: (T, C) uint8, the bytes of keypoints from the descriptor on.
-    image_size: (T, 2) float32, width and height in px of the image of each keypoint.
-    images: which image each keypoint belongs to.
+    Returns:
+        `GEOMETRY` (T, 5) float32: x, y, scale, angle and score of each keypoint.
+        The bytes from the descriptor on, (T, C) uint8.
+        Width and height in px of the image of each keypoint, (T, 2) float32.
+        The images that the keypoints belong to.
     """
-
-    positions: Tensor
-    scores: Tensor
-    scales: Tensor
-    angles: Tensor
-    descriptors: Tensor
-    image_size: Tensor
-    images: Images
-
-    @classmethod
-    def of(cls, batches: Sequence[PairBatch]) -> Keypoints:
-        """Collect the keypoints of these batches."""
-        images = Images.of(batches)
-        records = images.join(
-            [batch.records(view) for batch in batches for view in (0, 1)]
-        )  # (T, R)
-        # (B, 2) -> (T, 2): each keypoint gets the size of its image.
-        sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
-        size = images.join(
-            [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
-        )
-        geometry = floats_of_bytes(records[:, :DESCRIPTOR_AT])
-        scales, angles, scores = geometry[:, 2:].unbind(1)
-        descriptors = records[:, DESCRIPTOR_AT:]
-        return cls(geometry[:, :2], scores, scales, angles, descriptors, size, images)
+    images = Images.of(batches)
+    records = images.join([batch.records(view) for batch in batches for view in (0, 1)])  # (T, R)
+    # (B, 2) -> (T, 2): each keypoint gets the size of its image.
+    sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
+    size = images.join(
+        [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
+    )
+    return floats_of_bytes(records[:, :DESCRIPTOR_AT]), records[:, DESCRIPTOR_AT:], size, images
 
 
 def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
@@ -339,11 +307,12 @@ def from_pairs(
         dtype = ORIENTED if not dtypes or ORIENTED in dtypes else dtypes[0]
     records0, counts0 = _pack([p.records0 for p in pairs], dtype)
     records1, counts1 = _pack([p.records1 for p in pairs], dtype)
-    size0 = torch.tensor([p.size0 for p in pairs], dtype=torch.float32).reshape(-1, 2)
-    size1 = torch.tensor([p.size1 for p in pairs], dtype=torch.float32).reshape(-1, 2)
-    H = None if H_0to1 is None else torch.from_numpy(H_0to1)
-    regions = None if cells is None else torch.from_numpy(cells)
-    return PairBatch(records0, records1, counts0, counts1, size0, size1, H, regions)
+    sizes = [
+        torch.tensor(size, dtype=torch.float32).reshape(-1, 2)
+        for size in ([p.size0 for p in pairs], [p.size1 for p in pairs])
+    ]
+    known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]
+    return PairBatch(records0, records1, counts0, counts1, *sizes, *known)
 
 
 @torch.no_grad()
@@ -354,10 +323,31 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
     """
     if batch.records0.shape[-1] != ORIENTED.itemsize:
         return batch
-    best0, best1 = _largest_cosines(_both_units(batch.records0), _both_units(batch.records1))
-    records0 = _choose(batch.records0, best0)
-    records1 = _choose(batch.records1, best1)
-    return dataclasses.replace(batch, records0=records0, records1=records1)
+    both = [_orientations(records) for records in (batch.records0, batch.records1)]
+    # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are zero,
+    # so that their cosine is the minimum, 0.
+    units = [root_sift(each[..., DESCRIPTOR_AT:]).flatten(1, 2) for each in both]
+    # Compute the cosines (B, 2 M, 2 N) of as many pairs at a time as fit MAX_BYTES.
+    pairs = max(1, MAX_BYTES // (4 * units[0].shape[1] * units[1].shape[1]))
+    parts = []
+    for unit0, unit1 in zip(*(unit.split(pairs) for unit in units)):
+        cosines = torch.bmm(unit0, unit1.transpose(1, 2))
+        parts.append((cosines.amax(2), cosines.amax(1)))
+    chosen = []
+    for each, largest in zip(both, zip(*parts)):
+        # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
+        first, second = torch.cat(largest).unflatten(1, (-1, 2)).unbind(2)
+        chosen.append(torch.where((second > first).unsqueeze(2), each[:, :, 1], each[:, :, 0]))
+    return dataclasses.replace(batch, records0=chosen[0], records1=chosen[1])
+
+
+def _orientations(records: Tensor) -> Tensor:
+    """Convert ORIENTED keypoints (B, N, 280) to KEYPOINTs of both orientations, (B, N, 2, 148)."""
+    # x, y and scale take 12 bytes, the angle and the score 4 each.
+    shared = records[..., :12]
+    score = records[..., 16:DESCRIPTOR_AT]
+    second = [shared, records[..., ONE : ONE + 4], score, records[..., ONE + 4 :]]
+    return torch.stack([records[..., :ONE], torch.cat(second, -1)], 2)
 
 
 def choose_pair(pair: Pair) -> Pair:
@@ -370,53 +360,6 @@ def choose_pair(pair: Pair) -> Pair:
         for view in (0, 1)
     )
     return Pair(records0, records1, pair.size0, pair.size1)
-
-
-def _both_units(records: Tensor) -> Tensor:
-    """Return RootSIFT of both orientations of each keypoint, one after the other, (B, 2 N, 128).
-
-    Padding and missing second descriptors are zero, so that their cosine is the minimum, 0.
-    """
-    first = records[..., DESCRIPTOR_AT:_ONE]
-    second = records[..., _SECOND_ANGLE.stop :]
-    return root_sift(torch.stack([first, second], 2).flatten(1, 2))
-
-
-def _largest_cosines(units0: Tensor, units1: Tensor) -> Tuple[Tensor, Tensor]:
-    """Find the largest cosine of each orientation with any orientation of the other image.
-
-    Returns (B, M, 2) and (B, N, 2). The products are computed in parts of at most MAX_BYTES.
-    """
-    best0 = units0.new_empty(units0.shape[:2])
-    best1 = units1.new_zeros(units1.shape[:2])
-    fitting = max(1, MAX_BYTES // (4 * units1.shape[1]))  # rows
-    pairs = max(1, fitting // units0.shape[1])
-    for start in range(0, len(units0), pairs):
-        chunk = slice(start, start + pairs)
-        for first in range(0, units0.shape[1], fitting):
-            rows = slice(first, first + fitting)
-            # (pairs, rows, 128) and (pairs, 2 N, 128) -> (pairs, rows, 2 N)
-            cosines = torch.bmm(units0[chunk, rows], units1[chunk].transpose(1, 2))
-            best0[chunk, rows] = cosines.amax(2)
-            torch.maximum(best1[chunk], cosines.amax(1), out=best1[chunk])
-    # (B, 2 M) -> (B, M, 2), both orientations of a keypoint
-    return best0.unflatten(1, (-1, 2)), best1.unflatten(1, (-1, 2))
-
-
-def _choose(records: Tensor, best: Tensor) -> Tensor:
-    """Return keypoints (B, N, 148) from (B, N, 280), with angle and descriptor of the better one.
-
-    best: (B, N, 2), the largest cosines of both orientations.
-    """
-    first, second = best.unbind(2)
-    # The bytes of the keypoint with its second orientation in place of the first
-    parts = (
-        records[..., : _ANGLE.start],
-        records[..., _SECOND_ANGLE],
-        records[..., _ANGLE.stop : DESCRIPTOR_AT],
-        records[..., _SECOND_ANGLE.stop :],
-    )
-    return torch.where((second > first).unsqueeze(2), torch.cat(parts, -1), records[..., :_ONE])
 
 
 def root_sift(descriptors: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ the pair is computed in the log domain: in float32, if rival scores lead by more
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, List, NamedTuple, Tuple
+from typing import Any, Iterator, List, Tuple
 
 import torch
 from torch import Tensor
@@ -32,21 +32,6 @@ from superglue_sift.torch_compat import is_traced, sqrt
 # multiplies them further, overflows. The factor also excludes the range where exp(Z - r) is
 # subnormal.
 GRADIENT_HEADROOM = 1e12
-
-
-class Problem(NamedTuple):
-    """B padded problems of optimal transport, with the dustbins in the last row and column.
-
-    Z: (B, M + 1, N + 1) scores.
-    mu, nu: (B, M + 1, 1) and (B, N + 1, 1), marginals of total mass 1 (equation 8, divided by m +
-        n). They are 0 for padding.
-    log_mass: (B, 1, 1), log(m + n).
-    """
-
-    Z: Tensor
-    mu: Tensor
-    nu: Tensor
-    log_mass: Tensor
 
 
 def log_optimal_transport(
@@ -76,23 +61,32 @@ def log_optimal_transport(
         log P of the other pairs is wrong and has no gradient.
     """
     problem = _problem(scores, mask0, mask1, dustbin)
-    if torch.is_grad_enabled() and problem.Z.requires_grad:
+    if torch.is_grad_enabled() and problem[0].requires_grad:
         log_P, finite = _Sinkhorn.apply(*problem, iterations)
     else:
-        log_P, finite, _ = _solve(problem, iterations, learning=False)
+        log_P, finite, _ = _solve(*problem, iterations, learning=False)
     # Pairs that left the range of the dtype are computed once more, in the log domain.
     if wait and not bool(finite.all()):
         wrong = torch.nonzero(~finite)[:, 0]
-        exact = _log_domain(Problem(*(t[wrong] for t in problem)), iterations)
+        exact = _log_domain(*(t[wrong] for t in problem), iterations)
         log_P = log_P.index_copy(0, wrong, exact)
     return log_P, finite
 
 
-def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> Problem:
-    """Add the dustbins to scores (B, M, N). Padding has the dustbin's score and no mass.
+def _problem(
+    scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Add the dustbins to scores (B, M, N), in the last row and column, and compute the marginals.
 
-    This score keeps the products of rows and columns of padding above 0, so that its quotients are
-    0 and not 0/0. For the same reason the corner of a pair without keypoints has mass.
+    Padding has the dustbin's score and no mass. This score keeps the products of rows and columns
+    of padding above 0, so that its quotients are 0 and not 0/0. For the same reason the corner of a
+    pair without keypoints has mass.
+
+    Returns:
+        Z (B, M + 1, N + 1), the scores.
+        mu (B, M + 1, 1) and nu (B, N + 1, 1), the marginals of total mass 1 (equation 8, divided by
+        m + n). They are 0 for padding.
+        log(m + n), (B, 1, 1).
     """
     dtype = scores.dtype
     ones0 = mask0.to(dtype)
@@ -105,7 +99,7 @@ def _problem(scores: Tensor, mask0: Tensor, mask1: Tensor, dustbin: Tensor) -> P
     nu = torch.cat([ones1, m + nothing], 1) / mass
     core = pad(mask0.unsqueeze(2) & mask1.unsqueeze(1), (0, 1, 0, 1))
     Z = torch.where(core, pad(scores, (0, 1, 0, 1)), dustbin.to(dtype))
-    return Problem(Z, mu.unsqueeze(2), nu.unsqueeze(2), mass.log().unsqueeze(2))
+    return Z, mu.unsqueeze(2), nu.unsqueeze(2), mass.log().unsqueeze(2)
 
 
 class _Sinkhorn(torch.autograd.Function):
@@ -114,9 +108,8 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int):
         """Solve the problem, and keep all iterates for the gradient."""
-        log_P, finite, iterates = _solve(Problem(Z, mu, nu, log_mass), iterations, learning=True)
-        a, b = iterates
-        ctx.save_for_backward(Z, mu, nu, a, b)
+        log_P, finite, iterates = _solve(Z, mu, nu, log_mass, iterations, learning=True)
+        ctx.save_for_backward(Z, mu, nu, *iterates)
         ctx.mark_non_differentiable(finite)
         return log_P, finite
 
@@ -134,28 +127,29 @@ def _chunks(Z: Tensor) -> Iterator[slice]:
 
     The kernel of one pair stays in the cache of a CPU.
     """
-    if Z.device.type != "cpu" or is_traced():
-        yield slice(None)
-        return
-    for start in range(max(len(Z), 1)):
-        yield slice(start, start + 1)
+    size = 1 if Z.device.type == "cpu" else max(len(Z), 1)
+    for start in range(0, max(len(Z), 1), size):
+        yield slice(start, start + size)
 
 
 def _solve(
-    problem: Problem, iterations: int, learning: bool
+    Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int, learning: bool
 ) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
     """Compute log P, whether each pair is finite, and the iterates.
 
     learning: whether to return all iterates, a (T, B, M + 1, 1) and b (T + 1, B, N + 1, 1), which
         the gradient needs. If not, only the last ones are returned.
     """
-    Z, mu, nu, log_mass = problem
     parts = [_iterate(Z[c], mu[c], nu[c], iterations, learning) for c in _chunks(Z)]
     a, b, r = (torch.cat(part, part[0].dim() - 3) for part in zip(*parts))
     # Back to the potentials of the log domain
     u = a[-1].log() - r
     v = b[-1].log()
-    finite = _is_finite(u, mu) & _is_finite(v, nu)
+    # Potentials without mass do not count; nan stays nan, and is not below infinity.
+    largest = [
+        each.masked_fill(mass == 0, 0.0).abs().amax((1, 2)) for each, mass in ((u, mu), (v, nu))
+    ]
+    finite = (largest[0] < math.inf) & (largest[1] < math.inf)
     if learning:
         # The gradient multiplies a and b, which may overflow although both are finite.
         reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
@@ -246,18 +240,11 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
     return torch.sub(grad, product, out=product)
 
 
-def _is_finite(potential: Tensor, mass: Tensor) -> Tensor:
-    """Return (B,) bool, whether all potentials (B, M + 1, 1) with mass are finite."""
-    largest = potential.masked_fill(mass == 0, 0.0).abs().amax((1, 2))  # nan stays nan
-    return largest < math.inf
-
-
-def _log_domain(problem: Problem, iterations: int) -> Tensor:
+def _log_domain(Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int) -> Tensor:
     """Compute log P by the paper's iterations, which are slower but do not overflow.
 
     Autograd differentiates them.
     """
-    Z, mu, nu, log_mass = problem
     log_mu = mu.log()
     log_nu = nu.log().transpose(1, 2)
     v = torch.zeros_like(log_nu).masked_fill(log_nu == -math.inf, -math.inf)  # padding has no part

@@ -46,11 +46,11 @@ from torch import Tensor, nn
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import (
     Images,
-    Keypoints,
     Pair,
     PairBatch,
     choose_orientations,
     from_pairs,
+    join_keypoints,
     root_sift,
     size_class,
 )
@@ -83,14 +83,8 @@ NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `neighbour_features`
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 SPREAD = 2.0
 
-# A configuration must stay within these limits, since a model file may come from anyone.
-LIMITS = {
-    "dim": 4096,
-    "layers": 256,
-    "heads": 1024,
-    "sinkhorn_iterations": 1000,
-    "descriptor_dim": 65536,
-}
+# No number of a configuration may be larger, since a model file may come from anyone.
+LARGEST = 65536
 NORMS = ("layer", "batch")
 KINDS = ("sift", "float")
 # A function of this type sums a tensor over all ranks, and has a gradient.
@@ -117,10 +111,10 @@ class SuperGlueConfig:
     descriptor_dim: int = 128  # number of entries of a descriptor
 
     def __post_init__(self) -> None:
-        for name, limit in LIMITS.items():
+        for name in ("dim", "layers", "heads", "sinkhorn_iterations", "descriptor_dim"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= limit:
-                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {limit}")
+            if type(value) is not int or not 1 <= value <= LARGEST:
+                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {LARGEST}")
         if self.neighbours and not self.scale_angle:
             raise ValueError("neighbours needs scale_angle")
         if self.dim % self.heads:
@@ -180,49 +174,50 @@ class SuperGlue(nn.Module):
             log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite.
         """
         # A keypoint with two orientations keeps one of them.
-        keypoints = Keypoints.of([choose_orientations(batch) for batch in batches])
-        descriptors = self.describe(keypoints, precision)
+        keypoints = join_keypoints([choose_orientations(batch) for batch in batches])
+        descriptors = self.describe(*keypoints, precision)
         iterations = self.config.sinkhorn_iterations
         # Optimal transport of each batch by itself (equations 8 and 9), since sizes differ.
         solved = [
             log_optimal_transport(*problem, self.dustbin, iterations, wait)
-            for problem in self.scores(descriptors, keypoints.images)
+            for problem in self.scores(descriptors, keypoints[-1])
         ]
         log_Ps, finite = zip(*solved)
         return list(log_Ps), torch.cat(finite)
 
-    def encode(self, keypoints: Keypoints) -> Tuple[Tensor, Optional[Tensor]]:
-        """Compute initial states (T, D) (equation 2), and rotations (2, T, d / 2) of queries and
-        keys.
+    def describe(
+        self,
+        keypoints: Tensor,
+        data: Tensor,
+        image_size: Tensor,
+        images: Images,
+        precision: str = "float32",
+    ) -> Tensor:
+        """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
-        The rotations are None without rotary positions.
+        keypoints, data, image_size, images: as from `join_keypoints`.
+        precision: as for `assign`.
         """
         config = self.config
         dtype = self.dustbin.dtype
-        geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(keypoints.descriptors, config.descriptor)
+        # The first state of each keypoint, from its descriptor and its geometry (equation 2)
+        geometry = geometry_of(keypoints, image_size, config.scale_angle)  # (T, 3 or 6)
+        descriptors = unit_vectors(data, config.descriptor)
         inputs = [geometry]
         if config.neighbours:
-            inputs.append(neighbour_features(descriptors, geometry, keypoints.images))  # (T, 8)
-        encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], keypoints.images.valid)
+            inputs.append(neighbour_features(descriptors, geometry, images))  # (T, 8)
+        encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], images.valid)
+        x = self.descriptor_projection(descriptors.to(dtype)) + encoded  # (T, D)
+        # Rotations of queries and keys, (2, T, d / 2)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
-        # (T, K) descriptors -> (T, D) states
-        return self.descriptor_projection(descriptors.to(dtype)) + encoded, rotation
-
-    def describe(self, keypoints: Keypoints, precision: str = "float32") -> Tensor:
-        """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
-
-        precision: as for `assign`.
-        """
-        images = keypoints.images
-        x, rotation = self.encode(keypoints)
-        dtype = None if precision == "float32" else getattr(torch, precision)
-        # Gradient checkpointing keeps only the input of each layer, and computes the rest again.
+        # Layers of self- and cross-attention (equations 3 to 5). Gradient checkpointing keeps only
+        # the input of each layer, and computes the rest again.
+        autocast = None if precision == "float32" else getattr(torch, precision)
         run = checkpoint if self.recompute and self.training else _call
         for to_itself, to_other in zip(self.self_attention, self.cross_attention):
-            x = run(to_itself, x, images, dtype, False, rotation)
-            x = run(to_other, x, images, dtype, True)
-        return self.final_projection(x)
+            x = run(to_itself, x, images, autocast, False, rotation)
+            x = run(to_other, x, images, autocast, True)
+        return self.final_projection(x)  # equation 6
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
         """Compute the scores (B, M, N) of each batch (equation 7); return them with both masks.
@@ -306,20 +301,23 @@ def unit_vectors(data: Tensor, kind: str) -> Tensor:
     return nn.functional.normalize(floats_of_bytes(data), dim=-1)
 
 
-def geometry_of(keypoints: Keypoints, scale_angle: bool) -> Tensor:
+def geometry_of(keypoints: Tensor, image_size: Tensor, scale_angle: bool) -> Tensor:
     """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
+
+    keypoints, image_size: (T, 5) and (T, 2), as from `join_keypoints`.
 
     Without `scale_angle`, return position and log score, (T, 3).
     """
-    size = keypoints.image_size
+    positions = keypoints[:, :2]
+    scale, angle, score = keypoints[:, 2:].split(1, 1)
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
-    position = (keypoints.positions - (size - 1) / 2) / (size.amax(-1, keepdim=True) / 2)
-    score = (keypoints.scores.clamp(min=1e-6) / TYPICAL_SCORE).log().unsqueeze(-1)
+    position = (positions - (image_size - 1) / 2) / (image_size.amax(-1, keepdim=True) / 2)
+    score = (score.clamp(min=1e-6) / TYPICAL_SCORE).log()
     if not scale_angle:
         return torch.cat([position, score], -1)
-    scale = (keypoints.scales.clamp(min=1e-3) / TYPICAL_SCALE).log().unsqueeze(-1)
+    scale = (scale.clamp(min=1e-3) / TYPICAL_SCALE).log()
     # An angle is two numbers, cos and sin, since 0 and 360 degrees are the same direction.
-    angle = torch.deg2rad(keypoints.angles).unsqueeze(-1)
+    angle = torch.deg2rad(angle)
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 

@@ -32,7 +32,7 @@ SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
 
-class BadCheckpoint(Exception):
+class BadCheckpoint(RequestError):
     """A model file is truncated, altered or foreign. The message names the file and the reason."""
 
 
@@ -78,15 +78,16 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
             metadata = file.metadata() or {}
             if FORMAT not in metadata:
                 raise BadCheckpoint(
-                    f"{path}: not a model file of this project: its header lacks {FORMAT};"
-                    " train one"
+                    f"{path}: not a model file of this project, since its header lacks {FORMAT};"
+                    " train one, or name another model"
                 )
             header = json.loads(metadata[FORMAT])
             names = file.keys()  # the file itself is not iterable
             arrays = {name: file.get_tensor(name) for name in names}
         if _digest(arrays, header["info"]) != header["sha256"]:
             raise BadCheckpoint(
-                f"{path}: the checksum does not fit: the file was altered; copy it again"
+                f"{path}: the checksum does not fit: the file was altered; copy it again, or name"
+                " another model"
             )
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
@@ -123,31 +124,26 @@ def load_model(
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
         weights = weights_of(tensors)
-        # A small file could ask for a network that does not fit the memory.
-        _check_shapes(config, weights)
+        # A small file could ask for a network that does not fit the memory, so compare shapes
+        # before the network is created.
+        expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
+        for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
+            name = f"{kind}_attention.{layer}.query_key_value.weight"
+            expected[name] = (3 * config.dim, config.dim)
+        for name, shape in expected.items():
+            actual = tuple(weights[name].shape) if name in weights else "nothing"
+            if actual != shape:
+                raise ValueError(f"{name}: has {actual}, its configuration says {shape}")
         model = SuperGlue(config)
         model.load_state_dict(weights)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such model; train one first, or name another") from None
-    except BadCheckpoint as error:
-        raise RequestError(f"{error}, or name another model") from error
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error
     if sinkhorn_iterations:
         model.config = dataclasses.replace(config, sinkhorn_iterations=sinkhorn_iterations)
     return model.to(device).eval(), info
-
-
-def _check_shapes(config: SuperGlueConfig, weights: Tensors) -> None:
-    """Raise ValueError if the network would be larger than the file, before it is created."""
-    expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
-    for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
-        expected[f"{kind}_attention.{layer}.query_key_value.weight"] = (3 * config.dim, config.dim)
-    for name, shape in expected.items():
-        actual = tuple(weights[name].shape) if name in weights else "nothing"
-        if actual != shape:
-            raise ValueError(f"{name}: has {actual}, its configuration says {shape}")
 
 
 def weights_of(tensors: Tensors) -> Tensors:

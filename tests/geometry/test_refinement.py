@@ -59,7 +59,6 @@ def add_noise(image, deviation):
 
 CHANGES = {
     "nothing": lambda image: image,
-    "gain and offset": lambda image: cv2.convertScaleAbs(image, alpha=0.5, beta=60),
     "gamma": lambda image: cv2.LUT(image, (255 * (np.arange(256) / 255) ** 1.5).astype(np.uint8)),
     "blur": lambda image: cv2.GaussianBlur(image, (0, 0), 1.2),
     "noise": lambda image: add_noise(image, 5),
@@ -69,8 +68,6 @@ CHANGES = {
 @pytest.mark.parametrize(
     "H, change",
     [
-        (IDENTITY, "nothing"),
-        (SHIFT, "nothing"),
         (two_view.compose(np.diag([1.6, 1.6, 1]), SHIFT), "nothing"),
         *((TURN, change) for change in CHANGES),
     ],
@@ -88,8 +85,7 @@ def test_matches_that_start_far_off_are_refined_from_a_coarser_level():
     assert errors_of(found, TURN).mean() < 0.1
 
 
-@pytest.mark.parametrize("deviation, limit_px", [(2.0, 0.05), (4.0, 0.2)])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which, deviation, limit_px", [(0, 2.0, 0.05), (1, 4.0, 0.2)])
 def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     which, deviation, limit_px, monkeypatch
 ):
@@ -103,8 +99,12 @@ def test_where_one_image_is_blurred_the_other_is_blurred_alike(
     assert np.median(errors_of(refine(*images, *scatter(TURN)), TURN)) > 2 * error
 
 
-def measure_deviations(folder, blur, count):
-    """Errors over deviations of all matches of photographs with a view of them that is blurred.
+@pytest.mark.parametrize(
+    "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in (0, 4))]
+)
+def test_deviations_of_photographs(shared_data, blur, count):
+    """Deviations are right for photographs and blurred views of them, in which SIFT finds large
+    keypoints alone.
 
     The view has noise of two gray levels: it is warped from the same exposure, so that noise would
     be equal in both images, which it never is in two photographs.
@@ -112,26 +112,15 @@ def measure_deviations(folder, blur, count):
     matcher = Matcher.load(device="cpu")
     random = np.random.default_rng(0)
     ratios = []
-    for path in sorted(folder.glob("*.jpg"))[:count]:
+    for path in sorted((shared_data / "coco/val").glob("*.jpg"))[:count]:
         image = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)
         view = cv2.warpPerspective(image, MILD, image.shape[::-1], flags=cv2.INTER_CUBIC)
         view = cv2.GaussianBlur(view, (0, 0), blur) if blur else view
         view = (view + random.normal(0, 2, view.shape)).round().clip(0, 255).astype(np.uint8)
         found = matcher.match(image, view)
         errors = errors_of(found, MILD)
-        right = errors < 3
-        ratios.append((errors / found.deviations[np.isfinite(found.deviations)])[right])
-    return np.concatenate(ratios) / RAYLEIGH
-
-
-@pytest.mark.parametrize(
-    "blur, count", [(3, 3), *(pytest.param(n, 20, marks=pytest.mark.slow) for n in (0, 4))]
-)
-def test_deviations_of_photographs(shared_data, blur, count):
-    """SIFT finds large keypoints alone in a blurred view."""
-    ratios = measure_deviations(shared_data / "coco/val", blur, count)
-    print(f"\nblur {blur} px: {len(ratios)} matches, error / deviation {np.median(ratios):.2f}")
-    assert 1 / 1.7 < np.median(ratios) < 1.7
+        ratios.append((errors / found.deviations[np.isfinite(found.deviations)])[errors < 3])
+    assert 1 / 1.7 < np.median(np.concatenate(ratios)) / RAYLEIGH < 1.7
 
 
 def test_along_a_straight_edge_a_match_moves_along_the_normal_alone():
@@ -163,8 +152,7 @@ def test_what_cannot_be_refined_stays_where_sift_put_it():
     assert np.isnan(refinement.refine_points(flat, image, points, points, maps)[1]).all()
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (1, 300), (300, 1), (2, 3)])
-@pytest.mark.parametrize("count", [0, 1, 9])
+@pytest.mark.parametrize("shape, count", [((1, 1), 1), ((1, 300), 9), ((300, 1), 0)])
 def test_images_of_any_size_and_any_number_of_matches(shape, count):
     image = np.random.default_rng(0).integers(0, 256, shape).astype(np.uint8)
     points = np.random.default_rng(1).uniform(0, 1, (count, 2)) * (np.array(shape[::-1]) - 1)

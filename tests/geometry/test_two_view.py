@@ -64,12 +64,10 @@ def exact_matches(seed, count=200):
     return p, two_view.transform(p, H), rng
 
 
-def test_numpy_and_torch_agree():
+def test_maps_are_inverted_and_composed():
     p, q, _ = exact_matches(0)
     assert np.allclose(two_view.transform(torch.from_numpy(p), torch.from_numpy(H)).numpy(), q)
-    assert np.allclose(two_view.transform(q, two_view.inverse(H)), p)
-    stack = H[None]
-    assert np.allclose(two_view.compose(two_view.inverse(stack), stack)[0], np.eye(3))
+    assert np.allclose(two_view.compose(two_view.inverse(H[None]), H[None])[0], np.eye(3))
 
 
 # OpenCV's framework for RANSAC takes points as float32: 2e-5 px at 300, some hundred times that

@@ -75,7 +75,7 @@ def test_equals_the_log_domain_with_its_gradient(spread):
         assert torch.allclose(a, b, atol=1e-9 * max(1.0, float(b.abs().max())))
 
 
-@pytest.mark.parametrize("lead", [20.0, 60.0, 100.0, 300.0])
+@pytest.mark.parametrize("lead", [20.0, 60.0, 300.0])
 def test_the_float32_gradient_of_hard_scores_is_that_of_float64(lead):
     """Two rows that want one column, duplicates, all below the dustbin: the squares of a leave
     float32 at 45.
@@ -107,7 +107,7 @@ def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(monkeypat
     solved = []
     log_domain = sinkhorn._log_domain
     monkeypatch.setattr(
-        sinkhorn, "_log_domain", lambda p, *rest: solved.append(len(p.Z)) or log_domain(p, *rest)
+        sinkhorn, "_log_domain", lambda Z, *rest: solved.append(len(Z)) or log_domain(Z, *rest)
     )
     leaves = [s.clone().requires_grad_() for s in scores]
     found, finite = transport(leaves, torch.tensor(1.0), 100)

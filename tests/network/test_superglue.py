@@ -2,7 +2,6 @@
 
 import math
 
-import cv2
 import numpy as np
 import pytest
 import torch
@@ -21,7 +20,6 @@ from made_pairs import (
 
 from pipeline.train.loss import MatchingObjective, assignment_loss
 from superglue_sift import torch_compat
-from superglue_sift.features.nearest import ratio_matches, select_keypoints
 from superglue_sift.network import batch as batches
 from superglue_sift.network import superglue
 from superglue_sift.network.batch import Images, Pair, from_pairs, root_sift
@@ -30,7 +28,6 @@ from superglue_sift.network.superglue import (
     RotaryPositions,
     SuperGlue,
     SuperGlueConfig,
-    match_pairs,
     mutual_matches,
     neighbour_features,
 )
@@ -218,24 +215,6 @@ def test_size_classes_and_padding_do_not_matter(monkeypatch, norm):
             assert torch.allclose(values[name].double(), value.double(), atol=limit), name
         for a, b in zip(answers[0][1], gradient):
             assert torch.allclose(a, b, atol=limit * max(1.0, float(a.abs().max())))
-
-
-def test_the_network_matches_the_selected_keypoints(photo, untrained):
-    sides = [untrained.extract(image) for image in (photo, cv2.rotate(photo, cv2.ROTATE_180))]
-    records = [side.records for side in sides]
-    sizes = [side.size for side in sides]
-    assert min(map(len, records)) > 300
-    pair = Pair(*records, *sizes)
-    selected = select_keypoints(*records, 300, ratio_matches(*records, ratio=1.0))
-    found = match_pairs(untrained.model, [pair], "cpu", [selected])[0]
-    few = Pair(*(each[index] for each, index in zip(records, selected)), *sizes)
-    every = np.arange(len(selected[0])), np.arange(len(selected[1]))
-    alone = match_pairs(untrained.model, [few], "cpu", [every])[0]
-    assert len(alone) > 100
-    for side in (0, 1):
-        expected = selected[side][alone.indices[:, side]]
-        np.testing.assert_array_equal(found.indices[:, side], expected)
-    np.testing.assert_array_equal(found.scores, alone.scores)
 
 
 def neighbours_of(degrees0, degrees1):
