@@ -7,7 +7,7 @@ differences of the network are in `superglue_sift.torch_compat`. No other code c
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Dict, FrozenSet, List
+from typing import Dict, List
 
 import torch
 from torch import Tensor
@@ -56,15 +56,10 @@ def backend(device_type: str) -> str:
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
 
 
-def cpu_flags() -> FrozenSet[str]:
-    """Return the CPU flags of /proc/cpuinfo. With torch 1.10, which does not use AMX, return
-    none."""
+def has_amx() -> bool:
+    """Return whether this CPU has matrix units for bfloat16. torch 1.10 does not use them."""
     file = Path("/proc/cpuinfo")
-    # one line of flags for each core, of which the first is enough
-    text = file.read_text() if can_compile() and file.is_file() else ""
-    return frozenset(
-        next((line for line in text.splitlines() if line.startswith("flags")), "").split()
-    )
+    return can_compile() and file.is_file() and "amx_bf16" in file.read_text()
 
 
 def dali_package() -> str:

@@ -132,7 +132,6 @@ class TrainingLogger:
         self.context = context
         self.writes = distributed.writes(args.reports, context)
         self.pairs = pairs
-        self.status = "FAILED"
         self._validation = ""
         # a resumed training continues its curves, the sums of their next point, and its run
         info = saved[1] if saved else {}
@@ -156,7 +155,8 @@ class TrainingLogger:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        self.run.close(tracking.ending(kind) if kind else self.status)
+        # Without an error the run is closed already
+        self.run.close(tracking.ending(kind) if kind else "FAILED")
 
     def log_start(
         self, state: TrainState, steps: int, store: Store, messages: Sequence[str], baseline: float
@@ -245,17 +245,16 @@ class TrainingLogger:
 
     def log_stop(self, step: int) -> None:
         """Report that the run stops on request. Its checkpoint is saved already."""
-        self.status = "KILLED"
         if self.context.is_main:
             without = " without --fresh" if self.args.fresh else ""
             print(f"stopped at step {step}; the same command{without} resumes there", flush=True)
+        self.run.close("KILLED")
 
     def log_finish(self, state: TrainState, init_from: str = "") -> None:
         """Write metrics.json, register the model and print the metrics of its validation.
 
         `init_from` is the file of the initial weights. If they stayed the best, a line says so.
         """
-        self.status = "FINISHED"
         if not self.context.is_main:
             return
         # metrics and picture for DVC, and the model in MLflow
@@ -276,6 +275,7 @@ class TrainingLogger:
                 f"validation kept the weights of {init_from}: training on these images did not"
                 " raise their F1"
             )
+        self.run.close()
 
     def _restart_clock(self) -> None:
         self.window_began = time.perf_counter()

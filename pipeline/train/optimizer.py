@@ -38,7 +38,6 @@ EPS = 1e-8
 # Compute capabilities from which GPUs have matrix units for bfloat16 and for float16
 AMPERE = (8, 0)
 VOLTA = (7, 0)
-AMX = "amx_bf16"  # the CPU flag of products of bfloat16 in matrix units
 PORTABLE = "portable"
 
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
@@ -254,7 +253,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         # processors and take 1.5 times as long on others (docs/performance.md). This is a rule and
         # no measurement at the start: on a busy machine a measurement comes out differently each
         # time, and so would the weights.
-        amx = AMX in compat.cpu_flags()
+        amx = compat.has_amx()
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
     else:

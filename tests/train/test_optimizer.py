@@ -14,17 +14,13 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 pytestmark = pytest.mark.cu111
 
 
-AMX = {"avx512f", "avx512_bf16", "amx_bf16", "amx_tile"}
-NO_AMX = {"avx512f", "avx512_bf16"}  # Zen 4
-
-
 @pytest.fixture
 def choose(monkeypatch):
-    """`choose(asked, capability, flags)`: the precision on a GPU of this capability, or a CPU."""
+    """`choose(asked, capability, amx)`: the precision on a GPU of this capability, or a CPU."""
 
-    def call(asked, capability, flags):
+    def call(asked, capability, amx=False):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(compat, "cpu_flags", lambda: frozenset(flags))
+        monkeypatch.setattr(compat, "has_amx", lambda: amx)
         device = torch.device("cuda" if capability else "cpu")
         return optimizer.choose_precision(asked, device)
 
@@ -32,25 +28,23 @@ def choose(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "capability, flags, expected",
+    "capability, amx, expected",
     [
-        ((9, 0), NO_AMX, "bfloat16"),  # H100, H200
-        ((8, 0), AMX, "bfloat16"),  # A100
-        ((8, 6), NO_AMX, "bfloat16"),  # RTX 30, A10
-        ((7, 5), AMX, "float16"),  # T4
-        ((7, 0), NO_AMX, "float16"),  # V100
-        ((6, 1), AMX, "float32"),  # GTX 10
-        (None, AMX, "bfloat16"),
-        (None, NO_AMX, "float32"),  # slower on some
-        (None, set(), "float32"),
+        ((9, 0), False, "bfloat16"),  # H100, H200
+        ((8, 0), True, "bfloat16"),  # A100
+        ((7, 5), True, "float16"),  # T4
+        ((7, 0), False, "float16"),  # V100
+        ((6, 1), True, "float32"),  # GTX 10
+        (None, True, "bfloat16"),
+        (None, False, "float32"),  # where bfloat16 is slower on some
     ],
 )
-def test_auto_takes_what_is_fast_on_the_device(choose, capability, flags, expected):
-    found, reason = choose("auto", capability, flags)
+def test_auto_takes_what_is_fast_on_the_device(choose, capability, amx, expected):
+    found, reason = choose("auto", capability, amx)
     assert found == expected and reason.startswith("auto")
     if capability:
         assert "{}.{}".format(*capability) in reason
-    assert choose("float32", capability, flags)[0] == "float32"
+    assert choose("float32", capability, amx)[0] == "float32"
 
 
 def test_what_a_device_cannot_do(choose):
@@ -58,13 +52,11 @@ def test_what_a_device_cannot_do(choose):
         RequestError,
         match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto",
     ):
-        choose("bfloat16", (7, 5), AMX)
-    assert choose("bfloat16", (8, 0), NO_AMX)[0] == "bfloat16"
+        choose("bfloat16", (7, 5))
     # what is asked for is done, also where it is slow
-    assert choose("bfloat16", None, NO_AMX)[0] == "bfloat16"
-    found, reason = choose("float16", None, AMX)
+    assert choose("bfloat16", None)[0] == "bfloat16"
+    found, reason = choose("float16", None)
     assert found == "float32" and "does nothing" in reason
-    assert choose("float16", (8, 0), AMX)[0] == "float16"
 
 
 @pytest.fixture
