@@ -290,7 +290,7 @@ def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
 
 def _merge(tree: Any, changes: Any) -> Any:
     if not (isinstance(tree, dict) and isinstance(changes, dict)):
-        return changes or tree
+        return changes
     return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
 
 

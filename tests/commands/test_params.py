@@ -15,7 +15,7 @@ from ruamel.yaml import YAML
 
 from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.params import EvaluateParams, Params
+from pipeline.params import Params
 
 SECTIONS = tuple(Params.model_fields)
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,16 +155,15 @@ def test_no_key_has_a_default():
         assert [key for key, field in keys.items() if not field.is_required()] == []
 
 
-def test_evaluate_takes_what_it_does_not_say_from_views(tree):
+@pytest.mark.parametrize("blur", [0.0, 3.0])
+def test_evaluate_takes_what_it_does_not_say_from_views(tree, blur):
     alike = params.parse(tree, "params.yaml").evaluate
-    tree["evaluate"] = {**tree["evaluate"], "views": {"photometric": {"blur": 3.0}}}
+    assert alike.views.photometric.blur == 0.8
+    tree["evaluate"] = {**tree["evaluate"], "views": {"photometric": {"blur": blur}}}
     other = params.parse(tree, "params.yaml").evaluate
-    assert isinstance(alike, EvaluateParams) and isinstance(other, EvaluateParams)
-    blurred = alike.views.photometric.model_copy(update={"blur": 3.0})
-    views = alike.views.model_copy(update={"photometric": blurred})
-    assert alike.views.photometric.blur == 0.8 and other == alike.model_copy(
-        update={"views": views}
-    )
+    photometric = alike.views.photometric.model_copy(update={"blur": blur})
+    views = alike.views.model_copy(update={"photometric": photometric})
+    assert other == alike.model_copy(update={"views": views})
 
 
 def test_every_key_that_the_docs_name_exists():
