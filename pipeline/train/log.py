@@ -243,11 +243,13 @@ class TrainingLogger:
         if self.writes:
             write_curves(self.args.reports, self.curves, best_step)
 
-    def log_stop(self, step: int) -> None:
+    def log_stop(self, state: TrainState) -> None:
         """Report that the run stops on request. Its checkpoint is saved already."""
+        self.write_curves(state.best_step)
         if self.context.is_main:
             without = " without --fresh" if self.args.fresh else ""
-            print(f"stopped at step {step}; the same command{without} resumes there", flush=True)
+            line = f"stopped at step {state.step}; the same command{without} resumes there"
+            print(line, flush=True)
         self.run.close("KILLED")
 
     def log_finish(self, state: TrainState, init_from: str = "") -> None:

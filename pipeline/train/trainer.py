@@ -325,7 +325,7 @@ class Training:
             with contextlib.closing(self.logger.bar):
                 finished = self._loop()
             if not finished:
-                self.logger.log_stop(self.state.step)
+                self.logger.log_stop(self.state)
                 return STOPPED
             # The last step is done
             self._save_best(finished=True)

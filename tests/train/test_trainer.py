@@ -111,6 +111,9 @@ class TestResume:
                 stop_after(patch, step)
                 assert train.main(request_of("parts", **keys)) == 143
             assert (home(tmp_path / "parts") / f"step-{step:08d}.safetensors").is_file()
+            if step > 1:  # the curve has a point every second step, also where it was stopped
+                curve = (tmp_path / "parts-reports/curves/train.csv").read_text()
+                assert curve.count("\n") == 1 + step // 2
         assert train.main(request_of("parts", **keys)) == 0
         for name in (
             "step-00000006.safetensors",
