@@ -460,7 +460,7 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     error = next(name for name in rows[0] if name.startswith("error_"))
     areas = [auc_by_pair([float(text) for text in table[error]], LIMIT) for table in rows]
     clusters = Clusters(list(rows[0].scene))
-    difference = clusters.mean(areas[0] - areas[1]).line()
+    difference = clusters.mean(areas[0] - areas[1])
     if difference["low"] is None:
         return False, "one photograph is not enough to compare"
     value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import webbrowser
 from pathlib import Path
@@ -21,7 +20,9 @@ from ruamel.yaml import YAML
 from pipeline import errors
 from pipeline.errors import RequestError, in_image, spell_command
 
-TEXT = "report.txt"  # name of a file of an evaluation
+EVALUATION = Path("reports/evaluate")
+MODEL = Path("models/superglue.safetensors")
+TEXT = "report.txt"  # names of files of an evaluation
 PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
 # What two evaluations must have in common, by the stage `evaluate` in dvc.lock
@@ -29,19 +30,19 @@ PHOTOGRAPHS = "data/images"
 PROTOCOL = ("views", "evaluate")
 
 
-def next_steps(folder: Path, model: Path) -> List[str]:
-    """Return lines on where to look next, for files that exist."""
-    steps = (
-        ("pairs", folder / "pairs.csv", "every pair and matcher, one line each"),
-        ("report", folder / PAGE, "all of it on one page, for a browser"),
-    )
-    lines = [f"  {name:<9} {path}  ({text})" for name, path, text in steps if path.exists()]
+def next_steps() -> List[str]:
+    """Return lines on where to look next."""
+    lines = [
+        "Where to look next",
+        f"  pairs     {EVALUATION / 'pairs.csv'}  (every pair and matcher, one line each)",
+        f"  report    {EVALUATION / PAGE}  (all of it on one page, for a browser)",
+    ]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
     lines.append(f"  runs      {spell_command('ui')}  {where}")
-    if model.exists():
+    if MODEL.exists():
         match = spell_command("match") if in_image() else ".venv/bin/python -m pipeline.match"
-        lines.append(f"  use it    {match} A.jpg B.jpg --model {model}")
+        lines.append(f"  use it    {match} A.jpg B.jpg --model {MODEL}")
     return lines
 
 
@@ -49,24 +50,23 @@ def measured_on(lock: str) -> Dict[str, Any]:
     """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
-    found = {each["path"]: each.get("md5") for each in stage.get("deps", [])}
+    photographs = [each.get("md5") for each in stage.get("deps", []) if each["path"] == PHOTOGRAPHS]
     params = stage.get("params", {}).get("params.yaml", {})
-    values = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
-    return {"photographs": found.get(PHOTOGRAPHS), "protocol": values}
+    protocol = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
+    return {"photographs": photographs, "protocol": protocol}
 
 
 def what_differs(locks: Dict[str, str]) -> List[str]:
     """Return a line for each evaluation with other photographs or another protocol than the
     first."""
-    first, *others = locks
     lines = []
+    first, *others = locks
+    known = measured_on(locks[first])
     for name in others:
-        known = measured_on(locks[first])
         own = measured_on(locks[name])
-        kinds = [kind for kind in known if known[kind] != own[kind]]
+        kinds = " and another ".join(kind for kind in known if known[kind] != own[kind])
         if kinds:
-            words = f"{first} and {name} have other {' and another '.join(kinds)}"
-            lines.append(f"{words}: their metrics cannot be compared")
+            lines.append(f"{first} and {name} have other {kinds}: their metrics cannot be compared")
     return lines
 
 
@@ -90,56 +90,41 @@ def compare(names: Sequence[str]) -> str:
             reason = str(error).partition("\n")[0]
             raise RequestError(f"{name}: no experiment or commit with metrics: {reason}") from None
     # only numbers have a mean and a range
-    table = pd.DataFrame(columns)
-    values = table[table.map(lambda value: isinstance(value, (int, float))).all(axis=1)]
-    values = values.astype(float)
-    table = values.round(2).assign(
-        mean=values.mean(axis=1).round(2), range=(values.max(axis=1) - values.min(axis=1)).round(2)
-    )
+    values = pd.DataFrame(columns).apply(pd.to_numeric, errors="coerce").dropna()
+    spread = values.max(axis=1) - values.min(axis=1)
+    table = values.assign(mean=values.mean(axis=1), range=spread).round(2)
     return "\n".join([table.to_string(), *what_differs(locks)])
-
-
-def since_commit() -> List[str]:
-    """Say what differs from the last commit, with which `dvc metrics diff` compares."""
-    lock = Path("dvc.lock")
-    shown = subprocess.run(["git", "show", "HEAD:./dvc.lock"], capture_output=True, text=True)
-    if shown.returncode or not lock.is_file():
-        return []
-    here = lock.read_text(encoding="utf-8")
-    return what_differs({"the last commit": shown.stdout, "this folder": here})
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.report", description=str(__doc__).splitlines()[0]
     )
-    add = parser.add_argument
-    names = "DVC experiments or commits to compare, or `workspace`"
-    add("experiments", nargs="*", metavar="EXP", help=names)
-    add("--evaluation", type=Path, default=Path("reports/evaluate"), help="its folder")
-    model = Path("models/superglue.safetensors")
-    add("--model", type=Path, default=model, help="exported model")
-    add("--open", action="store_true", help="open the page in a browser, where there is one")
+    parser.add_argument(
+        "experiments",
+        nargs="*",
+        metavar="EXP",
+        help="DVC experiments or commits to compare, or `workspace`",
+    )
+    parser.add_argument(
+        "--open", action="store_true", help="open the page in a browser, where there is one"
+    )
     args = parser.parse_args(argv)
     if args.experiments:
         print(compare(args.experiments))
         return 0
-    # the last evaluation, and what has changed since the last commit
-    html = args.evaluation / PAGE
     try:
-        print((args.evaluation / TEXT).read_text(encoding="utf-8"), flush=True)
-    except (OSError, UnicodeDecodeError):
+        print((EVALUATION / TEXT).read_text(encoding="utf-8"), flush=True)
+    except OSError:
         raise RequestError(
-            f"{args.evaluation / TEXT}: no evaluation here yet; `make repro` makes one"
+            f"{EVALUATION / TEXT}: no evaluation here yet; `make repro` makes one"
         ) from None
-    print("\n".join([*since_commit(), "Where to look next"]))
-    print("\n".join(next_steps(args.evaluation, args.model)))
+    print("\n".join(next_steps()))
     # a browser needs a screen
-    screen = (
-        sys.platform != "linux" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
-    if args.open and not (screen and webbrowser.open(html.resolve().as_uri())):
-        print(f"\nno browser here; open {html.resolve()}")
+    page = (EVALUATION / PAGE).resolve()
+    screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if args.open and not (screen and webbrowser.open(page.as_uri())):
+        print(f"\nno browser here; open {page}")
     return 0
 
 

@@ -5,6 +5,7 @@ import csv
 from unittest import mock
 
 import numpy as np
+import pandas as pd
 from made_params import text_of
 from made_scenes import write_image_set, write_model
 from reading import read_json
@@ -67,7 +68,7 @@ def make_rows(pair, matcher, error, scene=None, **values):
     return rows + [(*start, name, False, "error", error) for name in ("ransac", "dlt")]
 
 
-NOTHING = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool)
+NOTHING = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8
 
 
 def make_results(errors_of_ours, errors_of_others, **changes):
@@ -82,11 +83,14 @@ def make_results(errors_of_ours, errors_of_others, **changes):
             row += make_rows(str(number), name, error)
         rows.append(row)
     table = metrics.make_table(rows)
-    values, gains = metrics.compare(table, {OURS: [NOTHING] * len(rows)}, {OURS: 0.2})
+    values = metrics.values_of_pairs(table, {OURS: [NOTHING] * len(rows)})
+    samples = metrics.resample(values)
+    frames = (
+        metrics.summarize(values, samples),
+        metrics.compare(values, samples, [OURS]),
+        pd.DataFrame(),
+        metrics.calibration([NOTHING]),
+    )
     model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
-    empty = values.iloc[:0]
-    calibration = metrics.calibration([NOTHING])
-    given = {"protocol": {"views": "640x480", "model": model}, **changes}
-    frames = (values, gains, empty, calibration)
-    scenes = table["scene"].nunique()
-    return report.Results("made <b>", "photographs", scenes, table, *frames)._replace(**given)
+    given = {"protocol": {"models": {OURS: model}}, **changes}
+    return report.Results("made <b>", "photographs", table, values, *frames, **given)

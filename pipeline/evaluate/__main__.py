@@ -32,7 +32,7 @@ import cv2
 import numpy as np
 import pandas as pd
 
-from pipeline import bootstrap, errors, provenance, tracking, training_overlap
+from pipeline import errors, provenance, tracking, training_overlap
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import charts, estimators, matchers, metrics, report, scoring
 from pipeline.evaluate.folders import HPatchesPairs, PosePairs
@@ -45,7 +45,7 @@ from pipeline.evaluate.pairs import (
     extract_pairs,
     levels,
 )
-from pipeline.evaluate.report import Results, only
+from pipeline.evaluate.report import Results
 from pipeline.evaluate.scoring import Settings, score_pair
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry
@@ -64,8 +64,14 @@ from superglue_sift.progress import Progress
 
 BATCH = 8  # number of pairs in one pass of a network
 MAX_THREADS = 8  # largest number of threads that load, and of threads that score
+# Options, the options that they exclude, and why
+EXCLUDED = (
+    ("pairs", ("poses",), "is another evaluation"),
+    ("robustness", ("pairs", "poses"), "needs held-out images"),
+    ("bound", ("poses",), "needs homographies"),
+    ("estimators", ("poses",), "are of homographies"),
+)
 LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
-PICTURED = (OURS, RATIO_TEST)  # the matchers of a picture, one above the other
 KINDS = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
@@ -78,39 +84,74 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     # which matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    also = "another model, or a matcher module:function; repeat for more"
-    add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
+    add(
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="another model, or a matcher module:function; repeat for more",
+    )
     # which pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
-    cameras = "instead: a pairs_with_gt.txt of pairs with cameras, images in --images"
-    add("--poses", type=Path, help=cameras)
+    add(
+        "--poses",
+        type=Path,
+        help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images",
+    )
     # where files are read and written
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    run = "reports/train/log.jsonl, to add the results to the run of the training"
-    add("--mlflow-run", type=Path, help=run)
+    add(
+        "--mlflow-run",
+        type=Path,
+        help="reports/train/log.jsonl, to add the results to the run of the training",
+    )
     # keypoints, matches and metrics
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    curves = "SVG of the learning curve for the page (default: none)"
-    add("--curves", type=Path, help=curves)
-    selected = "number of them that are selected for the networks in each pair (default: all)"
-    add("--network-keypoints", type=int, help=selected)
-    threshold = "smallest confidence of a match (default: the model's own)"
-    add("--threshold", type=float, default=0.0, help=threshold)
-    resize = "--pairs, --poses: shorter side in pixels (default: 480); 0 keeps the size"
-    add("--resize", type=int, default=480, help=resize)
+    add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
+    add(
+        "--network-keypoints",
+        type=int,
+        help="number of them that are selected for the networks in each pair (default: all)",
+    )
+    add(
+        "--threshold",
+        type=float,
+        default=0.0,
+        help="smallest confidence of a match (default: the model's own)",
+    )
+    add(
+        "--resize",
+        type=int,
+        default=480,
+        help="--pairs, --poses: shorter side in pixels (default: 480); 0 keeps the size",
+    )
     usual = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
-    bound = "also a row of the true matches, an upper bound for all matchers"
-    add("--bound", action="store_true", help=bound)
-    refined = "skip the metrics of refined matches, to save time"
-    add("--no-refine", dest="refine", action="store_false", help=refined)
+    add(
+        "--bound",
+        action="store_true",
+        help="also a row of the true matches, an upper bound for all matchers",
+    )
+    add(
+        "--no-refine",
+        dest="refine",
+        action="store_false",
+        help="skip the metrics of refined matches, to save time",
+    )
     # further pairs, and the machine
-    hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
-    add("--robustness", type=int, default=0, help=hard)
-    overlap = "keep photographs that a model was trained on, and say so in the title"
-    add("--allow-training-images", action="store_true", help=overlap)
+    add(
+        "--robustness",
+        type=int,
+        default=0,
+        help="number of photographs that are tried under growing blur, noise, ... (default: none)",
+    )
+    add(
+        "--allow-training-images",
+        action="store_true",
+        help="keep photographs that a model was trained on, and say so in the title",
+    )
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return check_options(parser.parse_args(argv))
 
@@ -121,19 +162,12 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     Raises RequestError for a wrong option.
     """
     # options that exclude each other
-    if args.pairs is not None and args.poses is not None:
-        raise RequestError("--pairs and --poses are two evaluations: run one at a time")
-    if args.robustness and (args.pairs or args.poses):
-        raise RequestError(
-            "--robustness needs held-out images: leave it out with --pairs and --poses"
-        )
-    if args.bound and args.poses:
-        raise RequestError("--bound needs homographies: leave it out with --poses")
-    if args.estimators and args.poses:
-        raise RequestError("--estimators are of homographies: leave it out with --poses")
+    for option, others, reason in EXCLUDED:
+        other = next((name for name in others if getattr(args, name)), None)
+        if getattr(args, option) and other:
+            raise RequestError(f"--{option} {reason}: leave it out with --{other}")
     # values of single options
-    if args.out.exists() and not args.out.is_dir():
-        raise RequestError(f"--out {args.out}: is a file; name a folder for the results")
+    args.out.mkdir(parents=True, exist_ok=True)  # report a wrong folder before the work begins
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():
@@ -143,7 +177,11 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     asked = args.estimators.split(",") if args.estimators else estimators.DEFAULT
-    args.estimators = estimators.choose(asked)
+    for name in asked:
+        if name not in estimators.ESTIMATORS:
+            known = ", ".join(estimators.ESTIMATORS)
+            raise RequestError(f"--estimators {name}: unknown; choose from {known}")
+    args.estimators = tuple(dict.fromkeys(asked))
     return args
 
 
@@ -158,14 +196,10 @@ def models_of(
     further = {}
     for word in args.also:
         name, _, file = word.partition("=")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file:
-            raise RequestError(
-                f"--also {word}: must be NAME=FILE, NAME of letters, digits, - and _"
-            )
-        if name in (*matchers.MATCHERS, *matchers.UNRANKED, *models, *further):
-            raise RequestError(
-                f"--also {word}: there is a matcher called {name} already; choose another name"
-            )
+        taken = (*matchers.MATCHERS, matchers.BOUND, *models, *further)
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file or name in taken:
+            rule = "must be NAME=FILE, NAME a new one of letters, digits, - and _"
+            raise RequestError(f"--also {word}: {rule}")
         # module:function is the user's code, anything else is a file
         if re.fullmatch(r"[\w.]+:\w+", file):
             further[name] = matchers.load_function(file)
@@ -174,14 +208,41 @@ def models_of(
     return models, further
 
 
-def choose_photographs(
-    args: argparse.Namespace, models: Dict[str, Path]
-) -> Tuple[List[Entry], Dict[str, Path], List[str]]:
-    """Return held-out photographs that no compared model was trained on, the models, and notes.
+def load_networks(
+    args: argparse.Namespace, device: str, notes: List[str]
+) -> Tuple[Dict[str, matchers.Network], Extractor]:
+    """Load the networks. Return them by name, with the extractor of the evaluated model.
 
-    All rows of a table need the same pairs. If one model was trained on a photograph, it is left
-    out for all models, unless `--allow-training-images` keeps it. Raises RequestError if the
-    evaluated model was trained on all photographs. A further model that was trained on all that
+    A network that matches other keypoints is left out, with a note. Raises RequestError if the
+    extractor is not SIFT and params.yaml does not name it.
+    """
+    networks: Dict[str, matchers.Network] = {}
+    for name, file in args.models.items():
+        network = matchers.load_network(file, device, args.threshold)
+        extractor = network.model.config.extractor
+        if extractor == networks.get(OURS, network).model.config.extractor:
+            networks[name] = network
+        else:
+            notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
+    if networks[OURS].info.get("step") == 0:
+        notes.append("Training kept the weights it began with: no later step was better.")
+    own = networks[OURS].model.config.extractor
+    if own != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != own:
+        raise RequestError(
+            f"{args.models[OURS]}: matches keypoints of {own}, code that is run only when asked"
+            f" for: set keypoints.extractor: {own} in {args.params}"
+        )
+    return networks, extractors.load(own)
+
+
+def choose_photographs(
+    args: argparse.Namespace, networks: Dict[str, matchers.Network], notes: List[str]
+) -> Tuple[List[Entry], Dict[str, matchers.Network]]:
+    """Return held-out photographs that no compared network was trained on, and the networks.
+
+    All rows of a table need the same pairs. If one network was trained on a photograph, it is left
+    out for all networks, unless `--allow-training-images` keeps it. Raises RequestError if the
+    evaluated network was trained on all photographs. A further network that was trained on all that
     remain is left out itself.
     """
     images = dataset.open_manifest(args.images)
@@ -193,27 +254,26 @@ def choose_photographs(
     if not left:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
-    # each model may remove photographs
+    # each network may remove photographs
     compared = {}
-    notes = []
-    for name, file in models.items():
+    for name, network in networks.items():
         photographs = [entry.photograph for entry in left]
-        words = "ours" if name == OURS else name
-        given = photographs, args.allow_training_images, words
-        places, line = training_overlap.leave_out(file, *given)
-        if not places and name == OURS:
+        title = "ours" if name == OURS else name
+        keep = args.allow_training_images
+        places, line = training_overlap.leave_out(network.file, photographs, keep, title)
+        if places:
+            notes += [f"{line}."] if line else []
+            left = [left[place] for place in places]
+            compared[name] = network
+        elif name == OURS:
             raise RequestError(
-                f"{file}: was trained on all of the {len(left)} held-out photographs; evaluate on"
-                ' others, train from scratch (train.init_from: ""), or keep them with'
+                f"{network.file}: was trained on all of the {len(left)} held-out photographs;"
+                ' evaluate on others, train from scratch (train.init_from: ""), or keep them with'
                 " --allow-training-images"
             )
-        if not places:
+        else:
             notes.append(f"{name} is left out: it was trained on all {len(left)} photographs.")
-            continue
-        notes += [f"{line}."] if line else []
-        left = [left[place] for place in places]
-        compared[name] = file
-    return left, compared, notes
+    return left, compared
 
 
 def choose_source(
@@ -224,10 +284,10 @@ def choose_source(
     keypoints = f"{few}{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
     # pairs that are read from files
-    if args.pairs is not None:
+    if args.pairs:
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
-    if args.poses is not None:
+    if args.poses:
         source = PosePairs(args.poses, args.images, args.resize)
         return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
     # pairs that are rendered from photographs, named by where these come from
@@ -241,225 +301,119 @@ def choose_source(
     return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
 
 
-def choose_extractor(args: argparse.Namespace, network: matchers.Network) -> Extractor:
-    """Return the extractor of the evaluated model.
-
-    Raises RequestError if it is not SIFT and params.yaml does not name it.
-    """
-    name = network.model.config.extractor
-    if name != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != name:
-        raise RequestError(
-            f"{network.file}: matches keypoints of {name}, code that is run only when asked for:"
-            f" set keypoints.extractor: {name} in {args.params}"
-        )
-    return extractors.load(name)
-
-
-def load_networks(
-    args: argparse.Namespace, device: str
-) -> Tuple[Dict[str, matchers.Network], List[str]]:
-    """Load the networks. Return them by name, with notes.
-
-    A network that matches other keypoints than the evaluated model is left out, with a note.
-    """
-    networks: Dict[str, matchers.Network] = {}
-    notes = []
-    for name, file in args.models.items():
-        network = matchers.load_network(file, device, args.threshold)
-        extractor = network.model.config.extractor
-        if extractor == networks.get(OURS, network).model.config.extractor:
-            networks[name] = network
-        else:
-            notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
-    if networks[OURS].info.get("step") == 0:
-        notes.append("Training kept the weights it began with: no later step was better.")
-    return networks, notes
-
-
-def divide(counts: Sequence[int], most: int) -> List[List[int]]:
-    """Group consecutive scenes, given by their numbers of pairs, into lists of scene numbers.
-
-    A group has at most `most` pairs, but at least one scene.
-    """
-    units: List[List[int]] = []
-    held = most
-    for index, count in enumerate(counts):
-        if held + count > most:
-            units.append([])
-            held = 0
-        units[-1].append(index)
-        held += count
-    return units
-
-
 def match_all(
     source: Source, matched: Matchers, settings: Settings, score: Score, bar: Progress
-) -> Tuple[List[Tuple[KnownPair, Any]], List[Tuple[str, str]]]:
+) -> Tuple[List[Any], List[Tuple[str, str]]]:
     """Match and score all pairs of a source, in its order.
 
     Threads load and score, and the caller's thread runs the networks.
 
     Returns:
-        A list with (`KnownPair.place`, what `score` returned) for each pair, and a list with
-        (scene, reason) for each scene that could not be read.
+        What `score` returned for each pair, and (scene, reason) of each scene that could not be
+        read.
     """
 
-    def load(scenes: List[int]) -> Tuple[List[KnownPair], List[Tuple[str, str]], int]:
+    def load(first: int) -> List[KnownPair]:
         pairs = []
-        bad = []
-        for index in scenes:
+        for index in range(len(source))[first : first + step]:
             try:
-                given = settings.params.max_keypoints, settings.extractor
-                pairs += extract_pairs(source, index, *given)
+                pairs += extract_pairs(source, index, *extraction)
             except BadImage as error:
-                bad.append((source.scenes[index][0], error.reason))
-        return pairs, bad, sum(counts[index] for index in scenes)
+                unread.append((source.scenes[index][0], error.reason))
+        return pairs
 
-    def match(loaded: Tuple[List[KnownPair], Any, int]) -> Tuple[Any, List[Dict[str, Matches]]]:
-        return loaded, matched.answers([known.pair for known in loaded[0]], BATCH)
+    def match(pairs: List[KnownPair]) -> List[Tuple[KnownPair, Dict[str, Matches]]]:
+        return list(zip(pairs, matched.answers([known.pair for known in pairs], BATCH)))
 
-    def score_all(answered: Tuple[Any, List[Dict[str, Matches]]]) -> Tuple[List, List, int]:
-        (pairs, bad, count), answers = answered
-        scores = [(known.place, score(known, each)) for known, each in zip(pairs, answers)]
-        return scores, bad, count
+    def score_all(answered: List[Tuple[KnownPair, Dict[str, Matches]]]) -> List[Any]:
+        return [score(known, answers) for known, answers in answered]
 
+    unread: List[Tuple[str, str]] = []
+    extraction = settings.params.max_keypoints, settings.extractor
     counts = [count for _, count in source.scenes]
+    step = max(1, BATCH // max(counts, default=1))  # scenes whose pairs are matched together
+    parts = range(0, len(source), step)
     # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
     threads = min(os.cpu_count() or 1, MAX_THREADS)
-    answered = map(match, prefetch(load, divide(counts, BATCH), threads, threads))
+    answered = map(match, prefetch(load, parts, threads, threads))
     found = []
-    unread = []
-    for scores, bad, count in prefetch(score_all, answered, threads, threads):
+    for first, scores in zip(parts, prefetch(score_all, answered, threads, threads)):
         found += scores
-        unread += bad
-        bar.update(count)
-    return found, unread
+        bar.update(sum(counts[first : first + step]))
+    return found, sorted(unread)
 
 
 def draw_pictures(
     source: Source,
     matched: Matchers,
     table: pd.DataFrame,
-    places: Sequence[Tuple[int, int]],
+    places: Sequence[Tuple[int, ...]],
     settings: Settings,
 ) -> List[Tuple[str, str, np.ndarray]]:
-    """Draw the best, median and worst pairs. Return name, caption and pixels of each picture.
+    """Draw median, best and worst pairs. Return name, caption and pixels of each picture.
 
-    Of the median pairs, the first picture shows the one in which the network leads the ratio test
-    by most correct matches.
+    Of equal errors, more correct matches are better.
     """
-    # which pairs, and which of them comes first
-    wide = {name: _pair_values(only(table, matcher=name)) for name in PICTURED}
-    chosen = choose_pictures(wide[OURS])
-    more = wide[OURS]["correct"] - wide[RATIO_TEST]["correct"]
-    middle = [number for name, number in chosen if name.startswith("median")] or [chosen[0][1]]
-    first = max(middle, key=lambda number: more[number])
-    drawn = []
-    # The results keep no images, so each pair is loaded and matched again
-    for name, number in sorted(chosen, key=lambda each: each[1] != first):
-        index, position = places[number]
-        given = settings.params.max_keypoints, settings.extractor
-        (known,) = extract_pairs(source, index, *given, position)
-        _, views = source.load(index)
-        _, *ends, _ = views[position]
-        left, right = (
-            source.in_color(index, end, image) for end, image in zip(ends, known.images or ())
-        )
-        shown = matched.above(matched.answers([known.pair], 1)[0])
-        # one panel for each matcher
-        panels = []
-        counts = []
-        for matcher in PICTURED:
-            row = wide[matcher].loc[number]
-            words = f"{row['correct']:.0f} of {row['matches']:.0f} matches correct"
-            unit = "degrees of pose error" if metrics.is_posed(table) else "px of corner error"
-            words += f", {row['error']:.2f} {unit}"
-            counts.append(f"{report.title(matcher)}: {words}.")
-            points = scoring.matched_points(known.pair, shown[matcher])
-            wrong = ~scoring.correct_matches(known, shown[matcher])
-            heading = report.title(matcher)
-            panels.append(drawing.Panel(heading, *points, shown[matcher].scores, wrong))
-        caption = f"{KINDS[name.partition('-')[0]]} ({known.name}). {' '.join(counts)}"
-        drawn.append((name, caption, drawing.draw(left, right, panels)))
-    return drawn
-
-
-def _pair_values(own: pd.DataFrame) -> pd.DataFrame:
-    """Return matches, correct matches and the first estimator's error of each pair of a matcher."""
-    first = only(own, metric="error")["estimator"].tolist()[0]
-    chosen = only(own, refined=False)
-    return chosen[chosen["estimator"].isin(["", first])].pivot(
-        index="number", columns="metric", values="value"
-    )
-
-
-def choose_pictures(ours: pd.DataFrame) -> List[Tuple[str, int]]:
-    """Choose the pairs with the best, median and worst errors, each once: [("best-1", 7), ...].
-
-    `ours` has the columns `error` and `correct`. Of equal errors, more correct matches are better.
-    """
-    errors = ours.assign(wrong=-ours["correct"]).sort_values(["error", "wrong"], kind="stable")
-    ranked = [int(number) for number in errors.index]
+    # matches, correct matches and the leading estimator's error, by matcher and pair
+    lead = table.loc[table["metric"] == "error", "estimator"].iloc[0]
+    detected = table[~table["refined"] & table["estimator"].isin(["", lead])]
+    values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
+    ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
-    chosen = {"best": ranked[:2], "worst": ranked[::-1][:3], "median": ranked[middle : middle + 3]}
+    chosen = {"median": ranked[middle : middle + 3], "best": ranked[:2], "worst": ranked[::-1][:3]}
     names: Dict[int, str] = {}
     for kind, group in chosen.items():
         for place, number in enumerate(group, 1):
             names.setdefault(number, f"{kind}-{place}")
-    return [(name, number) for number, name in names.items()]
+    unit = "degrees of pose error" if metrics.is_posed(table) else "px of corner error"
+    drawn = []
+    # The results keep no images, so each pair is loaded and matched again
+    for number, name in names.items():
+        scene, position, *ends = places[number]
+        extraction = settings.params.max_keypoints, settings.extractor
+        (known,) = extract_pairs(source, scene, *extraction, position)
+        left, right = (
+            source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
+        )
+        shown = matched.above(matched.answers([known.pair], 1)[0])
+        # one panel for each matcher
+        panels = []
+        caption = f"{KINDS[name.partition('-')[0]]} ({known.name})."
+        for matcher in (OURS, RATIO_TEST):
+            row = values.loc[(matcher, number)]
+            heading = report.title(matcher)
+            caption += (
+                f" {heading}: {row['correct']:.0f} of {row['matches']:.0f} matches correct,"
+                f" {row['error']:.2f} {unit}."
+            )
+            points = scoring.matched_points(known.pair, shown[matcher])
+            wrong = ~scoring.correct_matches(known, shown[matcher])
+            panels.append(drawing.Panel(heading, *points, shown[matcher].scores, wrong))
+        drawn.append((name, caption, drawing.draw(left, right, panels)))
+    return drawn
 
 
 def describe(source: Source, where: str, matched: Matchers, settings: Settings) -> Dict[str, Any]:
     """Return the content of protocol.json: everything that must be quoted with a metric."""
-    params = settings.params
-    views = f"shorter side {settings.resize} px" if settings.resize else "as they are"
-    if isinstance(source, HeldOutPairs):
-        views = f"{params.width}x{params.height}"
     posed = isinstance(source, PosePairs)
     known = estimators.POSE_ESTIMATORS if posed else estimators.ESTIMATORS
     used = known if posed else settings.estimators
-    # when a match counts as correct
-    truth = (
-        f"symmetric epipolar distance, squared, below {estimators.EPIPOLAR_LIMIT} in normalized"
-        " coordinates"
-    )
-    if not posed:
-        truth = (
-            f"mutual nearest reprojections under {scoring.CORRECT_PX} px, the larger of both"
-            " directions"
-        )
-    # robust estimation, and the keypoints that every matcher gets
-    robust = f"inliers within {estimators.PX} px, {estimators.ITERATIONS} iterations"
-    default = settings.extractor is extractors.DEFAULT
-    few = matched.network_keypoints
-    selected = f", of which {few} are selected for a network" if few else ""
-    # what is known about every network
     models = {
         name: {
             "file": network.file.name,
             "sha256": file_sha256(network.file),
             "network": network.info["model"],
             "step": network.info.get("step"),
-            "validation_f1": bootstrap.plain(
-                network.info.get("validation", {}).get("f1", math.nan)
-            ),
+            "validation_f1": network.info.get("validation", {}).get("f1"),
             "threshold": network.threshold,
         }
         for name, network in matched.networks.items()
     }
-    ours = models.pop(OURS)
     return {
         "pairs_from": where,
-        "views": views,
-        "keypoints": f"{'SIFT' if default else settings.extractor.name}, at most"
-        f" {params.max_keypoints} in each view{selected}",
-        "truth": truth,
-        **({} if posed else {"robust": robust}),
-        "estimators": {name: known[name][1] for name in used},
-        **({"aligned": scoring.REFINEMENT} if settings.refine else {}),
-        "params": params.model_dump(),
-        "model": ours,
-        **({"models beside it": models} if models else {}),
+        "estimators": {name: known[name].__doc__ for name in used},
+        "params": settings.params.model_dump(),
+        "models": models,
     }
 
 
@@ -471,86 +425,84 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
     section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
-    networks, skipped = load_networks(args, device)
-    # the pairs: photographs leave out what a compared model was trained on
-    entries: List[Entry] = []
-    files = {name: network.file for name, network in networks.items()}
     notes: List[str] = []
-    if args.pairs is None and args.poses is None:
-        entries, files, notes = choose_photographs(args, files)
+    networks, extractor = load_networks(args, device, notes)
+    # the pairs: photographs leave out what a compared network was trained on
+    entries: List[Entry] = []
+    if not (args.pairs or args.poses):
+        entries, networks = choose_photographs(args, networks, notes)
     source, where = choose_source(args, section, entries, notes)
     # the matchers, and how they are scored
-    compared = {name: networks[name] for name in files}
-    is_scene = args.poses is not None
-    matched = Matchers(compared, device, args.further, is_scene, args.network_keypoints)
-    extractor = choose_extractor(args, networks[OURS])
-    numbers = args.resize, args.robustness
-    settings = Settings(section, args.estimators, *numbers, extractor, args.bound, args.refine)
-    results = run(source, where, matched, settings)
+    matched = Matchers(networks, device, args.further, args.network_keypoints)
+    settings = Settings(section, args.estimators, extractor, args.bound, args.refine)
+    results = run(source, where, matched, settings, args.robustness)
     bad = [f"{len(results.bad)} images could not be read: see bad_images.csv."] * bool(results.bad)
-    return results._replace(notes=[*bad, *notes, *skipped]), networks[OURS].info
+    return results._replace(notes=[*bad, *notes]), networks[OURS].info
 
 
-def run(source: Source, where: str, matched: Matchers, settings: Settings) -> Results:
+def run(
+    source: Source, where: str, matched: Matchers, settings: Settings, robustness: int
+) -> Results:
     """Evaluate all pairs of a source, then its negative and its disturbed pairs.
 
-    Raises WorkError if no pair can be read.
+    `robustness` is the number of photographs that are disturbed. Raises WorkError if no pair can be
+    read.
     """
 
     def score(known: KnownPair, answers: Mapping[str, Matches]) -> Any:
-        return score_pair(known, answers, matched.thresholds, settings)
+        return (known.place, *score_pair(known, answers, matched.thresholds, settings))
 
     def count(_: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
         return {name: len(found) for name, found in matched.above(answers).items()}
 
     # list all the work first, so that one bar shows all of it
     held_out = isinstance(source, HeldOutPairs)
-    hard = list(levels(source, settings.robustness)) if held_out and settings.robustness else []
-    negative = NegativePairs(source) if held_out else None
-    every = [source, *([negative] if negative else []), *(variant for _, _, variant in hard)]
+    hard = list(levels(source, robustness)) if held_out and robustness else []
+    negative = [NegativePairs(source)] if held_out and len(source) > 1 else []
+    every = [source, *negative, *(variant for _, _, variant in hard)]
     total = sum(count for each in every for _, count in each.scenes)
     conditions = []
-    counted = metrics.count_negatives([])
     with Progress(total=total, desc="pairs", unit="pair") as bar:
-
-        def match(part: Source, score: Score, name: str) -> Tuple[List, List]:
-            bar.set_description(name, refresh=False)
-            return match_all(part, matched, settings, score, bar)
-
+        given = matched, settings
         # the pairs themselves
-        found, bad = match(source, score, "pairs")
+        found, bad = match_all(source, *given, score, bar)
         if not found:
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        table = metrics.make_table([rows for _, (rows, _) in found])
         # the second views disturbed, each way at each level: only the means are kept
         for name, level, variant in hard:
-            scores = [each for _, each in match(variant, score, f"{name} {level:g}")[0]]
-            if scores:
-                rows = metrics.make_table([rows for rows, _ in scores])
-                ours = [scored[OURS] for _, scored in scores]
-                conditions.append(metrics.condition(name, f"{level:g}", rows, ours))
+            disturbed, _ = match_all(variant, *given, score, bar)
+            if disturbed:
+                _, rows, scored = zip(*disturbed)
+                own = {OURS: [each[OURS] for each in scored]}
+                values = metrics.values_of_pairs(metrics.make_table(rows), own)[[OURS, RATIO_TEST]]
+                means = pd.DataFrame({"value": values.mean(), "pairs": values.count()})
+                conditions.append(means.reset_index().assign(condition=name, level=level))
         # different photographs: every match is wrong
-        if negative:
-            counts = match(negative, count, "pairs of different photographs")[0]
-            counted = metrics.count_negatives([each for _, each in counts])
+        counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
     # all metrics, computed from the table
-    scored = {name: [each[name] for _, (_, each) in found] for name in matched.networks}
-    values, gains = metrics.compare(table, scored, matched.thresholds)
-    places = [place for place, _ in found]
+    places, rows, scored = zip(*found)
+    table = metrics.make_table(rows)
+    own = {name: [each[name] for each in scored] for name in matched.networks}
+    values = metrics.values_of_pairs(table, own)
+    samples = metrics.resample(values)
+    summary = metrics.summarize(values, samples)
+    for name, mean in pd.DataFrame(counts).mean().items():
+        row = mean, math.nan, math.nan, len(counts)
+        summary.loc[(name, "negative_matches", "", False), :] = row
+    summary = summary.astype({"pairs": int})
     return Results(
         where,
         source.unit,
-        len(set(table["scene"])),
         table,
-        pd.concat([values, counted], ignore_index=True),
-        gains,
+        values,
+        summary,
+        metrics.compare(values, samples, list(matched.networks)),
         pd.concat(conditions, ignore_index=True) if conditions else pd.DataFrame(),
-        metrics.calibration(scored[OURS]),
+        metrics.calibration(own[OURS]),
         bad,
         protocol=describe(source, where, matched, settings),
         pictures=draw_pictures(source, matched, table, places, settings),
-        same=metrics.same_as_ours(table, list(matched.networks)),
     )
 
 
@@ -570,7 +522,8 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
         sent.artifact(args.out, prefix)
         sent.tags({f"{prefix}.processor": provenance.processor()})
         if folder is None:  # the pairs come from the data that the model was trained on
-            sent.describe(report.result(results), report.note(results, prefix))
+            best = report.duels(results)[-1]["ours"]["value"]
+            sent.describe(f"AUC@5 {report.percent(best)}", report.note(results, prefix))
             sent.compare_with_champion(args.out / "pairs.csv")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+import itertools
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -17,79 +18,67 @@ import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.evaluate import metrics, report
-from pipeline.evaluate.matchers import OURS, RATIO_TEST
-from pipeline.evaluate.report import Results, only, title
+from pipeline.evaluate.matchers import OURS
+from pipeline.evaluate.report import Results
 from superglue_sift import drawing
 
-# One colour for each matcher on every chart, readable on a light and on a dark page
-COLOURS = {
-    OURS: "#10a070",
-    RATIO_TEST: "#e0524a",
-    "mutual_nn": "#4a86e8",
-    "nn": "#c08a1e",
-    "true_matches": "#8c8c8c",
-    "superglue_scene": "#2aa5b5",
-}
-FURTHER = ("#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")  # colours of other matchers, in their order
+# One colour for each matcher of `report.TITLES` on every chart, then those of further matchers. All
+# are readable on a light and on a dark page.
+COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c")
+FURTHER = ("#2aa5b5", "#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")
 INK = "#888888"
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "charts",  # without it the file contains random names
-    "font.family": "sans-serif",
-    "font.size": 11,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
     "axes.grid": True,
     "grid.alpha": 0.25,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
-Points = Tuple[Sequence[float], Sequence[float]]  # x and y of a curve, from 0 to 1
 Chart = Tuple[Markup, str]  # a chart and its caption
 
 
 def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
     """Return the colour of each matcher."""
-    further = [name for name in matchers if name not in COLOURS]
-    more = {name: FURTHER[place % len(FURTHER)] for place, name in enumerate(further)}
-    return {name: {**COLOURS, **more}[name] for name in matchers}
+    further = [name for name in matchers if name not in report.TITLES]
+    palette = itertools.chain(COLOURS, itertools.cycle(FURTHER))
+    every = dict(zip([*report.TITLES, *further], palette))
+    return {name: every[name] for name in matchers}
 
 
 def line_chart(
-    series: Mapping[str, Points],
-    colours: Mapping[str, str],
-    labels: Tuple[str, str],
-    ticks: Optional[Sequence[str]] = None,
-    diagonal: bool = False,
+    frame: pd.DataFrame, colours: Mapping[str, str], label: str, diagonal: bool = False
 ) -> Markup:
-    """Draw an `img` of an SVG with one line per matcher, the network last and thicker.
+    """Draw an `img` of an SVG with one line per column, the network last and thicker.
 
-    `labels` are the labels of both axes. `ticks` are words for x = 0, 1, ... `diagonal` adds a
-    dashed diagonal.
+    The index of `frame` is x, and its name the label of the x axis. Words are placed at 0, 1, ...
+    `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
-        # the network is drawn last, so that its line lies above the others
         axes = figure.subplots()
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
-        for name, (across, up) in sorted(series.items(), key=lambda each: each[0] == OURS):
-            dots = {"marker": "o", "markersize": 4} if len(across) <= metrics.BINS else {}
+        # the network is drawn last, so that its line lies above the others
+        for name in sorted(frame, key=lambda each: each == OURS):
+            dots = "o" if len(frame) <= metrics.BINS else ""
             width = 2.6 if name == OURS else 1.4
-            axes.plot(across, up, color=colours[name], linewidth=width, **dots)
-        if ticks is not None:
-            axes.set_xticks(range(len(ticks)), ticks)
-        else:
-            axes.margins(x=0)
+            axes.plot(
+                frame.index,
+                frame[name],
+                dots + "-",
+                color=colours[name],
+                linewidth=width,
+                markersize=4,
+            )
+        axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
         # an SVG without a date, so that equal charts give equal bytes
-        axes.set(xlabel=labels[0], ylabel=labels[1], ylim=(0, 1.02))
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     source = address("svg+xml", svg.getvalue())
-    return Markup('<img src="{}" alt="{} over {}">').format(source, labels[1], labels[0])
+    return Markup('<img src="{}" alt="{} over {}">').format(source, label, frame.index.name)
 
 
 def address(kind: str, data: bytes) -> str:
@@ -98,29 +87,24 @@ def address(kind: str, data: bytes) -> str:
 
 
 def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
-    """Draw the curves whose areas are the AUC metrics, for each estimator."""
-    keys = only(results.table, metric="error")[["estimator", "refined"]].drop_duplicates()
+    """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
+    axis = "pose error, degrees" if metrics.is_posed(results.table) else "corner error, px"
+    errors = results.table[results.table["metric"] == "error"]
+    keys = errors[["estimator", "refined"]].drop_duplicates().itertuples(index=False)
     charts = []
-    for (estimator, refined), curve in zip(
-        keys.itertuples(index=False, name=None), metrics.error_curves(results.table).values()
-    ):
-        unit, *_ = curve.columns
-        axis = "pose error, degrees" if unit == "error_deg" else "corner error, px"
-        names = [name for name in curve.columns[1:] if name in colours]
-        series = {name: (curve[unit].tolist(), curve[name].tolist()) for name in names}
-        chart = line_chart(series, colours, (axis, "fraction of pairs"))
-        kind = "matches refined by the pixels" if refined else "matches as detected"
-        charts.append((chart, f"{report.ESTIMATORS.get(estimator, estimator.upper())}; {kind}"))
+    for (estimator, refined), curve in zip(keys, metrics.error_curves(results.table).values()):
+        frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
+        caption = f"{estimator.upper()}, matches {report.KINDS[refined]}"
+        charts.append((line_chart(frame, colours, "fraction of pairs"), caption))
     return charts
 
 
-def calibration_chart(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
     """Draw whether the network's confidence is the probability that a match is correct."""
-    bins = results.calibration
-    series = {OURS: (bins["confidence"].tolist(), bins["precision"].tolist())}
-    labels = "confidence of a match", "fraction of correct ones"
+    bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
+    frame = bins.rename_axis("confidence of a match")
     words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
-    return [(line_chart(series, colours, labels, diagonal=True), words)]
+    return line_chart(frame, colours, "fraction of correct ones", diagonal=True), words
 
 
 def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
@@ -128,86 +112,24 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
 
     The lines are the network and the ratio test.
     """
-    recall = report.recall_of(results)
     lead = report.leading(results)
-    shown = ((recall, "", "found matches"), ("auc_5", lead, report.heading("auc_5", lead)))
+    shown = (("recall", "", "found matches"), ("auc_5", lead, report.heading("auc_5", lead)))
     charts = []
     for name, part in results.robustness.groupby("condition", sort=False):
-        levels = sorted(part["level"].unique(), key=float)
-        fewest = int(only(part, metric="pairs")["value"].min())
         for metric, estimator, label in shown:
-            # one line for each matcher over the levels
-            rows = only(part, metric=metric, estimator=estimator, refined=False)
-            wide = rows.pivot(index="level", columns="matcher", values="value").loc[levels]
-            series = {
-                name: (list(range(len(levels))), wide[name].tolist()) for name in metrics.COMPARED
-            }
-            chart = line_chart(series, colours, (str(name), label), ticks=levels)
-            charts.append((chart, f"{label}; at least {fewest} pairs at each level"))
+            # one line for each matcher over the levels, which are words at equal distances
+            key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]
+            frame = part[key].pivot(index="level", columns="matcher", values="value")
+            frame = frame.set_axis([f"{level:g}" for level in frame.index]).rename_axis(name)
+            fewest = part.loc[key, "pairs"].min()
+            caption = f"{label}; at least {fewest} pairs at each level"
+            charts.append((line_chart(frame, colours, label), caption))
     return charts
 
 
-def cells_of(results: Results) -> List[Tuple[str, List[str], List[Tuple[str, str, List[Markup]]]]]:
-    """Return the tables of the comparison: caption, headings, and (matcher, title, cells) per line.
-
-    A cell is a value with its 95 % interval.
-    """
-    frame = results.metrics[results.metrics["samples"].notna()]
-    groups = [("Matches, in %", frame[frame["metric"].isin(report.SHORT)])]
-    for estimator, part in frame[frame["metric"].str.startswith("auc_")].groupby(
-        "estimator", sort=False
-    ):
-        for refined, rows in part.groupby("refined"):
-            kind = "matches refined by the pixels" if refined else "matches as detected"
-            groups.append((f"AUC {str(estimator).upper()}, {kind}, in %", rows))
-    # one line for each matcher, one column for each metric
-    tables = []
-    for caption, rows in groups:
-        keys = list(dict.fromkeys(rows["metric"]))
-        heads = [report.SHORT.get(key, "@" + key.partition("_")[2]) for key in keys]
-        known = rows.set_index(["matcher", "metric"])
-        lines = [
-            (name, title(name), [_cell(known, (name, key)) for key in keys])
-            for name in report.compared(results)
-        ]
-        tables.append((caption, heads, lines))
-    return tables
-
-
-def _cell(known: pd.DataFrame, key: Tuple[str, str]) -> Markup:
-    if key not in known.index:
-        return Markup("-")
-    row = known.loc[key]
-    low, high = (report.percent(row[end]) for end in ("low", "high"))
-    interval = Markup("<br><small>{}&ndash;{}</small>").format(low, high) if low != "-" else ""
-    return Markup("{}{}").format(report.percent(row["value"]), interval)
-
-
-def gains_of(results: Results) -> List[Tuple[str, List[Tuple[str, str, str, str]]]]:
-    """Return the differences to the best baseline, then to each further model.
-
-    A group has the name of the other matcher, and (metric, points, interval, verdict) of each line.
-    """
-    # the metrics that the page compares
-    frame = results.differences
-    shown = frame["metric"].isin([*report.SHORT, "auc_5", f"within_{metrics.WITHIN}"])
-    frame = frame[shown & ~frame["baseline"].isin(list(results.same))]
-    best = frame.drop_duplicates(metrics.KEY)
-    # the first group has the best baseline of each metric, the others have one model each
-    baselines = set(best["baseline"]) | {RATIO_TEST}
-    further = [name for name in frame["baseline"].unique() if name not in baselines]
-    groups = [("the best baseline", best)]
-    groups += [(title(name), only(frame, baseline=name)) for name in further]
-    found = []
-    for name, rows in groups:
-        lines = []
-        for row in rows.to_dict("records"):
-            words = report.heading(row["metric"], row["estimator"], row["refined"])
-            whose = f" ({title(row['baseline'])})" if name == "the best baseline" else ""
-            end = report.points(row["value"]), report.span(row), row["verdict"]
-            lines.append((words + whose, *end))
-        found.append((name, lines))
-    return found
+def show(table: pd.DataFrame) -> Markup:
+    """Return a table as HTML."""
+    return Markup(table.to_html(border=0))
 
 
 def render(results: Results, curves: Optional[Path] = None) -> str:
@@ -218,30 +140,25 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters.update(percent=report.percent, points=report.points, title=title)
+    environment.filters.update(
+        percent=report.percent, points=report.points, title=report.title, show=show
+    )
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    names = report.compared(results)
-    colours = colours_of(names)
+    colours = colours_of(report.matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
-    first = [errors[0], *errors[len(errors) // 2 :][:1]] if len(errors) > 1 else errors
+    first = [each for each in errors if each[1].startswith(report.leading(results).upper())]
     posed = metrics.is_posed(results.table)
     return environment.from_string(template).render(
         results=results,
         report=report,
-        verdict=report.verdict(results),
-        duels=report.duels(results),
-        enough=results.scenes >= MIN_CLUSTERS,
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures
         ],
         learning=address("svg+xml", curves.read_bytes()) if curves and curves.is_file() else "",
-        legend=[(title(name), colours[name]) for name in names],
-        charts=[*first, *([] if posed else calibration_chart(results, colours))],
+        legend=colours,
+        charts=[*first, *([] if posed else [calibration_chart(results, colours)])],
         more_charts=[each for each in errors if each not in first],
         robustness=robustness_charts(results, colours) if len(results.robustness) else [],
-        tables=cells_of(results),
-        gains=gains_of(results) if results.scenes >= MIN_CLUSTERS else [],
-        pairs=results.table["number"].nunique(),
     )

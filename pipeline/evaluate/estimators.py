@@ -9,26 +9,25 @@ Source: the SuperGlue paper, arXiv 1911.11763, sections 5.1 to 5.3.
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
-from pipeline.errors import RequestError
 from pipeline.evaluate.matchers import BASELINES
 from pipeline.evaluate.pairs import Pose
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.two_view import MIN_ESSENTIAL, POSE_PX, relative_pose
+from superglue_sift.geometry.two_view import MIN_ESSENTIAL, relative_pose
 
-DEFAULT = ("ransac", "dlt", "surest")
+DEFAULT = ("ransac", "dlt", "confident")
 PX = 3.0  # inlier limit of the robust homographies
 ITERATIONS = 3000  # largest number of iterations of the robust homographies
 MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds stay finite
 DECIDING = 16  # number of matches with the largest odds that weigh alike, at most half of all
 BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
-# The fraction of a matcher's most confident matches that the estimator `surest` takes
-SUREST = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
-SUREST_OF_NETWORK = 0.5
+# The fraction of a matcher's most confident matches that the estimator `confident` takes
+CONFIDENT = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
+CONFIDENT_OF_NETWORK = 0.5
 # A match of two cameras is correct below this squared symmetric epipolar distance, in normalized
 # coordinates.
 EPIPOLAR_LIMIT = 5e-4
@@ -44,34 +43,35 @@ class Points(NamedTuple):
 
     Attributes:
         points0, points1: (K, 2) px.
-        weights: (K,), from `weights_of`.
-        confident: (K,) bool, from `most_confident`.
+        matcher: name of the matcher.
+        scores: (K,), its confidences.
         seed: seed of random samples, which depends on the pair alone.
         deviations: (K,) px, how uncertain refined matches are. None for matches as detected.
     """
 
     points0: np.ndarray
     points1: np.ndarray
-    weights: np.ndarray
-    confident: np.ndarray
-    seed: int
+    matcher: str
+    scores: np.ndarray
+    seed: int = 0
     deviations: Optional[np.ndarray] = None
 
 
 def ransac(found: Points) -> Optional[np.ndarray]:
-    """Estimate by RANSAC, as in the paper: see `two_view.fit_ransac`."""
+    """Fit by cv2.UsacParams, with MSAC scores, then by robust least squares: `fit_ransac`."""
     points = found.points0, found.points1
     return two_view.fit_ransac(*points, PX, ITERATIONS, found.seed, found.deviations)
 
 
 def least_squares(found: Points) -> Optional[np.ndarray]:
-    """Fit all matches by weighted least squares, without rejection: the paper's DLT."""
-    return fit_dlt(found.points0, found.points1, found.weights)
+    """Fit all matches by least squares, weighted by their confidence: the paper's DLT."""
+    return fit_dlt(found.points0, found.points1, weights_of(found.matcher, found.scores))
 
 
-def surest(found: Points) -> Optional[np.ndarray]:
-    """Fit the most confident matches by least squares with equal weights."""
-    return fit_dlt(found.points0[found.confident], found.points1[found.confident])
+def confident(found: Points) -> Optional[np.ndarray]:
+    """Fit the most confident matches by least squares, with equal weights."""
+    chosen = most_confident(found.matcher, found.scores)
+    return fit_dlt(found.points0, found.points1, chosen.astype(np.float64))
 
 
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -85,9 +85,7 @@ def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.array([[scale, 0, -scale * mean[0]], [0, scale, -scale * mean[1]], [0, 0, 1.0]])
 
 
-def fit_dlt(
-    points0: np.ndarray, points1: np.ndarray, weights: Optional[np.ndarray] = None
-) -> Optional[np.ndarray]:
+def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Optional[np.ndarray]:
     """Fit the weighted least-squares homography 0 -> 1 to all matches, the paper's "DLT" column.
 
     It is the direct linear transform with Hartley conditioning (Hartley and Zisserman, algorithm
@@ -95,28 +93,25 @@ def fit_dlt(
 
     Args:
         points0, points1: (N, 2) float64 px.
-        weights: (N,), 0 or more. They scale the two equations of a match. If None, they are equal.
+        weights: (N,), 0 or more. They scale the two equations of a match.
 
     Returns:
         (3, 3) float64, or None if fewer than four matches have a positive weight or the matches
         are degenerate.
     """
-    weights = np.ones(len(points0)) if weights is None else weights
     used = weights > 0
     if used.sum() < two_view.MIN_POINTS:
         return None
-    p0 = points0[used]
-    p1 = points1[used]
-    w = weights[used]
+    p0, p1, w = points0[used], points1[used], weights[used]
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
     homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
     x, y = two_view.transform(p1, T1).T
     # (2N, 9): two equations for each match
     zeros = np.zeros_like(homogeneous)
-    horizontal = np.concatenate([homogeneous, zeros, -x[:, None] * homogeneous], axis=1)
-    vertical = np.concatenate([zeros, homogeneous, -y[:, None] * homogeneous], axis=1)
-    rows = np.concatenate([horizontal * w[:, None], vertical * w[:, None]])
+    horizontal = np.hstack([homogeneous, zeros, -x[:, None] * homogeneous])
+    vertical = np.hstack([zeros, homogeneous, -y[:, None] * homogeneous])
+    rows = np.concatenate([horizontal, vertical]) * np.tile(w, 2)[:, None]
     # The null vector of the rows. The 9x9 normal matrix gives it much faster than an SVD.
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
@@ -125,16 +120,15 @@ def fit_dlt(
     return H if np.isfinite(H).all() else None
 
 
-def opencv(found: Points) -> Optional[np.ndarray]:
-    """Fit by cv2.findHomography with cv2.RANSAC, the "OpenCV" of the tables of LightGlue."""
+def opencv(found: Points, method: int = cv2.RANSAC) -> Optional[np.ndarray]:
+    """Fit by RANSAC of cv2.findHomography, the "OpenCV" of the tables of LightGlue."""
     options = {"maxIters": ITERATIONS, "confidence": two_view.CONFIDENCE}
-    return cv2.findHomography(found.points0, found.points1, cv2.RANSAC, PX, **options)[0]
+    return cv2.findHomography(found.points0, found.points1, method, PX, **options)[0]
 
 
 def magsac(found: Points) -> Optional[np.ndarray]:
     """Fit by OpenCV's MAGSAC++ (Barath et al. 2020). Its generator restarts at every call."""
-    points = found.points0, found.points1
-    return cv2.findHomography(*points, cv2.USAC_MAGSAC, PX, maxIters=ITERATIONS)[0]
+    return opencv(found, cv2.USAC_MAGSAC)
 
 
 def poselib(found: Points) -> Optional[np.ndarray]:
@@ -147,27 +141,14 @@ def poselib(found: Points) -> Optional[np.ndarray]:
     return np.asarray(H) if usable else None
 
 
-# Each function returns (3, 3) float64 or None. The text beside it is for protocol.json.
-ESTIMATORS: Dict[str, Tuple[Callable[[Points], Optional[np.ndarray]], str]] = {
-    "ransac": (
-        ransac,
-        "cv2.findHomography, UsacParams: uniform samples, MSAC score; then scipy's least_squares,"
-        " Cauchy loss",
-    ),
-    "dlt": (
-        least_squares,
-        "least squares over all matches, weighted by the odds of a network's confidence, "
-        f"by the power {BASELINE_POWER} of 1 - ratio of a baseline's",
-    ),
-    "surest": (
-        surest,
-        "least squares with equal weights over the most confident matches:"
-        f" {SUREST_OF_NETWORK:.0%} of a network's, "
-        + ", ".join(f"{share:.0%} of {name}" for name, share in SUREST.items()),
-    ),
-    "opencv": (opencv, "cv2.findHomography, RANSAC"),
-    "magsac": (magsac, "cv2.findHomography, USAC_MAGSAC"),
-    "poselib": (poselib, "PoseLib LO-RANSAC"),
+# Each function returns (3, 3) float64 or None. Its docstring is written to protocol.json.
+ESTIMATORS: Dict[str, Callable[[Points], Optional[np.ndarray]]] = {
+    "ransac": ransac,
+    "dlt": least_squares,
+    "confident": confident,
+    "opencv": opencv,
+    "magsac": magsac,
+    "poselib": poselib,
 }
 
 
@@ -184,24 +165,16 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     if matcher in BASELINES:
         return scores**BASELINE_POWER
     odds = scores / (1.0 - scores + MIN_DOUBT)
-    rank = min(DECIDING, max(two_view.MIN_POINTS, len(odds) // 2), len(odds))
+    rank = min(DECIDING, max(two_view.MIN_POINTS, len(odds) // 2))
     return np.minimum(odds, np.sort(odds)[-rank])
 
 
 def most_confident(matcher: str, scores: np.ndarray) -> np.ndarray:
-    """Return which matches `surest` takes, (K,) bool. The fraction was chosen as the weights
+    """Return which matches `confident` takes, (K,) bool. The fraction was chosen as the weights
     were."""
-    fraction = SUREST.get(matcher, SUREST_OF_NETWORK)
-    count = min(max(two_view.MIN_POINTS, math.ceil(fraction * len(scores))), len(scores))
+    fraction = CONFIDENT.get(matcher, CONFIDENT_OF_NETWORK)
+    count = max(two_view.MIN_POINTS, math.ceil(fraction * len(scores)))
     return scores >= np.sort(scores)[-count]
-
-
-def choose(names: Sequence[str]) -> Tuple[str, ...]:
-    """Check the names and drop repeated ones. Raises RequestError for an unknown estimator."""
-    for name in names:
-        if name not in ESTIMATORS:
-            raise RequestError(f"--estimators {name}: unknown; choose from {', '.join(ESTIMATORS)}")
-    return tuple(dict.fromkeys(names))
 
 
 def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
@@ -209,16 +182,17 @@ def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     return two_view.transform(points, two_view.inverse(K))
 
 
-def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray) -> np.ndarray:
-    """Return the squared symmetric epipolar distance of normalized points (K, 2), (K,) float64.
+def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: Pose) -> np.ndarray:
+    """Return the squared symmetric epipolar distance of matched pixels (K, 2), (K,) float64.
 
-    It is infinite where a line is undefined.
+    It is in normalized coordinates, and infinite where a line is undefined.
     """
-    x, y, z = T_0to1[:3, 3] / max(np.linalg.norm(T_0to1[:3, 3]), 1e-12)
+    t = cameras.T_0to1[:3, 3]
+    x, y, z = t / max(np.linalg.norm(t), 1e-12)
     # E is the essential matrix, [t]x R with t of length one
-    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ T_0to1[:3, :3]
-    p0 = two_view.to_homogeneous(points0)
-    p1 = two_view.to_homogeneous(points1)
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ cameras.T_0to1[:3, :3]
+    p0 = two_view.to_homogeneous(normalize(points0, cameras.K0))
+    p1 = two_view.to_homogeneous(normalize(points1, cameras.K1))
     # (K, 3): the epipolar line of each point in the other image
     lines1 = p0 @ E.T
     lines0 = p1 @ E
@@ -229,7 +203,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, T_0to1: np.ndarray
 
 
 def essential(found: Points, cameras: Pose) -> Optional[Motion]:
-    """Estimate the pose by RANSAC over essential matrices, with the intrinsics of `cameras`."""
+    """Estimate the pose by RANSAC of cv2.findEssentialMat at 1 px, with known intrinsics."""
     if len(found.points0) < MIN_ESSENTIAL:
         return None
     K0 = cameras.K0
@@ -237,30 +211,28 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
     flat = normalize(found.points0, K0), normalize(found.points1, K1)
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
-    best = None
-    most = 0
+    if stacked is None:
+        return None
     # OpenCV may return several matrices, stacked (3 * count, 3): keep the one with the most inliers
-    for E in np.split(stacked, len(stacked) // 3) if stacked is not None else []:
-        inliers, R, t, *_ = cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())
-        if inliers > most:
-            best = R, t.ravel()
-            most = inliers
-    return best
+    inliers, R, t, *_ = max(
+        (
+            cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())
+            for E in np.split(stacked, len(stacked) // 3)
+        ),
+        key=lambda found: found[0],
+    )
+    return (R, t.ravel()) if inliers else None
 
 
 def poselib_pose(found: Points, cameras: Pose) -> Optional[Motion]:
-    """Estimate the pose as `MatchResult.relative_pose` does."""
+    """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
     pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 
-POSE_ESTIMATORS: Dict[str, Tuple[Callable[[Points, Pose], Optional[Motion]], str]] = {
-    "pose": (
-        essential,
-        f"cv2.findEssentialMat, RANSAC at {RANSAC_PX:g} px over the focal length, probability"
-        f" {CONFIDENCE}",
-    ),
-    "refined": (poselib_pose, f"PoseLib's LO-RANSAC at {POSE_PX:g} px"),
+POSE_ESTIMATORS: Dict[str, Callable[[Points, Pose], Optional[Motion]]] = {
+    "pose": essential,
+    "poselib": poselib_pose,
 }
 
 
@@ -277,12 +249,3 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
     direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
     return float(np.degrees(np.arccos(np.clip(np.array([rotation, direction]), -1, 1)).max()))
-
-
-def epipolar_correct(points0: np.ndarray, points1: np.ndarray, pose: Pose) -> np.ndarray:
-    """Return which matches have an epipolar error below the limit, (K,) bool.
-
-    points0 and points1 are (K, 2) px.
-    """
-    flat = normalize(points0, pose.K0), normalize(points1, pose.K1)
-    return epipolar_errors(*flat, pose.T_0to1) < EPIPOLAR_LIMIT

@@ -6,7 +6,6 @@ All matchers get the same keypoints.
 from __future__ import annotations
 
 import importlib
-import itertools
 import sys
 from pathlib import Path
 from types import MappingProxyType
@@ -18,7 +17,6 @@ from pipeline.errors import RequestError
 from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
-from superglue_sift.geometry import verification
 from superglue_sift.geometry.guided_matching import add_guided_matches
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
@@ -32,9 +30,6 @@ RATIO_THRESHOLD = 1.0 - nearest.RATIO  # smallest confidence of the ratio test
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)
 MATCHERS = (OURS, *BASELINES)  # these matchers are always compared, in the order of every table
 BOUND = "true_matches"  # no matcher, but the true matches: an upper bound with these keypoints
-# the trained network, without the matches of pairs that the limits of scenes reject
-SCENE = "superglue_scene"
-UNRANKED = (BOUND, SCENE)  # rows that are not baselines
 
 
 class Network(NamedTuple):
@@ -64,7 +59,6 @@ class Matchers:
     Args:
         networks: networks by name, the evaluated one first.
         further: other matchers by name.
-        scene: whether to add a row SCENE.
         network_keypoints: number of keypoints of an image that a network gets. If None, it gets
         all.
     """
@@ -74,13 +68,11 @@ class Matchers:
         networks: Mapping[str, Network],
         device: str,
         further: Mapping[str, Callable[[Pair], Matches]] = MappingProxyType({}),
-        scene: bool = False,
         network_keypoints: Optional[int] = None,
     ):
         self.networks = networks
         self.device = device
         self.further = further
-        self.scene = scene
         self.network_keypoints = network_keypoints
         # Smallest confidences by name. `answers` also gives the mutual matches below them.
         own = {name: network.threshold for name, network in networks.items()}
@@ -91,28 +83,28 @@ class Matchers:
 
         Equal batches give equal bits.
         """
-        answers: List[Dict[str, Matches]] = [{} for _ in pairs]
+        answers = [match_baselines(pair) for pair in pairs]
+        # Neighbours of keypoints that a network does not get. The ratio 1 keeps all mutual ones.
         most = self.network_keypoints or sys.maxsize
-        # the ratio 1 keeps all mutual nearest neighbours
-        mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
+        mutual = [
+            nearest.ratio_matches(*pair[:2], ratio=1.0)
+            if self.network_keypoints
+            else Matches.none()
+            for pair in pairs
+        ]
         selected = [
             nearest.select_keypoints(*pair[:2], most, near) for pair, near in zip(pairs, mutual)
         ]
         for name, network in self.networks.items():
             # one network after the other, on batches of pairs
-            parts = [slice(start, start + batch) for start in range(0, len(pairs), batch)]
-            found = [
-                match_pairs(network.model, pairs[part], self.device, selected[part])
-                for part in parts
-            ]
-            every = itertools.chain.from_iterable(found)
-            for by_name, pair, own, near, seen in zip(answers, pairs, every, mutual, selected):
+            found: List[Matches] = []
+            for start in range(0, len(pairs), batch):
+                part = slice(start, start + batch)
+                found += match_pairs(network.model, pairs[part], self.device, selected[part])
+            for by_name, pair, own, near, chosen in zip(answers, pairs, found, mutual, selected):
                 points = positions(pair.records0), positions(pair.records1)
-                by_name[name] = add_guided_matches(own, near, seen, points, network.threshold)
-                if self.scene and name == OURS:
-                    by_name[SCENE] = match_scene(pair, own, near, network.threshold)
+                by_name[name] = add_guided_matches(own, near, chosen, points, network.threshold)
         for by_name, pair in zip(answers, pairs):
-            by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())
         return answers
 
@@ -141,28 +133,15 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
         count1 = len(pair.records1)
         if not count0 or not count1:
             return Matches.none()
-        sides = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
-        matches0, scores0 = map(np.asarray, function(*sides))
+        views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
+        matches0, scores0 = map(np.asarray, function(*views))
         whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
-        if not whole or matches0.max() >= count1:
-            rule = f"a whole number below {count1} and a confidence for each keypoint"
+        if not whole or matches0.max() >= count1 or not (abs(scores0 - 0.5) <= 0.5).all():
+            rule = f"a whole number below {count1} and a confidence from 0 to 1 for each keypoint"
             raise RequestError(f"--also {name}: must give {rule}")
-        if not ((scores0 >= 0) & (scores0 <= 1))[matches0 >= 0].all():
-            raise RequestError(f"--also {name}: gives confidences that are not from 0 to 1")
         return Matches.from_dense(matches0, scores0)
 
     return match
-
-
-def match_scene(pair: Pair, found: Matches, mutual: Matches, threshold: float) -> Matches:
-    """Match a pair as `Matcher` does with `scene=True`. A pair that is not accepted has no match.
-
-    `found` are all matches of the network, and `mutual` the mutual nearest neighbours of all
-    keypoints.
-    """
-    views = [Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)]
-    settings = threshold, 0, verification.ACCEPT
-    return verification.match_one_place(views, found, mutual, *settings)[0]
 
 
 def match_baselines(pair: Pair) -> Dict[str, Matches]:

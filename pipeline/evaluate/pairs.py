@@ -13,6 +13,7 @@ amounts.
 
 from __future__ import annotations
 
+import itertools
 from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import cv2
@@ -21,6 +22,7 @@ import numpy as np
 from pipeline.fetch.dataset import Entry, ImageSet, require_size
 from pipeline.keypoints import views
 from pipeline.params import EvaluateParams, Photometric
+from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.images import BadImage, decode_color, decode_gray
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, choose_pair
@@ -28,8 +30,6 @@ from superglue_sift.network.batch import Pair, choose_pair
 SEED = 0  # all models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
-ROTATIONS_DEG = (45.0, 90.0, 180.0)
-ROTATED = (2.0, 4.0, 8.0)  # these zooms are also rotated
 
 
 class Pose(NamedTuple):
@@ -48,14 +48,14 @@ class KnownPair(NamedTuple):
     """The input of every matcher, with its ground truth.
 
     Attributes:
-        place: number of the scene, and number of the pair in it.
+        place: numbers of the scene, of the pair in it, and of both images in it.
         truth: a homography, (3, 3) float64 from pixels of view 0 to view 1, or two cameras.
         images: both images, (H, W) uint8 gray, to refine matches. Without them no match is refined.
     """
 
     name: str
     scene: str
-    place: Tuple[int, int]
+    place: Tuple[int, int, int, int]
     pair: Pair
     truth: Union[np.ndarray, Pose]
     images: Optional[Tuple[np.ndarray, np.ndarray]] = None
@@ -64,7 +64,6 @@ class KnownPair(NamedTuple):
 # The images of a scene, (H, W) uint8 gray, and its pairs: name, indices of both images, ground
 # truth
 Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, Pose]]]]
-Extract = Callable[[np.ndarray, int], np.ndarray]  # such as `sift.extract`
 
 
 class Source:
@@ -92,7 +91,7 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def extract_pairs(
-    source: Source, index: int, max_keypoints: int, extractor: Extract, only: Optional[int] = None
+    source: Source, index: int, max_keypoints: int, extractor: Extractor, only: Optional[int] = None
 ) -> List[KnownPair]:
     """Load a scene and run the extractor once on each image.
 
@@ -109,7 +108,7 @@ def extract_pairs(
             keypoints[image] = extractor(images[image], max_keypoints)
         both = images[first], images[second]
         pair = Pair(keypoints[first], keypoints[second], *map(image_size, both))
-        place = (index, position)
+        place = (index, position, first, second)
         scene = source.scenes[index][0]
         found.append(KnownPair(name, scene, place, choose_pair(pair), truth, both))
     return found
@@ -147,8 +146,8 @@ class HeldOutPairs(Source):
         for number in range(count):
             # even numbers are mild views, odd numbers random homographies
             first = 2 * number
-            view0, H_image_to_0 = self.render(image, name, first)
-            view1, H_image_to_1 = self.render(image, name, first + 1)
+            view0, H_image_to_0 = self.view(image, name, first)
+            view1, H_image_to_1 = self.view(image, name, first + 1)
             images += [view0, self.disturb(view1)]
             H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
             pairs.append((f"{name}#{number}", first, first + 1, H_0to1))
@@ -158,7 +157,7 @@ class HeldOutPairs(Source):
         """Return the view in colour: the brightness of `gray`, the colours of the photograph."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
-        H, _ = self.sample(photograph, entry.name, image)
+        H, _ = self.sample(image_size(photograph), entry.name, image)
         view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
@@ -171,30 +170,27 @@ class HeldOutPairs(Source):
         require_size(entry.name, image_size(image), self.view_size)
         return image
 
-    def render(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Render view `number` of a photograph. Return it, (H, W) uint8, and H_image_to_view."""
-        H, rng = self.sample(image, name, number)
-        return self.render_view(image, H, rng), H
-
     def sample(
-        self, image: np.ndarray, name: str, number: int
+        self, size: Tuple[int, int], name: str, number: int
     ) -> Tuple[np.ndarray, np.random.Generator]:
         """Draw H_image_to_view of view `number`, which is mild for even numbers.
 
         Also return the generator, from which the view's distortion is drawn.
         """
         rng = views.generator(SEED, f"evaluate {name}", number)
-        sizes = image_size(image), self.view_size
         if number % 2 == 0:
-            return views.mild_view(rng, *sizes), rng
-        return views.sample_view(rng, *sizes, self.params.views.homography), rng
+            return views.mild_view(rng, size, self.view_size), rng
+        return views.sample_view(rng, size, self.view_size, self.params.views.homography), rng
 
-    def render_view(
-        self, image: np.ndarray, H_image_to_view: np.ndarray, rng: np.random.Generator
-    ) -> np.ndarray:
-        """Render a view with photometric distortion, (H, W) uint8."""
-        view = views.render(image, H_image_to_view, self.view_size)
+    def render(self, image: np.ndarray, H: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        """Render the view H (3, 3) of an image with photometric distortion, (H, W) uint8."""
+        view = views.render(image, H, self.view_size)
         return views.distort(view, rng, self.params.views.photometric)
+
+    def view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
+        """Return view `number` of a photograph, (H, W) uint8, and H_image_to_view."""
+        H, rng = self.sample(image_size(image), name, number)
+        return self.render(image, H, rng), H
 
 
 class NegativePairs(Source):
@@ -204,15 +200,16 @@ class NegativePairs(Source):
         self.source = source
         names = [name for name, _ in source.scenes]
         count = len(names)
-        possible = count * (count - 1) * source.params.pairs_per_image
-        rounds = [divmod(pair, count) for pair in range(min(MAX_NEGATIVE_PAIRS, possible))]
         # each pair: the indices of both photographs, and the number of their views
-        pairs = [
-            (first, (first + 1 + number % (count - 1)) % count, number) for number, first in rounds
-        ]
+        pairs = (
+            (first, (first + 1 + number % (count - 1)) % count, number)
+            for number in range((count - 1) * source.params.pairs_per_image)
+            for first in range(count)
+        )
         # copies of one photograph are no negative pair
         photographs = [entry.photograph for entry in source.entries]
-        self.pairs = [pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]]]
+        different = (pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]])
+        self.pairs = list(itertools.islice(different, MAX_NEGATIVE_PAIRS))
         self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
@@ -220,7 +217,7 @@ class NegativePairs(Source):
         *photographs, number = self.pairs[index]
         source = self.source
         images = [
-            source.render(source.read(at), source.entries[at].name, 2 * number + view)[0]
+            source.view(source.read(at), source.entries[at].name, 2 * number + view)[0]
             for view, at in enumerate(photographs)
         ]
         no_truth = np.full((3, 3), np.nan)
@@ -228,19 +225,17 @@ class NegativePairs(Source):
 
 
 class ZoomedPairs(HeldOutPairs):
-    """Each photograph matched with a part of it, magnified and rotated by fixed amounts.
+    """Each photograph matched with a part of it, magnified `zoom` times, 1 or more.
 
     This is like a landmark that is seen from afar and from near. Photographs that would be scaled
     up more than `views.homography.max_upscale` times are left out, so only large ones reach the
-    last levels. `zoom` is 1 or more, the scale of view 1 over view 0. `rotation_deg` rotates view 1
-    clockwise.
+    last levels.
     """
 
-    def __init__(self, source: HeldOutPairs, count: int, zoom: float, rotation_deg: float = 0.0):
+    def __init__(self, source: HeldOutPairs, count: int, zoom: float):
         params = source.params.model_copy(update={"pairs_per_image": 1})
         super().__init__(source.images, source.entries[:count], params)
         self.zoom = zoom
-        self.rotation_deg = rotation_deg
 
     def load(self, index: int) -> Scene:
         """Render the pair of one photograph. Raises BadImage if it is unreadable or too small."""
@@ -248,34 +243,21 @@ class ZoomedPairs(HeldOutPairs):
         image = self.read(index)
         rng = views.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
-        try:
-            H_0to1 = zoom_in(rng, self.view_size, self.zoom, self.rotation_deg)
-        except ValueError as error:  # a wide view, rotated, has no part that fills it
-            raise BadImage(name, str(error)) from None
+        H_0to1 = zoom_in(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         upscale = views.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
-        images = [self.render_view(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
+        images = [self.render(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
         return images, [(f"{name} x{self.zoom:g}", 0, 1, H_0to1)]
 
 
-def zoom_in(
-    rng: np.random.Generator, size: Tuple[int, int], zoom: float, rotation_deg: float
-) -> np.ndarray:
-    """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height).
-
-    Raises ValueError if the part is larger than the view.
-    """
+def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
+    """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
-    turn = cv2.getRotationMatrix2D((0, 0), -rotation_deg, 1.0)[:, :2]
-    # half the bounding box of the part; what remains of the view is the room for its centre
-    margin = middle - np.abs(turn.T) @ middle / zoom
-    if (margin < -1e-9).any():
-        raise ValueError(f"zoom {zoom}, rotated by {rotation_deg}: no part fills {size}")
-    centre = middle + rng.uniform(-1.0, 1.0, 2) * np.maximum(margin, 0.0)
-    H = np.eye(3)
-    H[:2, :2] = zoom * turn
+    # half the size of the part; what remains of the view is the room for its centre
+    centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
+    H = np.diag([zoom, zoom, 1.0])
     H[:2, 2] = middle - H[:2, :2] @ centre
     return H
 
@@ -307,24 +289,18 @@ DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 }
 
 
-def disturb(source: HeldOutPairs, count: int, function: Callable, level: float) -> HeldOutPairs:
-    """Return one pair of each of the first `count` photographs, disturbed by `function` at `level`.
+def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
+    """Yield condition, level and pairs of each line of robustness.csv.
 
-    The disturbance replaces the photometric distortion.
+    There is one pair of each of the first `count` photographs. Its second view is disturbed instead
+    of the photometric distortion, or magnified.
     """
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     calm = source.params.views.model_copy(update={"photometric": clear})
     params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})
-    entries = source.entries[:count]
-    return HeldOutPairs(source.images, entries, params, lambda view: function(view, level))
-
-
-def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
-    """Yield condition, level and pairs of each line of robustness.csv."""
     for name, (function, amounts) in DISTURBANCES.items():
         for amount in amounts:
-            yield name, amount, disturb(source, count, function, amount)
-    for rotation in (0.0, *ROTATIONS_DEG):
-        name = f"zoom, rotated by {rotation:g} degrees" if rotation else "zoom"
-        for zoom in ROTATED if rotation else ZOOMS:
-            yield name, zoom, ZoomedPairs(source, count, zoom, rotation)
+            given = source.images, source.entries[:count], params
+            yield name, amount, HeldOutPairs(*given, lambda view, f=function, a=amount: f(view, a))
+    for zoom in ZOOMS:
+        yield "zoom", zoom, ZoomedPairs(source, count, zoom)

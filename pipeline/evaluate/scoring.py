@@ -27,15 +27,11 @@ from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
 CORRECT_PX = 3.0
-REFINEMENT = (
-    "positions in image 1 moved by superglue_sift.geometry.refinement, of every matcher alike;"
-    " truth as detected"
-)
 
 Row = Tuple[str, str, str, str, bool, str, float]
-# For all matches of a network on a pair, whatever their scores, (K,) each: their scores, whether
-# they are correct, and whether they are found
-Scored = Tuple[np.ndarray, np.ndarray, np.ndarray]
+# All matches of a network on a pair, whatever their scores: their scores, whether they are correct,
+# and whether they are found, (K,) each; and the number of true matches
+Scored = Tuple[np.ndarray, np.ndarray, np.ndarray, int]
 
 
 class Settings(NamedTuple):
@@ -46,8 +42,6 @@ class Settings(NamedTuple):
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = estimators.DEFAULT
-    resize: int = 480  # px, the shorter side of pairs that are read from files; 0 keeps the size
-    robustness: int = 0  # number of photographs for robustness.csv
     extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # whether to add a row of the true matches
     refine: bool = True  # whether to estimate from refined matches, too
@@ -83,22 +77,8 @@ def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
     """Return which of the matches are correct, (K,) bool."""
     points = matched_points(known.pair, matches)
     if isinstance(known.truth, Pose):
-        return estimators.epipolar_correct(*points, known.truth)
+        return estimators.epipolar_errors(*points, known.truth) < estimators.EPIPOLAR_LIMIT
     return reprojection_errors(*points, known.truth) < CORRECT_PX
-
-
-def difficulty(H_0to1: np.ndarray, size0: two_view.Size) -> Dict[str, float]:
-    """Return how much the views differ at the centre of image 0 of (width, height) `size0`.
-
-    `rotation_deg` is from 0 to 180, without sign. `scale` is 1 or more: the larger scale over the
-    smaller.
-    """
-    centre = (np.array([size0]) - 1) / 2
-    left, stretches, right = np.linalg.svd(two_view.jacobians(H_0to1, centre)[0])
-    rotation = left @ right  # the orthogonal matrix that is nearest to the Jacobian
-    scale = np.sqrt(stretches.prod())
-    degrees = np.degrees(abs(np.arctan2(rotation[1, 0], rotation[0, 0])))
-    return {"rotation_deg": float(degrees), "scale": float(max(scale, 1 / scale))}
 
 
 def estimate_errors(
@@ -110,11 +90,8 @@ def estimate_errors(
     `Matcher.match` follow.
     """
     scores = matches.scores.astype(np.float64)
-    enough = len(scores) >= two_view.MIN_POINTS
-    weights = estimators.weights_of(matcher, scores) if enough else scores
-    confident = estimators.most_confident(matcher, scores) if enough else scores > 0
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # the seed depends on the pair alone
-    detected = Points(*matched_points(known.pair, matches), weights, confident, seed)
+    detected = Points(*matched_points(known.pair, matches), matcher, scores, seed)
     variants = {False: detected}  # whether the matches are refined, and their points
     if settings.refine and known.images is not None:
         index0, index1 = matches.indices.T
@@ -124,30 +101,14 @@ def estimate_errors(
         variants[True] = detected._replace(points1=moved, deviations=deviations)
     for refined, points in variants.items():
         if isinstance(known.truth, Pose):
-            for name, (estimate, _) in estimators.POSE_ESTIMATORS.items():
+            for name, estimate in estimators.POSE_ESTIMATORS.items():
                 pose = estimate(points, known.truth)
                 yield name, refined, estimators.pose_error(pose, known.truth)
             continue
         for name in settings.estimators:
-            H = estimators.ESTIMATORS[name][0](points) if enough else None
+            enough = len(scores) >= two_view.MIN_POINTS
+            H = estimators.ESTIMATORS[name](points) if enough else None
             yield name, refined, two_view.corner_error(H, known.truth, known.pair.size0)
-
-
-def count_matches(
-    known: KnownPair, matches: Matches, truth0: np.ndarray
-) -> Tuple[np.ndarray, np.ndarray, int]:
-    """Return which matches are correct and which are found, (K,) bool each, and how many are true.
-
-    A match is found if it is the true match itself; `truth0` (M,) comes from `true_matches`.
-    Between two cameras the true matches are unknown and `truth0` is unused. There every correct
-    match is found, and the number of keypoints of image 0 stands for the number of true matches, so
-    that the recall is the matching score.
-    """
-    correct = correct_matches(known, matches)
-    if isinstance(known.truth, Pose):
-        return correct, correct, max(len(known.pair.records0), 1)
-    index0, index1 = matches.indices.T
-    return correct, truth0[index0] == index1, int((truth0 > UNMATCHED).sum())
 
 
 def score_pair(
@@ -163,41 +124,35 @@ def score_pair(
     Returns:
         The rows of the table, and all scored matches of each matcher with a threshold.
     """
-    pair = known.pair
     posed = isinstance(known.truth, Pose)
-    # the truth, which all matchers share
-    truth0 = np.full(len(pair.records0), UNMATCHED)
-    hard = {}
-    if not isinstance(known.truth, Pose):
-        truth0 = true_matches(pair, known.truth)
-        hard = difficulty(known.truth, pair.size0)
-        if settings.bound:
-            ones = np.ones(len(truth0), np.float32)
-            answers = {**answers, BOUND: Matches.from_dense(truth0, ones)}
+    count0 = len(known.pair.records0)
+    # Between two cameras the true matches are unknown. There every correct match is found, and the
+    # keypoints of image 0 stand for the true matches, so that the recall is the matching score.
+    truth0 = np.full(count0, UNMATCHED) if posed else true_matches(known.pair, known.truth)
+    truth = max(count0, 1) if posed else int((truth0 > UNMATCHED).sum())
+    if settings.bound:
+        answers = {**answers, BOUND: Matches.from_dense(truth0, np.ones(count0))}
     rows: List[Row] = []
     scored = {}
     for name, matches in answers.items():
-        correct, found, truth = count_matches(known, matches, truth0)
+        index0, index1 = matches.indices.T
+        correct = correct_matches(known, matches)
+        found = correct if posed else truth0[index0] == index1
         # the curves over the confidence need all matches, the rows those above the threshold
         if name in thresholds:
-            scored[name] = matches.scores.astype(np.float64), correct, found
+            scored[name] = matches.scores.astype(np.float64), correct, found, truth
             kept = matches.scores > thresholds[name]
-            matches = matches.only(kept)
-            correct = correct[kept]
-            found = found[kept]
-        count = len(matches)
-        hits = int(found.sum())
+            matches, correct, found = matches.only(kept), correct[kept], found[kept]
         # A pair without a match is a failure, so its precision is 0. Without a true match the
         # recall is undefined.
         values = {
-            "keypoints0": len(pair.records0),
-            "keypoints1": len(pair.records1),
-            "matches": count,
-            "correct": int(correct.sum()),
-            **({} if posed else {"true_matches": truth, "found": hits}),
-            "precision": correct.sum() / count if count else 0.0,
-            "matching_score" if posed else "recall": hits / truth if truth else np.nan,
-            **hard,
+            "keypoints0": count0,
+            "keypoints1": len(known.pair.records1),
+            "matches": len(matches),
+            "correct": correct.sum(),
+            **({} if posed else {"true_matches": truth, "found": found.sum()}),
+            "precision": correct.sum() / max(len(matches), 1),
+            "matching_score" if posed else "recall": found.sum() / truth if truth else np.nan,
         }
         start = (known.name, known.scene, name)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]

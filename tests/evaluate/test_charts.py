@@ -4,7 +4,6 @@ import base64
 import re
 from html.parser import HTMLParser
 
-import cv2
 import numpy as np
 import pandas as pd
 from made_evaluations import make_results
@@ -55,10 +54,8 @@ def test_the_page_begins_with_the_verdict_three_numbers_and_a_pair(tmp_path):
     assert first.count("data:image/jpeg") == 1 and "image/svg+xml" in first
     assert "A typical pair &amp; &lt;blur&gt;." in first and "median-1" not in page
     assert rest.count("data:image/jpeg") == 1  # the other picture, small
-    assert "AUC RANSAC, matches as detected" in rest and "Ours minus the best baseline" in rest
+    assert "RANSAC, matches as detected" in rest and "<th>AUC, as detected</th>" in rest
     assert "The learning curve" not in render(results)
-    data = base64.b64decode(re.search('src="data:image/jpeg;base64,([^"]*)"', page).group(1))
-    assert np.array_equal(cv2.imdecode(np.frombuffer(data, np.uint8), 1), PICTURE[2])
 
 
 def test_a_few_photographs_get_no_intervals_and_no_differences():
@@ -69,27 +66,27 @@ def test_a_few_photographs_get_no_intervals_and_no_differences():
 
 def test_robustness_is_drawn_at_every_level():
     results = make_results(HARD, HARD + 1)
-    rows = results.metrics[results.metrics["metric"].isin(["recall", "auc_5", "pairs"])]
-    frames = [rows.assign(condition="blur (px)", level=level) for level in ("10", "0", "2")]
-    found = charts.robustness_charts(
-        results._replace(robustness=pd.concat(frames)),
-        charts.colours_of(["superglue", "ratio_test"]),
-    )
+    rows = results.metrics.loc[["superglue", "ratio_test"]].reset_index()
+    frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
+    results = results._replace(robustness=pd.concat(frames))
+    found = charts.robustness_charts(results, charts.colours_of(["superglue", "ratio_test"]))
     assert [caption for _, caption in found] == [
         "found matches; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
     ]
-    svg = base64.b64decode(re.search('base64,([^"]*)', str(found[0][0])).group(1)).decode()
+    svg = svg_of(found[0][0])
     assert svg.index(">2<") < svg.index(">10<")  # levels by value, not as words
+
+
+def svg_of(chart):
+    return base64.b64decode(re.search('base64,([^"]*)', str(chart)).group(1)).decode()
 
 
 def test_each_matcher_has_one_colour_and_ours_is_drawn_last_and_thicker():
     names = ["superglue", "ratio_test", "mine", "other"]
     colours = charts.colours_of(names)
     assert len(set(colours.values())) == 4
-    series = dict.fromkeys(names, ((0.0, 1.0), (0.0, 0.5)))
-    chart = str(charts.line_chart(series, colours, ("x", "y")))
-    svg = base64.b64decode(re.search('base64,([^"]*)', chart).group(1)).decode()
+    svg = svg_of(charts.line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colours, "y"))
     strokes = re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+)", svg)
     drawn = [stroke for stroke in strokes if stroke[0] in colours.values()]
-    assert drawn[-1] == (colours["superglue"], "2.6") and len(drawn) == 4
+    assert drawn[-1] == (colours["superglue"], "2.6") and len(set(drawn)) == 4

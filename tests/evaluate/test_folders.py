@@ -1,7 +1,6 @@
 """Reading folders in HPatches layout: what is accepted, what is refused and in which words."""
 
 import unicodedata
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -23,10 +22,10 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
     write_sequence(tmp_path / "b", small, {2: SHIFT})
     write_sequence(tmp_path / "a", small, {2: IDENTITY, 10: TURN})
     source = HPatchesPairs(tmp_path, short_side=0)
+    assert source.scenes == [("a", 2), ("b", 1)]
     scenes = [source.load(index) for index in range(len(source))]
     names = [name for _, pairs in scenes for name, *_ in pairs]
     assert names == ["a/1-2", "a/1-10", "b/1-2"]
-    assert [name for name, _ in source.scenes] == ["a", "b"]
     images, pairs = scenes[0]
     _, _, second, H = pairs[1]
     np.testing.assert_allclose(H, TURN / TURN[2, 2], rtol=1e-6)
@@ -35,8 +34,7 @@ def test_pairs_of_every_sequence_sorted_by_name(tmp_path, small):
 
 def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     folder = write_sequence(tmp_path / "only", small, {2: SHIFT})
-    (folder / "1.png").unlink()
-    cv2.imwrite(str(folder / "1.ppm"), cv2.cvtColor(small, cv2.COLOR_GRAY2BGR))
+    (folder / "1.png").rename(folder / "1.PPM")
     (folder / "H_1_2").rename(folder / "H_1_2.txt")
     source = HPatchesPairs(folder, short_side=0)
     assert source.scenes == [("only", 1)] and len(source.load(0)[1]) == 1
@@ -46,7 +44,6 @@ def test_a_sequence_itself_and_other_formats_are_read(tmp_path, small):
     "text, encoding",
     [
         ("1 0 12\n0 1 -8\n0 0 1\n", "utf-16"),  # PowerShell's `>`
-        ("1 0 12\r\n0 1 -8\r\n0 0 1\r\n", "utf-8-sig"),
         ("[[1, 0, 12],\n [0, 1, -8],\n [0, 0, 1]]\n", "utf-8"),
         ("# by hand\n1;0;12;0;1;-8;0;0;1\n", "utf-8"),
     ],
@@ -90,52 +87,38 @@ def test_resizing_takes_the_homography_along(tmp_path, photo):
 
 
 @pytest.mark.parametrize(
-    "name, text, words",
+    "text, words",
     [
-        ("H_1_2", "1 0 0\n0 1 0\n", "expected 3 rows of 3 numbers"),
-        ("H_1_2", "1 0 zero\n0 1 0\n0 0 1\n", "not a homography"),
-        ("H_1_2", "1 0 0\n2 0 0\n0 0 1\n", "cannot be inverted"),
-        ("H_1_2", "1 0 nan\n0 1 0\n0 0 1\n", "cannot be inverted"),
-        ("H_1_7", "1 0 0\n0 1 0\n0 0 1\n", "no image 7.png"),
+        ("1 0 0\n0 1 0\n", "expected 3 rows of 3 numbers"),
+        ("1 0 zero\n0 1 0\n0 0 1\n", "could not convert"),
+        ("1 0 0\n2 0 0\n0 0 1\n", "cannot be inverted"),
+        ("1 0 nan\n0 1 0\n0 0 1\n", "cannot be inverted"),
     ],
 )
-def test_wrong_homographies_are_named(tmp_path, small, name, text, words):
-    (write_sequence(tmp_path / "a", small, {2: SHIFT}) / name).write_text(text)
-    with pytest.raises(RequestError, match=words) as error:
+def test_wrong_homographies_are_named(tmp_path, small, text, words):
+    (write_sequence(tmp_path / "a", small, {2: SHIFT}) / "H_1_2").write_text(text)
+    with pytest.raises(RequestError, match=f"H_1_2: not a homography: .*{words}"):
         HPatchesPairs(tmp_path)
-    assert name in str(error.value) and "\n" not in str(error.value)
 
 
 def test_missing_parts_are_named(tmp_path, small):
+    def refused(words):
+        with pytest.raises(RequestError, match=words):
+            HPatchesPairs(tmp_path)
+
+    refused("no sequence found")
     folder = write_sequence(tmp_path / "a", small, {2: SHIFT, 3: TURN})
-    cv2.imwrite(str(folder / "2.jpg"), small)
-    with pytest.raises(RequestError, match="exists twice"):
-        HPatchesPairs(tmp_path)
+    (folder / "2.jpg").touch()
+    refused(r"2\.png: image 2 exists twice, also as 2\.jpg")
     (folder / "2.jpg").unlink()
-    (folder / "H_1_3").unlink()
-    with pytest.raises(RequestError, match=r"3\.png: no homography H_1_3"):
-        HPatchesPairs(tmp_path)
+    (folder / "H_1_3").rename(folder / "H_1_4")
+    refused(r"3\.png: no homography H_1_3")
     (folder / "3.png").unlink()
+    refused(r"H_1_4: no image 4\.png")
     (folder / "1.png").unlink()
-    with pytest.raises(RequestError, match="no image 1"):
-        HPatchesPairs(tmp_path)
-
-
-def test_folders_without_sequences(tmp_path, small):
+    refused("no image 1")
     with pytest.raises(RequestError, match="no such folder"):
         HPatchesPairs(tmp_path / "nowhere")
-    with pytest.raises(RequestError, match="no sequence found"):
-        HPatchesPairs(tmp_path)
-    (tmp_path / "lonely").mkdir()
-    cv2.imwrite(str(tmp_path / "lonely/1.png"), small)
-    with pytest.raises(RequestError, match="only image 1"):
-        HPatchesPairs(tmp_path)
-
-
-@pytest.mark.parametrize("size, side", [((1, 500), 480), ((40, 16_001), 0)])
-def test_an_image_that_would_be_too_long_is_named(size, side):
-    with pytest.raises(RequestError, match=r"strip\.png: .* at most 16000 are possible"):
-        folders.resize_short_side(np.zeros(size, np.uint8), side, Path("strip.png"))
 
 
 @pytest.mark.parametrize(
@@ -145,18 +128,14 @@ def test_an_image_that_would_be_too_long_is_named(size, side):
         ("a.png b.png 0 0 1 2 3", "line 1: 7 words"),
         (line("a.png", "b.png").replace("500.0", "wide", 1), "line 1: could not convert"),
         (line("a.png", "b.png").replace(" 0 0 ", " 0 1 ", 1), "EXIF rotation"),
-        (line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])), "does not contain a rotation"),
-        (line("a.png", "b.png", K0=np.diag([0.0, 1, 1])), "focal lengths"),
+        (line("a.png", "b.png", pose=np.diag([1.0, 1, 2, 1])), "must contain a rotation"),
+        (line("a.png", "b.png", K0=np.diag([0.0, 1, 1])), "focal lengths must be positive"),
     ],
 )
 def test_wrong_files_are_named(tmp_path, text, words):
     (tmp_path / "pairs.txt").write_text(text)
     with pytest.raises(RequestError, match=words):
         folders.read_pairs(tmp_path / "pairs.txt")
-    (tmp_path / "picture.txt").write_bytes(b"\xff\xd8\xff")
-    for name in ("picture.txt", "nowhere.txt"):
-        with pytest.raises(RequestError, match=name):
-            folders.read_pairs(tmp_path / name)
 
 
 def test_without_folders_pairs_that_share_photographs_are_one_scene():
@@ -166,4 +145,3 @@ def test_without_folders_pairs_that_share_photographs_are_one_scene():
     # A pair across two folders makes them one scene
     joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]
     assert folders.scene_names(joined) == ["x", "x", "z"]
-    assert folders.scene_names([]) == []

@@ -37,11 +37,9 @@ def test_ratio_and_mutual_agree_with_opencv(photo):
 
 
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
-    found, mutual = nearest.neighbours(np.eye(3, dtype=np.float32), np.eye(3, dtype="f4")[:1])
-    assert found.indices[:, 1].tolist() == found.scores.tolist() == [0] * 3
-    assert mutual.tolist() == [True, False, False]
-    row = np.eye(1, 128, dtype=np.float32)
-    assert nearest.neighbours(row, np.concatenate([row, row]))[0].scores[0] == 0.0
+    rows = np.eye(1, 128, dtype=np.float32)
+    for others in (rows, np.concatenate([rows, rows])):
+        assert nearest.neighbours(rows, others)[0].scores.tolist() == [0.0]
 
 
 def test_the_size_of_batches_does_not_matter(photo):

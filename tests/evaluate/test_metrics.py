@@ -22,7 +22,6 @@ ROUNDED = 1e-6  # six decimals
     [
         ([0.0], 3, 1.0),
         ([3.0], 3, 0.0),
-        ([1.5], 3, 0.5),
         ([float("nan")], 3, 0.0),
         ([0.0, INF], 3, 0.5),
         ([1.0, 2.0, 9.0], 4, (0.75 + 0.5) / 3),
@@ -36,7 +35,7 @@ def mean(values, clusters=None):
     """The line of a mean; without clusters, each pair is one."""
     values = np.asarray(values, np.float64)
     names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
-    return bootstrap.Clusters(names).mean(values).line()
+    return bootstrap.Clusters(names).mean(values)
 
 
 def test_interval_of_a_mean_agrees_with_scipys():
@@ -64,7 +63,31 @@ def test_an_interval_ignores_what_is_no_number_and_needs_two_scenes():
     assert mean(known, ["a", "b", "b", "c"]) == mean(known[[0, 1, 3]], ["a", "b", "c"])
     one = mean([0.5, 0.7], ["a", "a"])
     assert one["value"] == pytest.approx(0.6) and one["low"] is None
-    assert mean([])["value"] is None
+
+
+def test_a_table_has_the_intervals_of_its_columns():
+    """All columns are resampled at once, each as it would be alone."""
+    recalls = [0.1, 0.5, np.nan, 0.9, 0.3]
+    scenes = ["a", "b", "b", "c", "a"]
+    rows = [
+        make_rows(str(n), name, n, scene, recall=recall)
+        for name in (OURS, RATIO_TEST)
+        for n, (recall, scene) in enumerate(zip(recalls, scenes))
+    ]
+    table = metrics.make_table([rows[n] + rows[n + 5] for n in range(5)])
+    values = metrics.values_of_pairs(table, {})
+    found = metrics.summarize(values, metrics.resample(values)).loc[(OURS, "recall", "", False)]
+    assert found.to_dict() == pytest.approx(mean(recalls, scenes), abs=ROUNDED)
+
+
+def means_of(rows, scored=()):
+    """The metrics of pairs by name, for the network and for the ratio test."""
+    own = {OURS: scored} if len(scored) else {}
+    means = metrics.values_of_pairs(metrics.make_table(rows), own).mean()
+    return {
+        matcher: {metrics.name_of(*key): value for key, value in means[matcher].items()}
+        for matcher in (OURS, RATIO_TEST)
+    }
 
 
 def test_no_pair_is_dropped_from_a_mean():
@@ -74,86 +97,61 @@ def test_no_pair_is_dropped_from_a_mean():
         (INF, {"matches": 0, "precision": 0.0, "recall": 0.0}),
         (2.0, {"true_matches": 0, "recall": np.nan}),
     ]
-    rows = [make_rows(str(n), OURS, error, **more) for n, (error, more) in enumerate(cases)]
-    found = metrics.summarize(metrics.make_table(rows))
-    keys = zip(found["metric"], found["estimator"], found["refined"])
-    values = dict(zip((metrics.name_of(*key) for key in keys), found["value"]))
-    assert values["pairs"] == 3 and values["recall_pairs"] == 2 and values["estimated_ransac"] == 2
+    rows = [
+        make_rows(str(n), OURS, error, **more) + make_rows(str(n), RATIO_TEST, error)
+        for n, (error, more) in enumerate(cases)
+    ]
+    values = means_of(rows)[OURS]
     assert values["precision"] == pytest.approx((0.5 + 0 + 0.5) / 3) and values["recall"] == 0.25
     assert values["auc_ransac_1"] == pytest.approx(0.5 / 3)
     assert values["auc_ransac_10"] == pytest.approx((0.95 + 0 + 0.8) / 3)
     assert values["within_ransac_5"] == pytest.approx(2 / 3)
-    assert values["mean_error_ransac"] == 1.25 and values["median_error_ransac"] == 2.0
-    nothing = metrics.summarize(metrics.make_table([make_rows("p", OURS, INF)]))
-    assert nothing.set_index("metric").loc[["median_error", "mean_error"], "value"].isna().all()
 
 
 def test_the_name_of_a_metric():
     assert metrics.name_of("auc_5", "ransac", True) == "auc_ransac_aligned_5"
-    assert metrics.name_of("mean_error", "dlt") == "mean_error_dlt"
-    assert metrics.name_of("negative_matches_p95") == "negative_matches_p95"
+    assert metrics.name_of("negative_matches") == "negative_matches"
 
 
-def made_scored(scores, correct, found):
-    return np.array(scores, float), np.array(correct, bool), np.array(found, bool)
+def made_scored(scores, correct, found, truth=1):
+    return np.array(scores, float), np.array(correct, bool), np.array(found, bool), truth
 
 
 def test_calibration():
     scored = [made_scored([0.9, 0.3], [1, 0], [1, 0]), made_scored([0.35], [1], [0])]
-    bins = metrics.calibration(scored)
-    assert bins["matches"].tolist() == [2, 1]
-    expected = (2 * abs(0.325 - 0.5) + 0.1) / 3
-    assert metrics.calibration_error(bins) == pytest.approx(expected)
+    bins = metrics.calibration(scored).to_numpy()
+    np.testing.assert_allclose(bins, [[0.325, 0.5, 2], [0.9, 1.0, 1]])
 
 
-verdicts = st.lists(st.tuples(st.integers(0, 5), st.booleans(), st.booleans()), max_size=8)
+verdicts = st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=8)
 
 
-@given(st.lists(st.tuples(verdicts, st.integers(0, 3)), min_size=1, max_size=6), st.floats(0, 1))
-def test_recall_at_a_precision_is_that_of_trying_every_threshold(cases, least):
-    """With ties among confidences, pairs without matches and pairs without truth."""
+@given(st.lists(verdicts, min_size=1, max_size=6), st.floats(0, 1))
+def test_the_threshold_at_a_precision_is_that_of_trying_every_one(cases, least):
+    """With ties among confidences, and pairs without matches."""
     scored = []
-    truth = []
-    for matches, missed in cases:
-        tenths, correct, found = zip(*matches) if matches else ((), (), ())
-        found = [right and hit for right, hit in zip(correct, found)]
-        scored.append(made_scored(np.array(tenths) / 10, correct, found))
-        truth.append(sum(found) + missed)
-    truth = np.array(truth, float)
-    tried = []
-    for threshold in (-0.1, 0.0, 0.1, 0.2, 0.3, 0.4):
-        kept = [
-            [part[scores > threshold] for part in (correct, found)]
-            for scores, correct, found in scored
-        ]
-        precision = np.mean([right.mean() if len(right) else 0.0 for right, _ in kept])
-        asked = truth > 0
-        hits = np.array([found.sum() for _, found in kept])
-        recall = (hits[asked] / truth[asked]).mean() if asked.any() else np.nan
-        tried.append((precision, recall))
-    precision, recall = metrics.sweep(scored, truth)
-    if not (truth > 0).any():
-        assert np.isnan(recall).all()
-        return
-    least = np.float64(least)
-    swept = metrics.recall_at_precision(precision, recall, least)
-    assert swept == pytest.approx(max((r for p, r in tried if p >= least - 1e-12), default=0.0))
-    swept = metrics.recall_at_precision(recall, precision, least)
-    assert swept == pytest.approx(max((p for p, r in tried if r >= least - 1e-12), default=0.0))
+    for matches in cases:
+        tenths, correct = zip(*matches) if matches else ((), ())
+        scored.append(made_scored(np.array(tenths) / 10, correct, correct))
+    reached = [INF]
+    for threshold in np.unique(np.concatenate([each[0] for each in scored])):
+        kept = [correct[scores >= threshold] for scores, correct, *_ in scored]
+        precision = np.mean([right.mean() if len(right) else 0.0 for right in kept])
+        if precision >= least - 1e-12:
+            reached.append(threshold)
+    assert metrics.threshold_at_precision(scored, least) == min(reached)
 
 
-def test_a_condition_has_the_recall_of_ours_at_the_precision_of_the_ratio_test():
+def test_recall_at_the_precision_of_the_ratio_test():
     """The ratio test has 15 of 20 right and 12 of 30 found. Down to a confidence of 0.8, two of two
     of ours are right, and two of four found.
     """
     counts = {"matches": 20, "precision": 0.75, "true_matches": 30, "recall": 0.4}
     rows = make_rows("p", OURS, 1.0, true_matches=4) + make_rows("p", RATIO_TEST, 1.0, **counts)
-    scored = [made_scored([0.9, 0.8, 0.7], [1, 1, 0], [1, 1, 0])]
-    found = metrics.condition("blur (px)", "2", metrics.make_table([rows]), scored)
-    values = found.set_index(["matcher", "metric", "estimator"])["value"]
-    assert values[OURS, "recall_at_ratio_precision", ""] == 0.5
-    assert values[RATIO_TEST, "recall_at_ratio_precision", ""] == 0.4
-    assert values[OURS, "auc_5", "ransac"] == pytest.approx(0.8) and values["", "pairs", ""] == 1
+    scored = [made_scored([0.9, 0.8, 0.7], [1, 1, 0], [1, 1, 0], truth=4)]
+    values = means_of([rows], scored)
+    assert values[OURS]["recall_at_ratio_precision"] == 0.5
+    assert values[RATIO_TEST]["recall_at_ratio_precision"] == 0.4
 
 
 def test_an_error_curve_has_the_auc_below_it():
@@ -166,20 +164,19 @@ def test_an_error_curve_has_the_auc_below_it():
     assert fractions[:-1].mean() <= area <= fractions[1:].mean()
 
 
-def gain_of(results, metric):
-    frame = results.differences[results.differences["metric"] == metric]
-    return frame[frame["estimator"].isin(["", "ransac"])].iloc[0]
+def gain_of(results, *key):
+    """The row of a metric's difference from the best baseline, with the name of this baseline."""
+    return results.differences.reset_index("baseline").loc[[key]].iloc[0]
 
 
 def test_paired_differences_see_what_separate_intervals_cannot():
     hard = np.random.default_rng(3).uniform(0, 9, 40)  # pairs differ much, matchers by 0.3 px
     results = make_results(hard, hard + 0.3)
-    found = gain_of(results, "auc_10")
+    found = gain_of(results, "auc_10", "ransac", False)
     assert found["baseline"] in ("mutual_nn", "ratio_test") and found["verdict"] == "better"
     assert found["value"] == pytest.approx(0.03) and found["high"] - found["low"] < 0.001
-    assert gain_of(results, "precision")["verdict"] == "equal"
-    both = results.metrics[results.metrics["metric"] == "auc_10"].drop_duplicates("matcher")
-    both = both.set_index("matcher")
+    assert gain_of(results, "precision", "", False)["verdict"] == "equal"
+    both = results.metrics.xs(("auc_10", "ransac", False), level=metrics.KEY)
     assert both.loc[OURS, "low"] < both.loc[RATIO_TEST, "high"]  # their intervals overlap
 
 
@@ -189,4 +186,5 @@ def test_a_few_photographs_decide_nothing(photographs, verdict):
     times.
     """
     errors = np.linspace(1, 2, photographs)
-    assert gain_of(make_results(errors, errors + 1), "auc_10")["verdict"] == verdict
+    found = gain_of(make_results(errors, errors + 1), "auc_10", "ransac", False)
+    assert found["verdict"] == verdict
