@@ -50,6 +50,7 @@ def measured_on(lock: str) -> Dict[str, Any]:
     """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
+    # the digest of the images, and the parameters as they were when the stage ran
     photographs = [each.get("md5") for each in stage.get("deps", []) if each["path"] == PHOTOGRAPHS]
     params = stage.get("params", {}).get("params.yaml", {})
     protocol = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
@@ -84,6 +85,7 @@ def compare(names: Sequence[str]) -> str:
     for name in dict.fromkeys(names):
         rev = None if name == "workspace" else name
         try:
+            # DVC reads both without checking out the commit
             columns[name] = pd.Series(dvc.api.metrics_show(*METRICS, rev=rev), dtype=object)
             locks[name] = dvc.api.read("dvc.lock", rev=rev)
         except DvcException as error:

@@ -34,23 +34,24 @@ def make_workspace(folder, photo):
     return folder
 
 
-def words(folder, *extra, out="out"):
-    """The command line of an evaluation in a workspace."""
-    named = {"model": "model.safetensors", "params": "params.yaml", "images": "images", "out": out}
-    paths = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
-    return [str(word) for word in (*paths, "--device", "cpu", "--threshold", "0.1", *extra)]
-
-
-def run(folder, *extra, out="out", draw=False):
+def run(folder, *extra, draw=False):
     """The exit code of an evaluation, without its charts, which take most of the time."""
+    named = {
+        "model": "model.safetensors",
+        "params": "params.yaml",
+        "images": "images",
+        "out": "out",
+    }
+    words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
+    words += ["--device", "cpu", "--threshold", "0.1", *extra]
     no_charts = mock.patch.object(charts, "line_chart", lambda *_, **__: "")
     with contextlib.nullcontext() if draw else no_charts:
-        return errors.run(evaluate.main, words(folder, *extra, out=out))
+        return errors.run(evaluate.main, list(map(str, words)))
 
 
-def read_metrics(folder, out="out"):
+def read_metrics(folder):
     """metrics.json of an evaluation."""
-    return read_json(folder / out / "metrics.json")
+    return read_json(folder / "out/metrics.json")
 
 
 def read_csv(path):
@@ -83,8 +84,9 @@ def make_results(errors_of_ours, errors_of_others, **changes):
             row += make_rows(str(number), name, error)
         rows.append(row)
     table = metrics.make_table(rows)
-    values = metrics.values_of_pairs(table, {OURS: [NOTHING] * len(rows)})
-    samples = metrics.resample(values)
+    scored = {OURS: [NOTHING] * len(rows)}
+    values = metrics.values_of_pairs(table, scored)
+    samples = metrics.resample(values, scored)
     frames = (
         metrics.summarize(values, samples),
         metrics.compare(values, samples, [OURS]),

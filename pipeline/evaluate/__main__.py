@@ -24,7 +24,6 @@ import json
 import math
 import os
 import re
-import time
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
@@ -64,12 +63,10 @@ from superglue_sift.progress import Progress
 
 BATCH = 8  # number of pairs in one pass of a network
 MAX_THREADS = 8  # largest number of threads that load, and of threads that score
-# Options, the options that they exclude, and why
+# Options that exclude each other: robustness needs held-out images, the others homographies
 EXCLUDED = (
-    ("pairs", ("poses",), "is another evaluation"),
-    ("robustness", ("pairs", "poses"), "needs held-out images"),
-    ("bound", ("poses",), "needs homographies"),
-    ("estimators", ("poses",), "are of homographies"),
+    ("robustness", "pairs"),
+    *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
 )
 LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
 KINDS = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
@@ -84,74 +81,34 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add = parser.add_argument
     # which matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
-    add(
-        "--also",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="another model, or a matcher module:function; repeat for more",
-    )
+    also = "another model, or a matcher module:function; repeat for more"
+    add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
     # which pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
-    add(
-        "--poses",
-        type=Path,
-        help="instead: a pairs_with_gt.txt of pairs with cameras, images in --images",
-    )
+    add("--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images")
     # where files are read and written
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
-    add(
-        "--mlflow-run",
-        type=Path,
-        help="reports/train/log.jsonl, to add the results to the run of the training",
-    )
+    add("--mlflow-run", type=Path, help="log.jsonl of the training, to whose run results are added")
+    add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
     # keypoints, matches and metrics
     add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
-    add(
-        "--network-keypoints",
-        type=int,
-        help="number of them that are selected for the networks in each pair (default: all)",
-    )
-    add(
-        "--threshold",
-        type=float,
-        default=0.0,
-        help="smallest confidence of a match (default: the model's own)",
-    )
-    add(
-        "--resize",
-        type=int,
-        default=480,
-        help="--pairs, --poses: shorter side in pixels (default: 480); 0 keeps the size",
-    )
+    add("--network-keypoints", type=int, help="how many of them a network gets (default: all)")
+    least = "smallest confidence of a match (default: the model's own)"
+    add("--threshold", type=float, default=0.0, help=least)
+    side = "--pairs, --poses: shorter side in pixels (default: 480); 0 keeps the size"
+    add("--resize", type=int, default=480, help=side)
     usual = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
-    add(
-        "--bound",
-        action="store_true",
-        help="also a row of the true matches, an upper bound for all matchers",
-    )
-    add(
-        "--no-refine",
-        dest="refine",
-        action="store_false",
-        help="skip the metrics of refined matches, to save time",
-    )
+    add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
+    skip = "skip the metrics of refined matches, to save time"
+    add("--no-refine", dest="refine", action="store_false", help=skip)
     # further pairs, and the machine
-    add(
-        "--robustness",
-        type=int,
-        default=0,
-        help="number of photographs that are tried under growing blur, noise, ... (default: none)",
-    )
-    add(
-        "--allow-training-images",
-        action="store_true",
-        help="keep photographs that a model was trained on, and say so in the title",
-    )
+    hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
+    add("--robustness", type=int, default=0, help=hard)
+    overlap = "keep photographs that a model was trained on, and say so in the title"
+    add("--allow-training-images", action="store_true", help=overlap)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return check_options(parser.parse_args(argv))
 
@@ -162,10 +119,9 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     Raises RequestError for a wrong option.
     """
     # options that exclude each other
-    for option, others, reason in EXCLUDED:
-        other = next((name for name in others if getattr(args, name)), None)
-        if getattr(args, option) and other:
-            raise RequestError(f"--{option} {reason}: leave it out with --{other}")
+    for option, other in EXCLUDED:
+        if getattr(args, option) and getattr(args, other):
+            raise RequestError(f"--{option} and --{other} exclude each other: leave one out")
     # values of single options
     args.out.mkdir(parents=True, exist_ok=True)  # report a wrong folder before the work begins
     if not 0.0 <= args.threshold < 1.0:
@@ -219,6 +175,7 @@ def load_networks(
     networks: Dict[str, matchers.Network] = {}
     for name, file in args.models.items():
         network = matchers.load_network(file, device, args.threshold)
+        # all rows of a table have the same keypoints, those of the evaluated model
         extractor = network.model.config.extractor
         if extractor == networks.get(OURS, network).model.config.extractor:
             networks[name] = network
@@ -226,6 +183,7 @@ def load_networks(
             notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
     if networks[OURS].info.get("step") == 0:
         notes.append("Training kept the weights it began with: no later step was better.")
+    # a model file may name any function, so the user names it, too
     own = networks[OURS].model.config.extractor
     if own != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != own:
         raise RequestError(
@@ -245,6 +203,7 @@ def choose_photographs(
     evaluated network was trained on all photographs. A further network that was trained on all that
     remain is left out itself.
     """
+    # the split `test`, or `val` where there is none
     images = dataset.open_manifest(args.images)
     left = images.entries("test")
     if not left:
@@ -293,6 +252,7 @@ def choose_source(
     # pairs that are rendered from photographs, named by where these come from
     held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
+    # a source that has a name, such as coco2017, or the names of the user's folders
     name = fetched.get("source", "folder")
     if name == "folder":
         name = ", ".join(Path(each["path"]).name for each in fetched["containers"].values())
@@ -332,9 +292,10 @@ def match_all(
     extraction = settings.params.max_keypoints, settings.extractor
     counts = [count for _, count in source.scenes]
     step = max(1, BATCH // max(counts, default=1))  # scenes whose pairs are matched together
-    parts = range(0, len(source), step)
+    parts = range(0, len(source), step)  # the first scene of each batch
     # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
     threads = min(os.cpu_count() or 1, MAX_THREADS)
+    # `map` is lazy: the networks run where the loop below asks for the next scores
     answered = map(match, prefetch(load, parts, threads, threads))
     found = []
     for first, scores in zip(parts, prefetch(score_all, answered, threads, threads)):
@@ -358,6 +319,7 @@ def draw_pictures(
     lead = table.loc[table["metric"] == "error", "estimator"].iloc[0]
     detected = table[~table["refined"] & table["estimator"].isin(["", lead])]
     values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
+    # numbers of pairs, from the best to the worst of the network
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
     chosen = {"median": ranked[middle : middle + 3], "best": ranked[:2], "worst": ranked[::-1][:3]}
@@ -375,6 +337,7 @@ def draw_pictures(
         left, right = (
             source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
         )
+        # the matches that count, those above the threshold
         shown = matched.above(matched.answers([known.pair], 1)[0])
         # one panel for each matcher
         panels = []
@@ -404,7 +367,6 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
             "sha256": file_sha256(network.file),
             "network": network.info["model"],
             "step": network.info.get("step"),
-            "validation_f1": network.info.get("validation", {}).get("f1"),
             "threshold": network.threshold,
         }
         for name, network in matched.networks.items()
@@ -422,6 +384,7 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
 
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """
+    # the section of params.yaml, changed by options, and what the options name
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
     section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
@@ -462,6 +425,7 @@ def run(
     every = [source, *negative, *(variant for _, _, variant in hard)]
     total = sum(count for each in every for _, count in each.scenes)
     conditions = []
+    # match and score: the pairs, the disturbed pairs, the negative pairs
     with Progress(total=total, desc="pairs", unit="pair") as bar:
         given = matched, settings
         # the pairs themselves
@@ -485,7 +449,7 @@ def run(
     table = metrics.make_table(rows)
     own = {name: [each[name] for each in scored] for name in matched.networks}
     values = metrics.values_of_pairs(table, own)
-    samples = metrics.resample(values)
+    samples = metrics.resample(values, own)
     summary = metrics.summarize(values, samples)
     for name, mean in pd.DataFrame(counts).mean().items():
         row = mean, math.nan, math.nan, len(counts)
@@ -514,6 +478,7 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
     """
     if args.mlflow_run is None:
         return
+    # further evaluations have names of their own, such as test/hpatches/auc_5
     folder = args.pairs or args.poses
     prefix = "/".join(filter(None, (tracking.EVALUATION, folder.resolve().stem if folder else "")))
     values = {f"{prefix}/{name}": value for name, value in report.headline(results).items()}
@@ -528,17 +493,16 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    started = time.monotonic()
     args = parse(argv)
     cv2.setNumThreads(1)  # the threads work on several images at a time
     results, info = evaluate(args)
+    # the files first, so that MLflow can copy them
     report.write(args.out, results, charts.render(results, args.curves))
     # A stage of DVC prints the whole report at the end, by `python -m pipeline.report`
     in_stage = "DVC_STAGE" in os.environ
     print(f"\n{report.verdict(results) if in_stage else report.text(results)}")
     print(f"\nwritten to {args.out}", flush=True)
     track(args, results, info)
-    print(f"took {time.monotonic() - started:.0f} s")
     return 0
 
 

@@ -43,6 +43,7 @@ Chart = Tuple[Markup, str]  # a chart and its caption
 def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
     """Return the colour of each matcher."""
     further = [name for name in matchers if name not in report.TITLES]
+    # a matcher of TITLES keeps its colour whether or not the others are shown
     palette = itertools.chain(COLOURS, itertools.cycle(FURTHER))
     every = dict(zip([*report.TITLES, *further], palette))
     return {name: every[name] for name in matchers}
@@ -57,22 +58,15 @@ def line_chart(
     `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
+        # Figure, not pyplot: there is no window, and no figure is kept in memory
         figure = Figure(figsize=(4.6, 3.1), layout="constrained")
         axes = figure.subplots()
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
         # the network is drawn last, so that its line lies above the others
         for name in sorted(frame, key=lambda each: each == OURS):
-            dots = "o" if len(frame) <= metrics.BINS else ""
             width = 2.6 if name == OURS else 1.4
-            axes.plot(
-                frame.index,
-                frame[name],
-                dots + "-",
-                color=colours[name],
-                linewidth=width,
-                markersize=4,
-            )
+            axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
         axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
         # an SVG without a date, so that equal charts give equal bytes
         svg = io.BytesIO()
@@ -92,6 +86,7 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     errors = results.table[results.table["metric"] == "error"]
     keys = errors[["estimator", "refined"]].drop_duplicates().itertuples(index=False)
     charts = []
+    # both are in the order of the table
     for (estimator, refined), curve in zip(keys, metrics.error_curves(results.table).values()):
         frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
         caption = f"{estimator.upper()}, matches {report.KINDS[refined]}"
@@ -101,6 +96,7 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
 
 def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
     """Draw whether the network's confidence is the probability that a match is correct."""
+    # (bins,) one line, which is the network's
     bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
     frame = bins.rename_axis("confidence of a match")
     words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
@@ -121,15 +117,11 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
             key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]
             frame = part[key].pivot(index="level", columns="matcher", values="value")
             frame = frame.set_axis([f"{level:g}" for level in frame.index]).rename_axis(name)
+            # small photographs have no pair at the last levels of zoom
             fewest = part.loc[key, "pairs"].min()
             caption = f"{label}; at least {fewest} pairs at each level"
             charts.append((line_chart(frame, colours, label), caption))
     return charts
-
-
-def show(table: pd.DataFrame) -> Markup:
-    """Return a table as HTML."""
-    return Markup(table.to_html(border=0))
 
 
 def render(results: Results, curves: Optional[Path] = None) -> str:
@@ -137,13 +129,18 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
 
     `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
+    # StrictUndefined: a name that is wrong in the template is an error, not an empty text
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters.update(
-        percent=report.percent, points=report.points, title=report.title, show=show
+        percent=report.percent,
+        points=report.points,
+        title=report.title,
+        show=lambda table: Markup(table.to_html(border=0)),
     )
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # charts, each a text of some 20 kB
     colours = colours_of(report.matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
@@ -152,6 +149,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     return environment.from_string(template).render(
         results=results,
         report=report,
+        # JPEG on the page, since it holds all pictures, and PNG in the folder
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures

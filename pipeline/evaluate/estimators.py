@@ -102,7 +102,10 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     used = weights > 0
     if used.sum() < two_view.MIN_POINTS:
         return None
-    p0, p1, w = points0[used], points1[used], weights[used]
+    p0 = points0[used]
+    p1 = points1[used]
+    w = weights[used]
+    # conditioned points, whose equations have entries of similar size
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
     homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
@@ -116,6 +119,7 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points
+    # back to pixels
     H = two_view.compose(two_view.inverse(T1), vectors[:, 0].reshape(3, 3), T0)
     return H if np.isfinite(H).all() else None
 
@@ -133,7 +137,7 @@ def magsac(found: Points) -> Optional[np.ndarray]:
 
 def poselib(found: Points) -> Optional[np.ndarray]:
     """Fit by PoseLib's LO-RANSAC, the default of glue-factory."""
-    import poselib as library
+    import poselib as library  # imported here, since not every installation has it
 
     options = {"max_reproj_error": PX, "max_iterations": ITERATIONS, "seed": found.seed}
     H, info = library.estimate_homography(found.points0, found.points1, options, {})
@@ -164,6 +168,7 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     """
     if matcher in BASELINES:
         return scores**BASELINE_POWER
+    # a match that is right with p = 0.99 counts as eleven with p = 0.9
     odds = scores / (1.0 - scores + MIN_DOUBT)
     rank = min(DECIDING, max(two_view.MIN_POINTS, len(odds) // 2))
     return np.minimum(odds, np.sort(odds)[-rank])
@@ -209,6 +214,7 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
     K0 = cameras.K0
     K1 = cameras.K1
     flat = normalize(found.points0, K0), normalize(found.points1, K1)
+    # one pixel in normalized coordinates
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     if stacked is None:
@@ -245,6 +251,7 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
         return float("inf")
     R, t = estimated
     true_t = truth.T_0to1[:3, 3]
+    # cosines of both angles; the sign of t cannot be observed
     rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
     direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Dict, List, Set, Tuple
+from typing import Dict, List, Tuple
 
 import cv2
 import numpy as np
@@ -59,6 +59,7 @@ class FilePairs(Source):
                 image = read_gray(path)
             except BadImage as error:
                 raise RequestError(str(error)) from None
+            # areas are averaged where the image shrinks, to avoid aliasing
             before = image_size(image)
             shorter = self.short_side or min(before)
             size = [max(1, round(side * shorter / min(before))) for side in before]
@@ -115,6 +116,7 @@ class PosePairs(FilePairs):
         """Read one pair, and scale its intrinsics as the images are resized."""
         name0, name1, pose = self.pairs[index]
         images, (map0, map1) = self.read(index)
+        # K maps to pixels of the file, and the map from these to pixels of the resized image
         truth = Pose(map0 @ pose.K0, map1 @ pose.K1, pose.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
@@ -129,7 +131,7 @@ def find_sequences(folder: Path) -> List[Sequence]:
     sequences = []
     for path in sorted(place for place, _ in walk_folders(folder)):
         files, homographies = read_sequence(path)
-        if homographies:
+        if homographies:  # other folders, such as the root of all sequences, are passed over
             name = path.relative_to(folder).as_posix()
             sequences.append((path.resolve().name if name == "." else name, files, homographies))
     if not sequences:
@@ -158,7 +160,7 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
                 raise RequestError(
                     f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one"
                 )
-    homographies.pop(1, None)
+    homographies.pop(1, None)  # some data sets have H_1_1, the identity
     # each image but the first needs a homography, and each homography an image
     if homographies and 1 not in images:
         raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
@@ -180,6 +182,7 @@ def read_homography(path: Path) -> np.ndarray:
     RequestError unless it is an invertible 3x3 matrix.
     """
     wrong = f"{path}: not a homography"
+    # also the forms of NumPy, MATLAB and CSV
     words = re.sub(r"[][,;]", " ", " ".join(line for _, line in read_lines(path))).split()
     try:
         numbers = list(map(float, words))
@@ -239,16 +242,19 @@ def scene_names(pairs: List[Tuple[str, str]]) -> List[str]:
     """
     folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
     several = len(set(folders.values())) > 1
-    # sets of names that belong together, by a pair or by a folder
-    groups: List[Set[str]] = []
-    for link in [*pairs, *(folders.items() if several else ())]:
-        touched = [group for group in groups if group & set(link)]
-        groups = [group for group in groups if group not in touched]
-        groups.append(set(link).union(*touched))
+    # Names that belong together, by a pair or by a folder, get one root (union-find).
+    links = [*pairs, *(folders.items() if several else ())]
+    roots = {name: name for link in links for name in link}
+
+    def root(name: str) -> str:
+        while roots[name] != name:
+            name = roots[name]
+        return name
+
+    for first, second in links:
+        roots[root(second)] = root(first)
     # the first pair of each scene gives it its name
-    starts: Dict[int, str] = {}
-    names = []
-    for first, _ in pairs:
-        scene = next(index for index, group in enumerate(groups) if first in group)
-        names.append(starts.setdefault(scene, folders[first] if several else first))
-    return names
+    starts: Dict[str, str] = {}
+    return [
+        starts.setdefault(root(first), folders[first] if several else first) for first, _ in pairs
+    ]

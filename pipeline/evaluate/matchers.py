@@ -83,7 +83,7 @@ class Matchers:
 
         Equal batches give equal bits.
         """
-        answers = [match_baselines(pair) for pair in pairs]
+        answers: List[Dict[str, Matches]] = [{} for _ in pairs]
         # Neighbours of keypoints that a network does not get. The ratio 1 keeps all mutual ones.
         most = self.network_keypoints or sys.maxsize
         mutual = [
@@ -104,12 +104,15 @@ class Matchers:
             for by_name, pair, own, near, chosen in zip(answers, pairs, found, mutual, selected):
                 points = positions(pair.records0), positions(pair.records1)
                 by_name[name] = add_guided_matches(own, near, chosen, points, network.threshold)
+        # the baselines and the functions of the user, one pair after the other
         for by_name, pair in zip(answers, pairs):
+            by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())
         return answers
 
     def above(self, answers: Mapping[str, Matches]) -> Dict[str, Matches]:
         """Drop the matches below the threshold of each matcher that has a threshold."""
+        # no threshold: all matches of a baseline or of a function count
         limits = self.thresholds
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
@@ -133,6 +136,7 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
         count1 = len(pair.records1)
         if not count0 or not count1:
             return Matches.none()
+        # (M,) each, checked since they come from the user's code
         views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         matches0, scores0 = map(np.asarray, function(*views))
         whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
@@ -150,5 +154,6 @@ def match_baselines(pair: Pair) -> Dict[str, Matches]:
     The confidence is 1 - ratio of distances. The ratio test gets all mutual matches: its threshold
     of the confidence selects matches, as the threshold of a network does.
     """
+    # one product of the descriptors for all three
     found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

@@ -10,11 +10,13 @@ intervals of the two values.
 # pandas has no types. A type checker guesses them from its source, mostly wrongly.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
+# pyright: reportOperatorIssue=false
 
 from __future__ import annotations
 
 import math
 import re
+from types import MappingProxyType
 from typing import Dict, Mapping, Sequence
 
 import numpy as np
@@ -32,10 +34,8 @@ AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
 RECALLS = ("recall", "matching_score")  # the two kinds of recall
 SHARES = ("matches", "precision", *RECALLS)  # metrics that are means of a column of the table
+POINTS = 512  # number of thresholds that a resample tries
 BINS = 10  # number of ranges of the confidence, for its calibration
-# Limits of the error curves, which reach as far as the widest AUC
-LIMITS_PX = tuple(round(0.1 * step, 1) for step in range(101))
-LIMITS_DEG = tuple(round(0.2 * step, 1) for step in range(101))
 
 
 def name_of(metric: str, estimator: str = "", refined: bool = False) -> str:
@@ -75,7 +75,7 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
     for (matcher, *key), part in table.groupby(["matcher", *KEY], sort=False):
         metric, *estimated = key
         values = part["value"].to_numpy()
-        if metric == "error":
+        if metric == "error":  # from 1 for no error to 0 from the limit on
             for limit in limits:
                 columns[(matcher, f"auc_{limit}", *estimated)] = auc_by_pair(values, limit)
             columns[(matcher, f"within_{WITHIN}", *estimated)] = (values <= WITHIN).astype(float)
@@ -85,13 +85,12 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
     recall = recall_of(table)
     asked = f"{recall}_at_ratio_precision", "", False
     least = np.mean(columns[RATIO_TEST, "precision", "", False])
+    # the ratio test itself has one operating point
     columns[(RATIO_TEST, *asked)] = columns[RATIO_TEST, recall, "", False]
     for matcher, pairs in scored.items():
         limit = threshold_at_precision(pairs, float(least))
-        columns[(matcher, *asked)] = [
-            found[scores >= limit].sum() / truth if truth else math.nan
-            for scores, _, found, truth in pairs
-        ]
+        columns[(matcher, *asked)] = rates(pairs, np.array([limit]))[1][:, 0]
+    # (pairs, columns), with the matchers in their order of appearance
     names = pd.MultiIndex.from_tuples(columns, names=["matcher", *KEY])
     scenes = pd.Index(table.drop_duplicates("number")["scene"], name="scene")
     frame = pd.DataFrame(np.array(list(columns.values())).T, scenes, names)
@@ -116,16 +115,39 @@ def threshold_at_precision(scored: Sequence[Scored], least: float) -> float:
     return -reached.index[-1] if len(reached) else math.inf
 
 
-def resample(values: pd.DataFrame) -> pd.DataFrame:
+def rates(scored: Sequence[Scored], thresholds: np.ndarray) -> np.ndarray:
+    """Compute precision and recall of each pair at each threshold (T,), (2, P, T)."""
+    parts = []
+    for scores, correct, found, truth in scored:
+        # (T, K): which matches count, then (T,): how many of them do, are correct, and are found
+        above = scores >= thresholds[:, None]
+        counts, right, hits = (each.sum(1) for each in (above, above & correct, above & found))
+        parts.append((right / np.maximum(counts, 1), hits / (truth or np.nan)))
+    return np.array(parts).swapaxes(0, 1)
+
+
+def resample(
+    values: pd.DataFrame, scored: Mapping[str, Sequence[Scored]] = MappingProxyType({})
+) -> pd.DataFrame:
     """Compute the mean of each column on each resample of the scenes, (R, columns).
 
-    `values` comes from `values_of_pairs`. There is no resample of a single scene.
+    `values` comes from `values_of_pairs`, which got the same `scored`. There is no resample of a
+    single scene.
     """
+    # (R, scenes) @ (scenes, columns): sums and numbers of values, NaN left out
+    weights = Clusters(list(values.index)).weights
     by_scene = values.groupby(level="scene", sort=False)
-    weights = Clusters(list(values.index)).weights  # (R, scenes)
     with np.errstate(invalid="ignore"):
         means = (weights @ by_scene.sum().to_numpy()) / (weights @ by_scene.count().to_numpy())
-    return pd.DataFrame(means, columns=values.columns)
+    samples = pd.DataFrame(means, columns=values.columns)
+    # the last column of a network: a resample has its own threshold at the ratio test's precision
+    for matcher, pairs in scored.items():
+        every = np.concatenate([[1.0], *(scores for scores, *_ in pairs)])
+        curves = rates(pairs, np.quantile(every, np.linspace(0, 1, POINTS)))
+        precision, recall = (resample(pd.DataFrame(each, values.index)) for each in curves)
+        reached = precision.ge(samples[RATIO_TEST, "precision", "", False], axis=0)
+        samples[(matcher, *values[matcher].columns[-1])] = (recall * reached).max(axis=1)
+    return samples
 
 
 def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
@@ -147,6 +169,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
     baseline), and the first row of a metric has the best baseline.
     """
     means = values.mean()
+    # networks and the bound are no baselines
     names = values.columns.unique("matcher")
     baselines = [name for name in names if name not in (*networks, BOUND)]
     further = [name for name in networks if name != OURS]
@@ -159,6 +182,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
             # the interval of the difference, within each resample
             gain = samples[(OURS, *key)] - samples[(other, *key)]
             low, high = gain.quantile(ENDS).round(DIGITS)
+            # a verdict needs an interval, and enough scenes
             verdict = "better" if low > 0 else "worse" if high < 0 else "equal"
             if values.index.nunique() < MIN_CLUSTERS or math.isnan(low):
                 verdict = "too few"
@@ -173,6 +197,7 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 
     Ranges without a match are left out. The columns are confidence, precision and matches.
     """
+    # (E,) the matches of all pairs, each of them with its range
     scores = np.concatenate([each[0] for each in scored])
     correct = np.concatenate([each[1] for each in scored])
     part = np.minimum((scores * BINS).astype(int), BINS - 1)
@@ -185,9 +210,12 @@ def error_curves(table: pd.DataFrame) -> Dict[str, pd.DataFrame]:
 
     The area below a curve is the AUC.
     """
-    limits, unit = (LIMITS_DEG, "error_deg") if is_posed(table) else (LIMITS_PX, "error_px")
+    # a hundred steps up to the widest AUC: 10 px or 20 degrees
+    steps = np.arange(101)
+    limits, unit = (steps / 5, "error_deg") if is_posed(table) else (steps / 10, "error_px")
     curves = {}
     for key, part in table[table["metric"] == "error"].groupby(KEY, sort=False):
+        # (pairs, matchers) errors, then (limits, matchers) fractions
         errors = part.pivot(index="number", columns="matcher", values="value")
         errors = errors[part["matcher"].unique()]
         curve = pd.DataFrame([(errors <= limit).mean() for limit in limits])

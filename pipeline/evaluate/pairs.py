@@ -104,6 +104,7 @@ def extract_pairs(
     for position, (name, first, second, truth) in enumerate(pairs):
         if only not in (None, position):
             continue
+        # the reference of a sequence is in all its pairs
         for image in {first, second} - set(keypoints):
             keypoints[image] = extractor(images[image], max_keypoints)
         both = images[first], images[second]
@@ -157,6 +158,7 @@ class HeldOutPairs(Source):
         """Return the view in colour: the brightness of `gray`, the colours of the photograph."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
+        # the same draw gives the same homography; light and noise are taken from `gray`
         H, _ = self.sample(image_size(photograph), entry.name, image)
         view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
@@ -177,6 +179,7 @@ class HeldOutPairs(Source):
 
         Also return the generator, from which the view's distortion is drawn.
         """
+        # a name of its own, so that no view of the training is drawn alike
         rng = views.generator(SEED, f"evaluate {name}", number)
         if number % 2 == 0:
             return views.mild_view(rng, size, self.view_size), rng
@@ -220,7 +223,7 @@ class NegativePairs(Source):
             source.view(source.read(at), source.entries[at].name, 2 * number + view)[0]
             for view, at in enumerate(photographs)
         ]
-        no_truth = np.full((3, 3), np.nan)
+        no_truth = np.full((3, 3), np.nan)  # nothing asks for it
         return images, [(f"{self.scenes[index][0]}#{number}", 0, 1, no_truth)]
 
 
@@ -245,6 +248,7 @@ class ZoomedPairs(HeldOutPairs):
         H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
         H_0to1 = zoom_in(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
+        # magnified pixels contain no finer detail
         upscale = views.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
@@ -277,6 +281,7 @@ def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
 
     The noise is the same for all images of one size.
     """
+    # (H, W) the same draw for every image
     drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
     return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
 
@@ -295,6 +300,7 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
     There is one pair of each of the first `count` photographs. Its second view is disturbed instead
     of the photometric distortion, or magnified.
     """
+    # no other distortion than the one of the level
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     calm = source.params.views.model_copy(update={"photometric": clear})
     params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})

@@ -7,6 +7,7 @@ Every table is a slice of the metrics (`metrics.summarize`) or of the long table
 # pandas has no types. A type checker guesses them from its source, mostly wrongly.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportReturnType=false, reportAssignmentType=false
+# pyright: reportIndexIssue=false
 
 from __future__ import annotations
 
@@ -112,6 +113,7 @@ def heading(metric: str, estimator: str = "", refined: bool = False) -> str:
 
 def leading(results: Results) -> str:
     """Return the first estimator, which decides the verdict and the pictures."""
+    # rows are in the order of --estimators
     errors = results.table["metric"] == "error"
     return str(results.table.loc[errors, "estimator"].iloc[0])
 
@@ -161,6 +163,7 @@ def verdict(results: Results) -> str:
 
 def best_gains(results: Results) -> pd.DataFrame:
     """Return the differences from the best baseline of each metric."""
+    # the first row of each metric is that of the best baseline
     keys = results.differences.index.droplevel("baseline")
     return results.differences[~keys.duplicated()].reset_index("baseline")
 
@@ -185,6 +188,7 @@ def headline(results: Results) -> Dict[str, float]:
         recall: (recall, "", False),
         "negative_matches": ("negative_matches", "", False),
     }
+    # poses have no negative pairs, and --no-refine leaves out refined matches
     gains = best_gains(results)["value"]
     values = {}
     for place, (name, key) in enumerate(asked.items()):
@@ -219,6 +223,7 @@ def matches_table(results: Results) -> pd.DataFrame:
     counts = [
         results.metrics.at[(name, "matches", "", False), "value"] for name in matchers_of(results)
     ]
+    # a mean number is no fraction
     table.insert(0, "matches", [f"{count:.0f}" for count in counts])
     return table
 
@@ -231,6 +236,7 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
     keys = [key for key in results.metrics.loc[OURS].index if key[0].startswith("auc_")]
     tables = []
     for refined in dict.fromkeys(key[2] for key in keys):
+        # (matchers, estimators x limits)
         own = [key for key in keys if key[2] == refined]
         heads = [(estimator.upper(), f"@{name[4:]}") for name, estimator, _ in own]
         table = text_table(results, dict(zip(own, heads)))
@@ -257,8 +263,9 @@ def duels_table(results: Results) -> pd.DataFrame:
 
 
 def scenes_table(results: Results) -> pd.DataFrame:
-    """Make the table of scenes with the AUC@3 of the first estimator (for poses: AUC@5)."""
-    key = "auc_5" if is_posed(results.table) else "auc_3", leading(results), False
+    """Make the table of scenes with the AUC@3 of the first estimator."""
+    key = "auc_3", leading(results), False
+    # the values of all pairs are named by their scenes
     by_scene = results.values.groupby(level="scene", sort=False)
     means = by_scene.mean()[[(name, *key) for name in matchers_of(results)]].map(percent)
     means.columns = map(title, matchers_of(results))
@@ -268,6 +275,7 @@ def scenes_table(results: Results) -> pd.DataFrame:
 
 def legend(results: Results) -> List[str]:
     """Explain the columns."""
+    # only the columns that the table has
     known = results.metrics.index.unique("metric")
     words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
     what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
@@ -297,6 +305,7 @@ def text(results: Results) -> str:
     if results.unit == "sequences":
         tables.insert(1, [scenes_table(results)])
     title = f"{results.title}, {len(results.values)} pairs"
+    # the tables of AUC stand below each other without a gap, since they have the same columns
     blocks = ["\n".join(table.to_string(line_width=WIDTH) for table in block) for block in tables]
     first = "\n".join([verdict(results), title, blocks[0]])
     last = "\n".join([blocks[-1], *legend(results), *remarks(results)])
@@ -326,7 +335,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
     # one line for each pair and matcher, in the order of the table
     index = ["number", "pair", "scene", "matcher"]
     pairs = results.table.assign(name=names).pivot(index=index, columns="name", values="value")
-    pairs = pairs[list(dict.fromkeys(names))].reset_index(index[1:]).reset_index(drop=True)
+    pairs = pairs[list(dict.fromkeys(names))].reset_index().drop(columns="number")
     pairs = pairs.astype({name: "Int64" for name in COUNTS if name in pairs})
 
     def named(frame: pd.DataFrame) -> pd.DataFrame:

@@ -52,6 +52,7 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
 
     The index is negative for a keypoint without a true match.
     """
+    # the function of the training's loss, on a batch of one pair
     batch = from_pairs([pair], H_0to1[None])
     return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
@@ -67,6 +68,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     It is the larger error of both directions, and infinite if a point maps to infinity. points0 and
     points1 are (K, 2) float64 px.
     """
+    # (2, K, 2) differences in both images, then (K,) the larger distance
     forward = two_view.transform(points0, H_0to1) - points1
     backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
     worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
@@ -95,10 +97,12 @@ def estimate_errors(
     variants = {False: detected}  # whether the matches are refined, and their points
     if settings.refine and known.images is not None:
         index0, index1 = matches.indices.T
+        # keypoints of image 1 move to where the pixels around both agree best
         records = known.pair.records0[index0], known.pair.records1[index1]
         refined1, deviations, _ = refinement.refine(*known.images, *records)
         moved = refined1.astype(np.float64)
         variants[True] = detected._replace(points1=moved, deviations=deviations)
+    # every estimator gets the same matches, in the same order
     for refined, points in variants.items():
         if isinstance(known.truth, Pose):
             for name, estimate in estimators.POSE_ESTIMATORS.items():
@@ -128,7 +132,9 @@ def score_pair(
     count0 = len(known.pair.records0)
     # Between two cameras the true matches are unknown. There every correct match is found, and the
     # keypoints of image 0 stand for the true matches, so that the recall is the matching score.
-    truth0 = np.full(count0, UNMATCHED) if posed else true_matches(known.pair, known.truth)
+    truth0 = np.full(count0, UNMATCHED)
+    if not isinstance(known.truth, Pose):
+        truth0 = true_matches(known.pair, known.truth)
     truth = max(count0, 1) if posed else int((truth0 > UNMATCHED).sum())
     if settings.bound:
         answers = {**answers, BOUND: Matches.from_dense(truth0, np.ones(count0))}
@@ -142,7 +148,9 @@ def score_pair(
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found, truth
             kept = matches.scores > thresholds[name]
-            matches, correct, found = matches.only(kept), correct[kept], found[kept]
+            matches = matches.only(kept)
+            correct = correct[kept]
+            found = found[kept]
         # A pair without a match is a failure, so its precision is 0. Without a true match the
         # recall is undefined.
         values = {
@@ -154,6 +162,7 @@ def score_pair(
             "precision": correct.sum() / max(len(matches), 1),
             "matching_score" if posed else "recall": found.sum() / truth if truth else np.nan,
         }
+        # one row for each value, and for each error of an estimate
         start = (known.name, known.scene, name)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
         for estimator, refined, error in estimate_errors(known, name, matches, settings):

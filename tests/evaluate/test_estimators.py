@@ -5,7 +5,6 @@ import math
 import cv2
 import numpy as np
 import pytest
-from made_scenes import TURN
 
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
@@ -64,17 +63,6 @@ def test_too_few_matches_are_an_infinite_error(count):
     assert min(errors_of([side[:count] for side in scene()])) == math.inf
 
 
-def test_least_squares_over_all_matches_are_closer_than_the_best_sample():
-    """Scatter as SIFT's, and a tenth of the matches are wrong."""
-    errors = []
-    for seed in range(8):
-        points = scene(200, noise=0.5, seed=seed)
-        points[1][:20] = np.random.default_rng(seed).uniform([0, 0], [640, 480], (20, 2))
-        errors.append(errors_of(points, seed=seed))
-    sampled, refined = np.mean(errors, axis=0)
-    assert refined < 1.5 and refined < 0.6 * sampled
-
-
 def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     points = scene()
     assert estimators.epipolar_errors(*points, KNOWN).max() < 1e-20
@@ -96,29 +84,18 @@ def test_skewed_pixels_of_a_camera_are_read_with_their_skew():
 
 
 def test_pose_error_is_the_larger_angle():
+    """Neither the length nor the sign of t can be seen."""
     base = Pose(K, K, pose([0, 0, 0], [1.0, 0, 0]))
-    turned = pose([0, 7, 0], [1.0, 0, 0])
-    moved = pose([0, 0, 0], [1.0, math.tan(math.radians(30)), 0])
-    assert estimators.pose_error((turned[:3, :3], turned[:3, 3]), base) == pytest.approx(7.0)
-    # neither the length nor the sign of t can be seen
-    assert estimators.pose_error((turned[:3, :3], -5 * turned[:3, 3]), base) == pytest.approx(7.0)
-    assert estimators.pose_error((moved[:3, :3], moved[:3, 3]), base) == pytest.approx(30.0)
-    assert math.isinf(estimators.pose_error(None, base))
+    aside = math.tan(math.radians(30))
+    for degrees, t, error in ((7, [1, 0, 0], 7), (7, [-5, 0, 0], 7), (0, [1, aside, 0], 30)):
+        found = pose([0, degrees, 0], t)
+        assert estimators.pose_error((found[:3, :3], found[:3, 3]), base) == pytest.approx(error)
 
 
 def test_a_few_confident_matches_do_not_decide_alone():
-    """Four matches at p = 1 and sixty at 0.5, all right to 0.7 px: near to what no weights give."""
-    generator = np.random.default_rng(0)
-    errors = []
-    for _ in range(50):
-        points0 = generator.uniform(0, (640, 480), (64, 2))
-        points1 = two_view.transform(points0, TURN) + generator.normal(0, 0.7, (64, 2))
-        scores = np.where(np.arange(64) < 4, 1.0, 0.5)
-        weights = estimators.weights_of(OURS, scores), np.ones(64)
-        fits = [estimators.fit_dlt(points0, points1, each) for each in weights]
-        errors.append([two_view.corner_error(H, TURN, (640, 480)) for H in fits])
-    weighted, alike = np.median(errors, axis=0)
-    assert alike < 0.6 and weighted < 1.1 * alike
+    """Four matches at p = 1 and sixty at 0.5 have the weights of sixteen at 0.5 and above."""
+    weights = estimators.weights_of(OURS, np.repeat([1.0, 0.5], [4, 60]))
+    assert weights == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_most_confident_of_few_matches_are_at_least_four():

@@ -43,14 +43,7 @@ def test_text_shows_the_verdict_first_and_every_table_within_100_columns():
 
 @pytest.mark.parametrize(
     "value, written",
-    [
-        (0.55622749, 0.5562),
-        (0.00004999, 0.0),
-        (75.43592, 75.44),
-        (217.84, 217.8),
-        (60, 60),
-        (math.inf, math.inf),
-    ],
+    [(0.55622749, 0.5562), (0.00004999, 0.0), (217.84, 217.8), (math.inf, math.inf)],
 )
 def test_files_hold_the_digits_that_mean_something(value, written):
     assert report.shorten(value) == written
@@ -117,8 +110,7 @@ def test_experiments_have_a_mean_and_a_range_and_say_what_cannot_be_compared(
     commit(tmp_path, 53.0, precision="portable")
     assert command.main(["HEAD~1", "HEAD"]) == 0
     printed = capsys.readouterr().out
-    row = next(line.split() for line in printed.splitlines() if "auc_5" in line)
-    assert row[-4:] == ["50.0", "53.0", "51.5", "3.0"] and "compared" not in printed
+    assert "auc_5    50.0  53.0  51.5    3.0" in printed and "compared" not in printed
     commit(tmp_path, 90.0, images="bb", pairs=4)
     assert command.main(["HEAD~1", "HEAD"]) == 0
     said = "HEAD~1 and HEAD have other photographs and another protocol: their metrics cannot be"
