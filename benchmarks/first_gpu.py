@@ -158,7 +158,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
     trained = f"--model checkpoints/best.safetensors --also shipped={shipped_weights()}"
-    scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+ "  # pairs, matches, precision, recall
+    scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+\."  # matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
     saved = "curve/checkpoints/*/step-*.json"
