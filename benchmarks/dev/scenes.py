@@ -162,13 +162,18 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
     models = pycolmap.incremental_mapping(database, photos, folder)
     model = max(models.values(), key=lambda model: model.num_reg_images(), default=None)
     registered = model.num_reg_images() if model else 0
-    cells = [f"{registered} of {len(cameras)}"]
-    if model and registered >= 3:
+    cells = [f"{registered} of {len(cameras)}", *[""] * (len(MODEL) - 1)]
+    if registered >= 3:
         centre, percent, rotation = model_errors(model, cameras)
-        cells += [f"{model.num_points3D():,}", f"{model.compute_mean_track_length():.2f}"]
-        cells += [f"{model.compute_mean_reprojection_error():.2f}"]
-        cells += [f"{100 * centre:.1f}", f"{percent:.2f}", f"{rotation:.2f}"]
-    return cells + [""] * (len(MODEL) - len(cells))
+        cells[1:] = [
+            f"{model.num_points3D():,}",
+            f"{model.compute_mean_track_length():.2f}",
+            f"{model.compute_mean_reprojection_error():.2f}",
+            f"{100 * centre:.1f}",
+            f"{percent:.2f}",
+            f"{rotation:.2f}",
+        ]
+    return cells
 
 
 def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
@@ -196,15 +201,16 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
     pycolmap = library()
     verified = false = 0
     with pycolmap.Database.open(str(database)) as content:
-        images = {image.image_id: image.name for image in content.read_all_images()}
-        points = {key: content.read_keypoints(key)[:, :2].astype(float) - CENTRE for key in images}
         for pair, found in zip(*content.read_two_view_geometries()):
             matches = found.inlier_matches
             if not len(matches):
                 continue
             keys = pycolmap.pair_id_to_image_pair(pair)
-            F = fundamental(*(cameras[images[key]] for key in keys))
-            both = [points[key][index] for key, index in zip(keys, matches.T)]
+            F = fundamental(*(cameras[content.read_image(key).name] for key in keys))
+            both = (
+                content.read_keypoints(key)[index, :2].astype(float) - CENTRE
+                for key, index in zip(keys, matches.T)
+            )
             verified += 1
             false += bool((two_view.epipolar_distances(F, *both) <= RIGHT_PX).mean() < 0.5)
     return verified, false
@@ -223,7 +229,7 @@ def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace)
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
     rows = [map_scene(database, photos, cameras, seed) for seed in range(options.seeds)]
     rows.sort(key=lambda row: float(row[CENTRES] or "inf"))
-    median = list(rows[len(rows) // 2])
+    median = rows[len(rows) // 2][:]
     if len(rows) > 1:
         median[CENTRES] += f" ({rows[0][CENTRES]} to {rows[-1][CENTRES]})"
     return [scene, way, *median, *map(str, count_pairs(database, cameras)), seconds]
