@@ -109,6 +109,7 @@ def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     right = image0.shape[1] + GAP
     canvas = np.full((height, right + image1.shape[1], 3), 255, np.uint8)
     for image, x in ((image0, 0), (image1, right)):
+        # (H, W) gray -> (H, W, 1), which fits three channels
         color = image if image.ndim == 3 else image[..., None]
         canvas[: len(image), x : x + image.shape[1]] = color
     return canvas
@@ -120,6 +121,7 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
     First comes the most confident match of each cell of an image of `size` (width, height), then
     the second of each cell, and so on.
     """
+    # (K, 2) px -> (K,) number of the cell
     scaled = points / size * CELLS
     across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
     cells = down * CELLS[0] + across
@@ -172,6 +174,7 @@ def text_bar(width: int, text: str) -> np.ndarray:
     size = max(SMALLEST, width // LETTERS)
     font = ImageFont.load_default(size)
     letter = font.getlength(text) / max(len(text), 1)
+    # Break the text by the mean width of its letters.
     lines = textwrap.wrap(text, int(0.95 * (width - size) / letter)) if text.strip() else [""]
     bar = Image.new("RGB", (width, int(1.4 * size * len(lines) + 0.6 * size)), DARK)
     for row, line in enumerate(lines):
@@ -205,6 +208,7 @@ def draw(
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = side_by_side(small0, small1)
+        # Pixel centres are at whole numbers, so the edge of an image is at -0.5.
         points0 = (panel.points0 + 0.5) / unit0 - 0.5
         points1 = (panel.points1 + 0.5) / unit1 - 0.5
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])

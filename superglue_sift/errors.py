@@ -28,6 +28,7 @@ def check_range(name: str, value: Any, least: float, most: float = math.inf) -> 
 
     If there is no `most`, it must be a whole number.
     """
+    # Numbers without an upper limit are counts.
     counts = most == math.inf
     kind = numbers.Integral if counts else numbers.Real
     if isinstance(value, kind) and least <= value <= most:  # type: ignore[operator]

@@ -11,23 +11,14 @@ import os
 import tempfile
 import threading
 import time
-import tokenize
 import unicodedata
-import zlib
 from pathlib import Path
 from typing import Any, Iterable, List, Optional, Tuple, Union
-from zipfile import BadZipFile
 
 from superglue_sift.errors import RequestError
 
 FileName = Union[str, Path]
 TRIES = 5  # Windows refuses to replace a file that another program has open, so try again
-# A damaged `.npz` raises one of these errors, since its bits can also ask for another compression
-# or a password.
-DAMAGED = (
-    *(OSError, ValueError, KeyError, EOFError, RuntimeError, BadZipFile, zlib.error),
-    *(SyntaxError, tokenize.TokenError),  # numpy parses the headers
-)
 
 
 def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
@@ -83,20 +74,8 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def name_below(path: FileName, root: FileName) -> str:
-    """Name a file by its path below `root`, with "/" on every system, as COLMAP and hloc do.
-
-    Windows has no such path to another drive. The name is then the whole path.
-    """
-    try:
-        name = os.path.relpath(path, root)
-    except ValueError:
-        name = str(path)
-    return slashes(name)
-
-
-def slashes(name: str) -> str:
-    """Return a path with "/" between its parts, also on Windows."""
-    return name.replace(os.sep, "/")
+    """Name a file by its path below `root`, with "/" on every system, as COLMAP and hloc do."""
+    return Path(os.path.relpath(path, root)).as_posix()
 
 
 def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
@@ -109,6 +88,7 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        # Find the folder that exists, and in which the others would be made.
         while not folder.exists() and folder != folder.parent:  # even a drive can be missing
             folder = folder.parent
         with tempfile.TemporaryFile(dir=folder):
@@ -121,6 +101,7 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
 def write_csv(path: FileName, rows: Iterable[Iterable[Any]]) -> None:
     """Write a table atomically. The first row is the header. Raises OSError as `write_atomic`."""
+    # The whole table is made in memory, so that it appears whole.
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     write_atomic(path, text.getvalue())
@@ -138,23 +119,18 @@ def file_sha256(path: FileName) -> str:
 def read_lines(path: FileName) -> List[Tuple[int, str]]:
     """Read the lines of a text file, stripped, with their numbers from 1.
 
-    Empty lines and those that begin with `#` are left out. UTF-8 and UTF-16 (as PowerShell writes
-    it) are read, with and without a byte order mark, and line ends of any system. Names of files
-    that are not UTF-8 keep their bytes (surrogateescape). Raises RequestError for a file that is
-    missing or no text.
+    Empty lines and those that begin with `#` are left out. UTF-8 is read, UTF-16 with a byte order
+    mark (as PowerShell writes it), and line ends of any system. Names of files that are not UTF-8
+    keep their bytes (surrogateescape). Raises RequestError for a file that is missing or no text.
     """
     try:
         data = Path(path).read_bytes()
-        # Guess the encoding from the first bytes.
-        encoding = "utf-8-sig"
-        if data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            encoding = "utf-16"
-        elif data[1:2] == b"\0" or data[:1] == b"\0":  # ASCII in UTF-16 without its mark
-            encoding = "utf-16-le" if data[1:2] == b"\0" else "utf-16-be"
-        errors = "surrogateescape" if encoding == "utf-8-sig" else "strict"
-        text = data.decode(encoding, errors)
+        # Names that are no UTF-8 keep their bytes. UTF-16 is known by its mark.
+        is_wide = data[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        text = data.decode("utf-16") if is_wide else data.decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+    # This also finds files that are no text.
     except ValueError:
         text = "\0"
     if "\0" in text:

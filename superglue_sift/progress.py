@@ -34,6 +34,7 @@ class Progress(tqdm):
         self.terminal = sys.stderr.isatty()
         self.initial = options.get("initial", 0)
         width = {"dynamic_ncols": True} if self.terminal else {"ncols": 0}  # 0 means no bar
+        # A log has a line every 15 seconds, also for items that take longer than that.
         every = EVERY_SECONDS[self.terminal]
         pace = {"mininterval": every, "miniters": 1, "smoothing": 0}
         super().__init__(iterable, file=_Stderr(), **pace, **width, **options)

@@ -71,20 +71,10 @@ def test_of_many_matches_those_spread_over_the_image_are_lines_and_the_others_po
 
 @pytest.mark.parametrize("width", [608, 2568])
 def test_letters_grow_with_the_picture_and_long_text_has_more_lines(width):
-    """Letters are at least a part of LETTERS of the width high, so that a phone shows them."""
     bar = drawing.text_bar(width, "H")
-    rows_of_letter = np.flatnonzero((bar > 200).any(axis=(1, 2)))
-    letter = rows_of_letter[-1] - rows_of_letter[0] + 1
+    letter = np.ptp(np.flatnonzero((bar > 200).any(axis=(1, 2)))) + 1
     # capital letters take two thirds of a font's size
     assert 0.55 < letter / max(width / drawing.LETTERS, drawing.SMALLEST) < 0.9
-    words = " ".join(["matches"] * 40)
-    long = drawing.text_bar(width, words)
-    assert len(long) > 3 * len(bar) / 1.5
+    long = drawing.text_bar(width, " ".join(["matches"] * 40))
+    assert len(long) > 2 * len(bar)
     assert (long[:, -width // 100 :] < 100).all(), "text leaves the picture"
-
-
-def test_without_captions_the_picture_is_the_images_alone():
-    whole = draw(BLACK, BLACK, [panel([40], [1.0])])
-    alone = draw(BLACK, BLACK, [panel([40], [1.0])], captions=False)
-    np.testing.assert_array_equal(whole[BAR : BAR + 200], alone)
-    assert drawing.legend([panel([40], [1.0])]).startswith("The colour of a match is its place")

@@ -57,9 +57,6 @@ def test_frames_of_a_video_move_as_the_camera_did(run, photo, tmp_path, capsys):
     for line in said:
         moved = line[line.index("[") + 1 : line.index("]")].split()
         np.testing.assert_allclose(np.array(moved, float), [20, 0], atol=0.5)
-    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [
-        "frame000002.jpg",
-        "frame000004.jpg",
-    ]
+    assert len(list((tmp_path / "found").iterdir())) == 2
     with pytest.raises(SystemExit, match="nowhere: OpenCV cannot open it"):
         run("video", "nowhere", "found")

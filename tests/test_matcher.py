@@ -170,9 +170,9 @@ def features(count, width, value=9.0, scale=1.0):
         (lambda matcher: matcher.extract("no.png"), "no.png: cannot be read"),
         (lambda matcher: matcher.extract(np.zeros((9, 9))), "must be uint8"),
         (lambda matcher: matcher.extract(torch.zeros(9, 9, 3)), r"\(9, 9, 3\): must be \(H, W\)"),
-        (lambda matcher: features(5, 256), r"\(5, 256\): must be \(5, 128\)"),
-        (lambda matcher: features(5, 128, np.nan), "descriptors must be whole numbers"),
-        (lambda matcher: features(5, 128, scale=-1.0), "scales must be 0 or more"),
+        (lambda matcher: features(5, 256), "of 256 entries: SIFT has 128"),
+        (lambda matcher: features(5, 128, np.nan), "descriptor must be finite"),
+        (lambda matcher: features(5, 128, scale=-1.0), "scales above 0"),
         (
             lambda matcher: matcher.match(
                 features(5, 128)._replace(frame="stored"), features(5, 128)._replace(turned=6)

@@ -20,7 +20,8 @@ are NaN where refinement failed, and correlations (M,). With --scene there is al
 
 A pair whose file exists is done. The same command resumes where it was stopped, and --overwrite
 matches the pairs again. Images that cannot be read are listed in bad_images.csv, the others are
-matched, and the exit code is 1. DIR is never searched for photographs.
+matched, and the exit code is 1. Files that end in _matches.jpg are pictures of matches, not
+photographs.
 
 Keypoints are in pixels of the images, rotated upright according to EXIF or, with --frame stored, as
 in the file. x is to the right and y down, and (0, 0) is the centre of the first pixel. Each result
@@ -31,30 +32,34 @@ from __future__ import annotations
 
 import argparse
 import glob
-import math
 import sys
 import time
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from superglue_sift import __version__
 from superglue_sift.apps import folder, pairing
 from superglue_sift.apps.pairing import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import ENLARGED_TO
-from superglue_sift.features.images import EXTENSIONS, FRAMES, STORED, UPRIGHT, find_mask
-from superglue_sift.files import check_writable, name_below, write_atomic
+from superglue_sift.features.images import FRAMES
+from superglue_sift.files import check_writable, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.network.weights import shipped_weights
 from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
-PORT = 8010
+# Kinds of options
+A_FILE: Dict[str, Any] = {"metavar": "FILE", "type": Path}
+A_FOLDER: Dict[str, Any] = {"metavar": "DIR", "type": Path}
+A_NUMBER: Dict[str, Any] = {"metavar": "N", "type": int}
+A_PROBABILITY: Dict[str, Any] = {"metavar": "P", "type": float}
+A_FLAG: Dict[str, Any] = {"action": "store_true"}
 # These settings of `Matcher.load` are options of the command.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame", "scene",
-    "accept", "likely", "precision", "extractor",
+    "accept", "likely", "extractor",
 )  # fmt: skip
 # An option needs one of these sources or other options.
 GOES_WITH = {
@@ -62,20 +67,13 @@ GOES_WITH = {
     "json": (TWO,),
     "out_dir": (TWO, FILES, FOLDER, LIST),
     **dict.fromkeys(("pairing", "k"), (FOLDER, FILES, DATABASE)),
-    "masks": (TWO, FILES, FOLDER, LIST),
     "root": (LIST,),
-    "port": (PAGE,),
+    "frame": (TWO, FILES, FOLDER, LIST),  # the page shows photographs upright
     "colmap": (FOLDER, LIST, DATABASE),
     "dry_run": (DATABASE,),
     "camera_per": ("--colmap",),
-    **dict.fromkeys(("features", "pictures", "json_files", "overwrite"), ("--out-dir",)),
+    **dict.fromkeys(("features", "masks", "pictures", "json_files", "overwrite"), ("--out-dir",)),
     **dict.fromkeys(("accept", "likely"), ("--scene",)),
-}
-RANGES = {
-    **dict.fromkeys(("max_keypoints", "network_keypoints", "k"), (1, math.inf)),
-    **dict.fromkeys(("resize", "likely"), (0, math.inf)),
-    **dict.fromkeys(("threshold", "accept"), (0, 1)),
-    "port": (0, 65535),  # 0 takes any free port
 }
 
 
@@ -88,7 +86,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.source == PAGE:
         from superglue_sift.apps import serve
 
-        return serve.run(load(args), PORT if args.port is None else args.port)
+        return serve.run(load(args))
     return folder.match_folder(args, load(args)) if args.out_dir else match_two(args)
 
 
@@ -97,8 +95,11 @@ def load(args: argparse.Namespace) -> Matcher:
 
     Raises RequestError if the model needs an extractor that is not allowed.
     """
-    asked = {name: getattr(args, name) for name in SETTINGS}
+    # Settings that are not given keep the defaults of `Matcher.load`.
+    given = {name: getattr(args, name) for name in SETTINGS}
+    asked = {name: value for name, value in given.items() if value is not None}
     matcher = Matcher.load(args.model, args.device, **asked)
+    # Without this check, each photograph would be listed as one that cannot be read.
     if matcher.extractor is None:
         name = matcher.model.config.extractor
         reason = "required, since the model needs this code to find keypoints"
@@ -109,14 +110,8 @@ def load(args: argparse.Namespace) -> Matcher:
 def match_two(args: argparse.Namespace) -> int:
     """Match two images, print a summary and write the requested files; return the exit code."""
     matcher = load(args)
-    # Find keypoints, except where a mask is black.
     started = time.perf_counter()
-    images = args.inputs
-    if args.masks:
-        root = pairing.root_of(args)
-        masks = [find_mask(args.masks, name_below(path, root)) for path in images]
-        images = list(map(matcher.extract, images, masks))
-    features = matcher.extract_all(images)
+    features = matcher.extract_all(args.inputs)
     extracted = time.perf_counter()
     # Match, say what the matches fit, and write what is asked for.
     found = matcher.match(*features)
@@ -141,6 +136,7 @@ def match_database(args: argparse.Namespace) -> int:
     """
     from superglue_sift.interop.colmap import StoredFeatures
 
+    # The matcher is loaded later, if at all, so its default number is taken here.
     default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
         # Choose pairs as for a folder, and leave out those that have matches.
@@ -155,11 +151,11 @@ def match_database(args: argparse.Namespace) -> int:
             return 0
         matcher = load(args)
         matcher.side_by_side()
-        stored.start_writing()
         # The database has no pixels, so positions cannot be refined.
         features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
         results = matcher.match_batch(features)
         accepted = 0
+        # Each pair is written at once, so that a stopped command goes on after it.
         shown = Progress(results, total=len(waiting), desc="matching", unit="pairs")
         for found, pair in zip(shown, waiting):
             stored.add(*pair, found)
@@ -173,6 +169,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
 
     Raises RequestError for invalid options.
     """
+    # The help text is the docstring of this module.
     title, _, examples = str(__doc__).partition("\n\n")
     parser = argparse.ArgumentParser("superglue-match", description=title)
     parser.epilog = "examples:\n" + examples
@@ -184,6 +181,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     # Complete what was given, then check it, so that a mistake is reported before the model loads.
     args = parser.parse_args(argv)
     args.inputs = [path for given in args.inputs for path in _expand(given)]
+    # Photographs for COLMAP show one place, unless --no-scene says otherwise.
     args.scene = args.colmap is not None if args.scene is None else args.scene
     args.source = _source(args)
     _check_options(args)
@@ -195,106 +193,116 @@ def _add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what to match and what to write."""
     add = parser.add_argument_group("what to match").add_argument
     names = 'text file, `a b` in each line; names with spaces in "quotes"'
-    add("--pairs", metavar="FILE", type=Path, help=names)
-    root = "folder of the images in --pairs (default: that of the file)"
-    add("--root", metavar="DIR", type=Path, help=root)
-    masks = "folder of masks, NAME.jpg.png for NAME.jpg as in COLMAP: black pixels give no keypoint"
-    add("--masks", metavar="DIR", type=Path, help=masks)
-    which = (
-        "pairs of a folder: all; each image with the K before it by name, or with the K most"
-        f" similar; or auto (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else the"
-        " K most similar"
+    add("--pairs", **A_FILE, help=names)
+    add("--root", **A_FOLDER, help="folder of the images in --pairs (default: that of the file)")
+    add(
+        "--masks",
+        **A_FOLDER,
+        help="folder of masks, NAME.jpg.png for NAME.jpg as in COLMAP: black pixels give no"
+        " keypoint",
     )
-    kinds = ("auto", "exhaustive", "sequential", "nearest")
-    add("--pairing", choices=kinds, help=which)
+    add(
+        "--pairing",
+        choices=("auto", "exhaustive", "sequential", "nearest"),
+        help="pairs of a folder: all; each image with the K before it by name, or with the K most"
+        f" similar; or auto (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else the"
+        " K most similar",
+    )
     k = "for sequential (default 5) and nearest (default 20); with auto: nearest"
-    add("--k", metavar="N", type=int, help=k)
+    add("--k", **A_NUMBER, help=k)
 
     add = parser.add_argument_group("what to write").add_argument
-    out = "for two images: picture of the matches (png, jpg or webp)"
-    add("--out", metavar="FILE", type=Path, help=out)
-    add("--json", metavar="FILE", type=Path, help="for two images: keypoints and matches")
+    add("--out", **A_FILE, help="for two images: picture of the matches (png, jpg or webp)")
+    add("--json", **A_FILE, help="for two images: keypoints and matches")
     out_dir = "for any number of images: A_B_matches.npz for each pair"
-    add("--out-dir", metavar="DIR", type=Path, help=out_dir)
-    overwrite = "with --out-dir: match pairs again whose file exists"
-    add("--overwrite", action="store_true", help=overwrite)
-    add("--pictures", action="store_true", help="with --out-dir: also A_B_matches.jpg")
-    add("--json-files", action="store_true", help="with --out-dir: also A_B_matches.json")
-    features = "folder of the features (default: OUT-DIR/features)"
-    add("--features", metavar="DIR", type=Path, help=features)
-    colmap = (
-        "for a folder or --pairs: also a COLMAP database, ready to map (pip install"
+    add("--out-dir", **A_FOLDER, help=out_dir)
+    add("--overwrite", **A_FLAG, help="with --out-dir: match pairs again whose file exists")
+    add("--pictures", **A_FLAG, help="with --out-dir: also A_B_matches.jpg")
+    add("--json-files", **A_FLAG, help="with --out-dir: also A_B_matches.json")
+    add("--features", **A_FOLDER, help="folder of the features (default: OUT-DIR/features)")
+    add(
+        "--colmap",
+        **A_FILE,
+        help="for a folder or --pairs: also a COLMAP database, ready to map (pip install"
         " 'superglue-sift[colmap]'). Without photographs: match the features of an existing"
-        " database, only pairs that have no matches yet"
+        " database, only pairs that have no matches yet",
     )
-    add("--colmap", metavar="FILE", type=Path, help=colmap)
-    cameras = (
-        "with --colmap: one camera for each folder or image (default: as COLMAP does, one for all"
-        " images whose EXIF data name the same camera, and one for each of the others)"
+    add(
+        "--camera-per",
+        choices=("folder", "image"),
+        help="with --colmap: one camera for each folder or image (default: as COLMAP does, one for"
+        " all images whose EXIF data name the same camera, and one for each of the others)",
     )
-    add("--camera-per", choices=("folder", "image"), help=cameras)
     dry_run = "with an existing database: say what would be matched, and write nothing"
-    add("--dry-run", action="store_true", help=dry_run)
+    add("--dry-run", **A_FLAG, help=dry_run)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how to match, and those of the page."""
+    """Add the options that say how to match, and that of the page."""
     add = parser.add_argument_group("how to match").add_argument
-    add("--model", metavar="FILE", type=Path, help="model file (default: the shipped weights)")
-    most = f"default {MAX_KEYPOINTS}, with --scene {verification.MAX_KEYPOINTS}"
-    keypoints = f"maximum number of keypoints per image ({most})"
-    add("--max-keypoints", metavar="N", type=int, help=keypoints)
-    selected = (
-        "maximum number of them that the network sees, selected for each pair (default"
-        f" {NETWORK_KEYPOINTS}, with --scene {verification.NETWORK_KEYPOINTS})"
+    add("--model", **A_FILE, help="model file (default: the shipped weights)")
+    add(
+        "--max-keypoints",
+        **A_NUMBER,
+        help=f"maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene"
+        f" {verification.MAX_KEYPOINTS})",
     )
-    add("--network-keypoints", metavar="N", type=int, help=selected)
+    add(
+        "--network-keypoints",
+        **A_NUMBER,
+        help="maximum number of them that the network sees, selected for each pair (default"
+        f" {NETWORK_KEYPOINTS}, with --scene {verification.NETWORK_KEYPOINTS})",
+    )
     threshold = "minimum probability of a match (default: the model's own, else 0.2)"
-    add("--threshold", metavar="P", type=float, help=threshold)
-    resize = (
-        "reduce images to this longer side (default 1024, with --scene 1600), and enlarge those"
-        f" below {ENLARGED_TO} px; 0 does neither"
+    add("--threshold", **A_PROBABILITY, help=threshold)
+    add(
+        "--resize",
+        **A_NUMBER,
+        help="reduce images to this longer side (default 1024, with --scene 1600), and enlarge"
+        f" those below {ENLARGED_TO} px; 0 does neither",
     )
-    add("--resize", metavar="N", type=int, help=resize)
-    scene = (
-        "photographs of one place: accept or reject each pair, then add guided matches (default"
-        " with --colmap, else --no-scene)"
+    add(
+        "--scene",
+        action=argparse.BooleanOptionalAction,
+        help="photographs of one place: accept or reject each pair, then add guided matches"
+        " (default with --colmap, else --no-scene)",
     )
-    add("--scene", action=argparse.BooleanOptionalAction, help=scene)
     accept = f"minimum probability that both images show one place (default {verification.ACCEPT})"
-    add("--accept", metavar="P", type=float, help=f"with --scene: {accept}")
-    likely = (
-        f"skip pairs with fewer classical matches of one geometry (default {verification.LIKELY})"
+    add("--accept", **A_PROBABILITY, help=f"with --scene: {accept}")
+    add(
+        "--likely",
+        **A_NUMBER,
+        help="with --scene: skip pairs with fewer classical matches of one geometry (default"
+        f" {verification.LIKELY}); 0 skips none",
     )
-    add("--likely", metavar="N", type=int, help=f"with --scene: {likely}; 0 skips none")
     extractor = "required for non-SIFT models: allows this code to run"
     add("--extractor", metavar="MODULE:FUNCTION", help=extractor)
     device = "auto (default: a GPU if there is one), cpu, cuda or cuda:N"
     add("--device", metavar="NAME", default="auto", help=device)
-    frame = (
-        "frame of coordinates: upright (default), rotated according to EXIF, like cv2.imread; or"
-        " stored, as in the file. Pictures are always upright, a COLMAP database is always of"
-        " stored pixels"
+    add(
+        "--frame",
+        choices=FRAMES,
+        help="frame of coordinates: upright (default), rotated according to EXIF, like cv2.imread;"
+        " or stored, as in the file. Pictures are always upright, a COLMAP database is always of"
+        " stored pixels",
     )
-    add("--frame", choices=FRAMES, default=UPRIGHT, help=frame)
-    refine = (
-        "refine the positions of matches (but not with --scene), and of keypoints of --colmap, by"
-        " the pixels of the images (default)"
+    add(
+        "--refine",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="refine the positions of matches (but not with --scene), and of keypoints of --colmap,"
+        " by the pixels of the images (default)",
     )
-    add("--refine", action=argparse.BooleanOptionalAction, default=True, help=refine)
-    precision = "of the network's layers; bfloat16 is faster on GPUs and on CPUs with AMX"
-    add("--precision", choices=("float32", "bfloat16"), default="float32", help=precision)
-
     page = "a page for the browser (pip install 'superglue-sift[serve]')"
     add = parser.add_argument_group(page).add_argument
-    add("--serve", action="store_true", help="drop two images and move the threshold")
-    add("--port", metavar="N", type=int, help=f"on 127.0.0.1 (default {PORT})")
+    add("--serve", **A_FLAG, help="drop two images and move the threshold")
 
 
 def _expand(path: Path) -> Sequence[Path]:
     """Return the files of a pattern such as `*.jpg`, which the command line of Windows does not
     expand.
     """
+    # A file may have brackets or stars in its name, and is then no pattern.
     found = [] if path.exists() else sorted(glob.glob(str(path)))
     return [Path(name) for name in found] or [path]
 
@@ -308,6 +316,7 @@ def _source(args: argparse.Namespace) -> str:
     """Say what is matched. Raises RequestError if it is nothing, or more than one thing."""
     # Exactly one of these must be given.
     sources = [LIST] * bool(args.pairs) + [PAGE] * args.serve + [FILES] * bool(args.inputs)
+    # --colmap alone reads a database. With photographs it writes one.
     if not sources and args.colmap:
         return DATABASE
     if len(sources) != 1:
@@ -315,25 +324,20 @@ def _source(args: argparse.Namespace) -> str:
         raise RequestError(f"name {wanted}; see --help for examples")
     if sources != [FILES]:
         return sources[0]
-    one = next((path for path in args.inputs if path.is_dir()), args.inputs[0])
     if len(args.inputs) > 1:
-        if one.is_dir():
-            raise RequestError(f"{one}: a folder among {len(args.inputs)} inputs; name it alone")
         return TWO if len(args.inputs) == 2 else FILES
-    if one.is_dir():
+    if args.inputs[0].is_dir():
         return FOLDER
-    if one.suffix.lower() in EXTENSIONS:
-        fix = f"matching needs two: superglue-match {one} OTHER{one.suffix}"
-        raise RequestError(f"{one}: one image; {fix}")
-    fix = "frames of a video are matched by examples/video.py" if one.exists() else "name one"
-    raise RequestError(f"{one}: no such folder; {fix}")
+    raise RequestError(f"{args.inputs[0]}: no such folder, and matching needs two images")
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise RequestError for a value out of range, or an option without those that it needs."""
-    for name, (least, most) in RANGES.items():
-        if getattr(args, name) is not None:
-            check_range(_spell(name), getattr(args, name), least, most)
+    """Raise RequestError for an option without those that it needs.
+
+    `Matcher` checks the ranges of its settings.
+    """
+    if args.k is not None:
+        check_range("--k", args.k, 1)
     if not args.out_dir and args.source in (FILES, FOLDER, LIST):
         raise RequestError("--out-dir DIR: name the folder for the results")
     if args.out_dir and (args.out or args.json):
@@ -345,10 +349,6 @@ def _check_options(args: argparse.Namespace) -> None:
     for name in GOES_WITH:
         if name in given and known.isdisjoint(GOES_WITH[name]):
             raise RequestError(f"{_spell(name)} goes with {' or '.join(GOES_WITH[name])}")
-    if args.k and args.pairing == "exhaustive":
-        raise RequestError("--k goes with --pairing sequential, nearest or auto")
-    if args.frame == STORED and args.source == PAGE:
-        raise RequestError("--frame stored goes with photographs: the page shows them upright")
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -357,23 +357,18 @@ def _check_files(args: argparse.Namespace) -> None:
         raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
     if args.masks and not args.masks.is_dir():
         raise RequestError(f"--masks {args.masks}: no such folder")
+    # An earlier database would get its images twice.
     if args.colmap and args.colmap.exists() and args.source != DATABASE:
         fix = "name another, or leave out the photographs to match the features that it holds"
         raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
-    # A result must overwrite neither a photograph nor another result.
-    taken = dict.fromkeys((path.resolve() for path in args.inputs), "an input")
+    # Results must not overwrite photographs, and their folders must be writable.
+    inputs = [path.resolve() for path in args.inputs]
     for path in filter(None, (args.out, args.json, args.colmap)):
-        if path.resolve() in taken:
-            what = taken[path.resolve()]
-            raise RequestError(f"{path}: is {what}, and would be overwritten; name another")
-        taken[path.resolve()] = "another result"
+        if path.resolve() in inputs:
+            raise RequestError(f"{path}: is an input, and would be overwritten; name another")
         check_writable(path)
     for directory in filter(None, (args.features, args.out_dir)):
         check_writable(directory / folder.BAD_IMAGES, named=directory)
-    if args.out_dir and args.pairs:
-        tables = [args.out_dir / name for name in (folder.PAIR_LIST, folder.BAD_IMAGES)]
-        if args.pairs.resolve() in [table.resolve() for table in tables]:
-            raise RequestError(f"{args.pairs}: a table of results would overwrite it; rename it")
     # The plain installation does not have these packages.
     if args.colmap:
         import_extra("pycolmap", "colmap")

@@ -1,4 +1,10 @@
-"""Choose the pairs of photographs that a command matches, and name their results."""
+"""Choose the pairs of photographs that a command matches, and name their results.
+
+Photographs that look alike are found by VLAD of their SIFT descriptors (Jegou et al. 2010). The
+vocabulary comes from OpenCV's k-means of RootSIFT of all images. The vector of an image sums the
+offsets of its descriptors from their words. It is normalised by word and as a whole (Arandjelovic
+and Zisserman 2013), and images are compared by cosine.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +13,17 @@ import collections
 import csv
 import itertools
 import os
-import sys
+import re
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
-from superglue_sift.apps import retrieval
+import cv2
+import numpy as np
+
 from superglue_sift.errors import RequestError
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import list_photos
+from superglue_sift.features.sift import root_sift_of
 from superglue_sift.features.store import Item
 from superglue_sift.files import read_lines, spelled_as_file
 
@@ -33,10 +42,13 @@ JSON = "matches.json"
 
 MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
 BLOCK = 16  # number of images of a block, half of those whose pixels stay in memory
-MAX_NAME = 255  # maximum number of bytes of a file name
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
+WORDS = 64
+SAMPLE = 20_000  # number of descriptors for the vocabulary, equally many of each image
 
 Pair = Tuple[Item, Item]
+
+# --- the images of a command, and their names
 
 
 def root_of(args: argparse.Namespace) -> Path:
@@ -48,11 +60,7 @@ def root_of(args: argparse.Namespace) -> Path:
         return args.root or args.pairs.parent
     if args.source == FOLDER:
         return args.inputs[0]
-    folders = [os.path.dirname(os.path.abspath(path)) for path in args.inputs]
-    try:
-        return Path(os.path.commonpath(folders))
-    except ValueError:  # files on several drives of Windows
-        return Path(folders[0])
+    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in args.inputs]))
 
 
 def named_inputs(args: argparse.Namespace) -> List[Item]:
@@ -60,49 +68,23 @@ def named_inputs(args: argparse.Namespace) -> List[Item]:
 
     Raises RequestError if there are fewer than two.
     """
-    if args.source == FOLDER:
-        return photos_in(args.inputs[0], args.out_dir)
-    # Leave out a file that is named twice, and pictures that an earlier command wrote next to its
-    # matches.
-    kept = [path for path in args.inputs if not _is_result(path)]
-    given = {Path(os.path.abspath(path)): path for path in kept}
+    root = root_of(args)
+    # The shell has listed the files, or the folder is searched.
+    paths = list_photos(root) if args.source == FOLDER else args.inputs
+    # An earlier command may have written pictures of matches into the folder.
+    kept = [path for path in paths if not path.name.endswith(f"_{PICTURE}")]
+    given = {Path(os.path.abspath(path)): path for path in kept}  # a file named twice counts once
     if len(given) < 2:
-        reason = "named twice" if kept else "a picture of matches"
-        raise RequestError(f"{args.inputs[0]}: {reason}; matching needs two images")
-    items = name_photos(list(given), root_of(args))
-    return [item._replace(image=given[Path(str(item.image))]) for item in items]
-
-
-def photos_in(folder: Path, out_dir: Path) -> List[Item]:
-    """List all photographs below a folder, by name, without results.
-
-    Results are files below `out_dir`, and pictures of other runs. Raises RequestError if there are
-    fewer than two images, or if `out_dir` is the folder itself.
-    """
-    output = out_dir.resolve()
-    if output == folder.resolve():
-        fix = f"name another, such as {out_dir}/found"
-        raise RequestError(f"--out-dir {out_dir}: is the folder of the photographs; {fix}")
-    files = [path for path in list_photos(folder) if not _is_result(path)]
-    paths = [path for path in files if output not in path.resolve().parents]
-    ignored = len(files) - len(paths)
-    if ignored:
-        print(f"{out_dir}: {ignored} images there are ignored: it is the output", file=sys.stderr)
-    if len(paths) < 2:
-        raise RequestError(f"{folder}: {len(paths)} images; matching needs two or more")
-    return name_photos(paths, folder)
-
-
-def _is_result(path: Path) -> bool:
-    """Say whether a file is the picture of a pair, next to the pair's matches."""
-    stem = path.name[: -len(PICTURE)]
-    return path.name.endswith(f"_{PICTURE}") and path.with_name(stem + MATCHES).is_file()
+        reason = f"{len(given)} images, without pictures of matches; matching needs two or more"
+        raise RequestError(f"{args.inputs[0]}: {reason}")
+    items = name_photos(list(given), Path(os.path.abspath(root)))
+    return [item._replace(image=given[item.image]) for item in items]
 
 
 def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
     """Name photographs by their path below `root`, without extension if every A_B stays unique.
 
-    Raises RequestError if two results would have one name, or a name would be too long.
+    Raises RequestError if two results would have one name.
     """
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
     # A file elsewhere is named by its whole path, without "/", ".." and the drive.
@@ -114,21 +96,16 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
     # could be the pair of a with b_c, or of a_b with c.
     taken = {name.casefold() for name in plain}
     clear = len(taken) == len(plain) and not any(
-        name[:at].casefold() in taken
+        name[: found.start()].casefold() in taken
         for name in plain
-        for at, letter in enumerate(name)
-        if letter == "_"
+        for found in re.finditer("_", name)
     )
     names = plain if clear else whole
     for name, count in collections.Counter(names).items():
         if count > 1:
-            reason = "the results of two images would have this name; rename one"
-            raise RequestError(f"{name}: {reason}")
-    # The two longest names make the longest name of a result.
-    longest = sorted(names, key=lambda name: len(os.fsencode(name)))[-2:]
-    if len(os.fsencode("_".join([*longest, MATCHES]))) > MAX_NAME:
-        reason = "too long for A_B_matches.npz; rename it, or move it to a folder of a shorter path"
-        raise RequestError(f"{longest[-1]}: {reason}")
+            raise RequestError(
+                f"{name}: the results of two images would have this name; rename one"
+            )
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
@@ -146,6 +123,7 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
         if len(words) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
             raise RequestError(f"{file}:{number}: needs two names, has {line!r:.80}; {fix}")
+        # A name that is not found stays as it is, and is reported as a bad image.
         spelled = (spelled_as_file(root, word) or word for word in words)
         path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
         if path0 == path1:
@@ -153,51 +131,26 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
         pairs[path0, path1] = None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
-    paths = list(dict.fromkeys(path for pair in pairs for path in pair))
+    paths = list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
     photo = dict(zip(paths, name_photos(paths, root)))
     return [(photo[a], photo[b]) for a, b in pairs]
 
 
 def _names(line: str) -> List[str]:
-    """Return the names in a line.
+    """Return the names in a line, without numbers that follow two names.
 
     They stand between tabs if there are any. Otherwise they are words, with spaces if quoted.
     """
-    between = "\t" if "\t" in line.strip() else " "
+    between = "\t" if "\t" in line else " "
     try:
         words = next(csv.reader([line], delimiter=between, skipinitialspace=True))
-    except csv.Error:
+    except csv.Error:  # a line that is too long
         return []
     words = [word.strip() for word in words if word.strip()]
-    numbers = words[2:]  # SuperGlue's lists have rotations, intrinsics and a pose
-    return words[:2] if all(map(_is_number, numbers)) else words
+    return words[:2] if re.fullmatch(r"[-+.\de ]*", " ".join(words[2:])) else words
 
 
-def _is_number(word: str) -> bool:
-    """Say whether a word is a number."""
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
-
-
-def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
-    """Yield all pairs, block by block, so that most pairs need no image read again."""
-    starts = range(0, len(items), BLOCK)
-    for first, second in itertools.combinations_with_replacement(starts, 2):
-        for i in range(first, min(first + BLOCK, len(items))):
-            for j in range(max(second, i + 1), min(second + BLOCK, len(items))):
-                yield items[i], items[j]
-
-
-def sequential(items: Iterable[Item], window: int) -> Iterator[Pair]:
-    """Yield pairs of each item with the `window` items before it."""
-    before: collections.deque = collections.deque(maxlen=window)
-    for item in items:
-        for earlier in before:
-            yield earlier, item
-        before.append(item)
+# --- which pairs are matched
 
 
 def choose_pairs(
@@ -217,13 +170,81 @@ def choose_pairs(
     count = len(photos)
     if pairing in (None, "auto"):
         pairing = "nearest" if k or count > MAX_EXHAUSTIVE else "exhaustive"
+    # All pairs may be millions, so they are not made into a list.
     if pairing == "exhaustive":
         return exhaustive(photos), count * (count - 1) // 2
     k = k or NEIGHBOURS[str(pairing)]
     if pairing == "sequential":
-        k = min(k, max(count - 1, 0))
-        return sequential(photos, k), k * count - k * (k + 1) // 2
-    similar = retrieval.nearest_pairs(
-        photos, lambda photo: features_of(photo).records["descriptor"], k
-    )
-    return [(photos[i], photos[j]) for i, j in similar], len(similar)
+        chosen = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
+    else:
+        chosen = nearest_pairs(photos, lambda item: features_of(item).records["descriptor"], k)
+    return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
+
+
+def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
+    """Yield all pairs, block by block, so that most pairs need no image read again."""
+    starts = range(0, len(items), BLOCK)
+    for first, second in itertools.combinations_with_replacement(starts, 2):
+        for i in range(first, min(first + BLOCK, len(items))):
+            for j in range(max(second, i + 1), min(second + BLOCK, len(items))):
+                yield items[i], items[j]
+
+
+def nearest_pairs(
+    images: Sequence[Any], descriptors: Callable[[Any], np.ndarray], k: int
+) -> List[Tuple[int, int]]:
+    """Pair each image with the k (at least 1) most similar others.
+
+    descriptors: returns SIFT (n, 128) uint8 of an image. It is called twice for each image, with
+        one result in memory at a time.
+
+    Returns pairs (i, j) with i < j, sorted and unique.
+    """
+    if len(images) < 2:
+        return []
+    # The vocabulary comes from equally many descriptors of each image, at regular intervals.
+    samples = []
+    for image in images:
+        rows = descriptors(image)
+        count = min(SAMPLE // len(images) + 1, len(rows))
+        samples.append(root_sift_of(rows[np.linspace(0, len(rows) - 1, count).astype(int)]))
+    words = vocabulary(samples)
+    described = np.stack([vlad(root_sift_of(descriptors(image)), words) for image in images])
+    # Take the k largest cosines of each image, but not the image itself.
+    pairs = set()
+    for i, vector in enumerate(described):
+        similarity = described @ vector
+        # An image is most similar to itself.
+        similarity[i] = -np.inf
+        for j in np.argsort(-similarity, kind="stable")[: min(k, len(images) - 1)]:
+            pairs.add((min(i, int(j)), max(i, int(j))))
+    return sorted(pairs)
+
+
+def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
+    """Cluster RootSIFT samples (n, 128) into at most 64 words (W, 128) float32.
+
+    Equal samples give equal words.
+    """
+    together = np.concatenate(samples)
+    if len(together) <= WORDS:
+        return together
+    # k-means begins with random centres, which are the same in each run.
+    cv2.setRNGSeed(0)
+    criteria = (cv2.TERM_CRITERIA_EPS + cv2.TERM_CRITERIA_MAX_ITER, 30, 1e-4)
+    no_labels: Any = None
+    return cv2.kmeans(together, WORDS, no_labels, criteria, 1, cv2.KMEANS_PP_CENTERS)[2]
+
+
+def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """Compute the vector of an image, (W * 128,) float32 of unit length, or zeros without
+    keypoints.
+    """
+    sums = np.zeros_like(words)
+    if len(descriptors) and len(words):
+        # The nearest word of each descriptor, (n,), since |d - w|^2 = |d|^2 - 2 d w + |w|^2
+        word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
+        np.add.at(sums, word, descriptors - words[word])
+    # Normalise by word, so that a repeated pattern does not outweigh the rest, then as a whole.
+    sums /= np.maximum(np.linalg.norm(sums, axis=1, keepdims=True), 1e-12)
+    return sums.ravel() / max(float(np.linalg.norm(sums)), 1e-12)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
-import hashlib
 import json
+import socket
 import threading
 from pathlib import Path
 from typing import Any, Dict, Iterator, Sequence
@@ -27,6 +27,7 @@ from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
 
 HOST = "127.0.0.1"
+PORT = 8010  # or any free one if another program has it
 MAX_BYTES = 32 << 20  # maximum size of a request, which has both images
 NAMES = ("first image", "second image")
 HEADERS = {
@@ -36,17 +37,15 @@ HEADERS = {
 }
 
 
-def run(matcher: Matcher, port: int) -> int:
-    """Serve until Ctrl-C. Raises RequestError if Flask is missing, or the port is in use."""
+def run(matcher: Matcher) -> int:
+    """Serve until Ctrl-C. Raises RequestError if Flask is missing."""
     app = make_app(matcher)
     from werkzeug.serving import make_server
 
-    try:
-        server = make_server(HOST, port, app, threaded=True)
-    except (OSError, SystemExit):
-        raise RequestError(
-            f"--port {port}: cannot be opened on {HOST}; if it is in use, name another"
-        ) from None
+    # If another program answers at the port, port 0 asks the system for a free one.
+    with socket.socket() as probe:
+        is_taken = probe.connect_ex((HOST, PORT)) == 0
+    server = make_server(HOST, 0 if is_taken else PORT, app, threaded=True)
     print(f"http://{HOST}:{server.server_port}  (Ctrl-C ends it)", flush=True)
     server.serve_forever()
     return 0
@@ -61,6 +60,7 @@ def make_app(matcher: Matcher) -> Any:
     # Refuse other names of this machine, because another site could take one (DNS rebinding).
     app.config.update(MAX_CONTENT_LENGTH=MAX_BYTES, TRUSTED_HOSTS=[HOST, "localhost"])
     request = flask.request
+    # A new threshold for the same two images needs no new keypoints.
     extract = functools.lru_cache(maxsize=2)(functools.partial(_extract, matcher))
     lock = threading.Lock()  # only one match at a time, to save memory
 
@@ -72,12 +72,14 @@ def make_app(matcher: Matcher) -> Any:
                 yield {"step": f"Finding keypoints in the {name}", "done": number, "of": 4}
                 features.append(extract(data, name))
             yield {"step": "Matching", "done": 2, "of": 4}
+            # The copy shares the network with the matcher.
             found = dataclasses.replace(matcher, threshold=threshold).match(*features)
             yield {"step": "Drawing", "done": 3, "of": 4}
-            yield {**answer_of(found, images), "threshold": threshold}
+            yield {**answer_of(found), "threshold": threshold}
 
     @app.get("/")
     def page() -> str:
+        # The page is one file, which loads nothing else.
         text = Path(__file__).with_name("serve.html").read_text(encoding="utf-8")
         return text.replace("MODEL_THRESHOLD", f"{matcher.threshold:.2f}")
 
@@ -99,6 +101,7 @@ def make_app(matcher: Matcher) -> Any:
 
     @app.before_request
     def refuse_other_sites() -> None:
+        # A browser says by `Origin` which page sends a form. Other programs do not send it.
         if request.headers.get("Origin", request.host_url[:-1]) != request.host_url[:-1]:
             flask.abort(403)
 
@@ -110,6 +113,7 @@ def make_app(matcher: Matcher) -> Any:
     @app.errorhandler(RequestError)
     @app.errorhandler(HTTPException)
     def say(error: Any) -> Any:
+        # HTTP errors have their own code. A wrong request has 400.
         return {"error": str(error)}, getattr(error, "code", 400)
 
     return app
@@ -123,17 +127,14 @@ def _extract(matcher: Matcher, data: bytes, name: str) -> Features:
     return features._replace(image=decode_color(data, name, UPRIGHT))
 
 
-def answer_of(found: MatchResult, images: Sequence[bytes]) -> Dict[str, Any]:
+def answer_of(found: MatchResult) -> Dict[str, Any]:
     """Return the answer for the page: a summary, a caption, and the files of the command by name.
 
     The files are in base64.
     """
     picture = found.show(captions=False)
-    digests = {
-        f"image{number}": hashlib.sha256(data).hexdigest() for number, data in enumerate(images)
-    }
     files = {
-        pairing.JSON: folder.json_of(found, digests),
+        pairing.JSON: folder.json_of(found, {}),
         pairing.MATCHES: folder.npz_of(found),
         pairing.PICTURE: picture.encode(),
     }

@@ -52,11 +52,14 @@ class Extractor:
 
         Raises RequestError if descriptors are not like those of other images.
         """
+        # SIFT takes the mask itself, and its keypoints need no checks.
         if self.name == DEFAULT.name:
             return self.function(gray, max_keypoints, mask)
-        found = records_of(self.name, self.function(gray, max_keypoints))
-        if not len(found):
-            return np.empty(0, self.dtype)
+        values = self.function(gray, max_keypoints)
+        if not len(values["keypoints"]):
+            return np.empty(0, self.dtype)  # OpenCV's descriptors are then None
+        found = records_of(f"extractor {self.name}", values)
+        # A store has one dtype, and a network one length of descriptors.
         if found.dtype != self.dtype or bool(found["scale"][0]) != self.scale_angle:
             raise RequestError(f"extractor {self.name}: its descriptors change from image to image")
         if mask is not None:
@@ -78,6 +81,7 @@ def load(name: str) -> Extractor:
     """
     if name == DEFAULT.name:
         return DEFAULT
+    # The user has named this code, so it may run.
     module, _, attribute = name.partition(":")
     try:
         home = importlib.import_module(module)
@@ -87,7 +91,7 @@ def load(name: str) -> Extractor:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         meant = "a module that Python finds, a colon, a function: see docs/features.md"
         raise RequestError(f"extractor {name}: {reason} ({meant})") from error
-    records = records_of(name, values)
+    records = records_of(f"extractor {name}", values)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
     return Extractor(
@@ -96,15 +100,9 @@ def load(name: str) -> Extractor:
 
 
 def test_pattern() -> np.ndarray:
-    """Draw smooth blobs of many sizes, for any detector; return (480, 640) uint8, always
-    the same.
-    """
-    rng = np.random.default_rng(0)
-    total = np.zeros((480, 640))
-    for cells in (6, 12, 24, 48):
-        noise = rng.normal(0.0, 1.0, (cells, cells * 4 // 3))
-        total += cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
-    return np.clip(128 + 48 * total, 0, 255).astype(np.uint8)
+    """Draw smooth blobs, for any detector; return (480, 640) uint8, always the same."""
+    noise = np.random.default_rng(0).integers(0, 256, (48, 64)).astype(np.uint8)
+    return cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
@@ -128,48 +126,37 @@ def kind_of(dtype: np.dtype) -> Tuple[str, int]:
 
 
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """Convert the return value of extractor `name` to (n,) keypoints.
+    """Convert the return value of an extractor to (n,) keypoints with float descriptors.
 
-    Raises RequestError for a wrong value.
+    name: what messages begin with. Raises RequestError for a wrong value.
     """
 
     def wrong(reason: str) -> RequestError:
         """Create the error for a wrong value."""
-        return RequestError(f"extractor {name}: {reason} (see docs/features.md)")
+        return RequestError(f"{name}: {reason} (see docs/features.md)")
 
-    try:
-        keypoints, scores, descriptors = (
-            np.asarray(values[key]) for key in ("keypoints", "scores", "descriptors")
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise wrong("must return a dictionary with keypoints, scores and descriptors") from error
-    count = len(keypoints)
-    if not count and (descriptors.ndim != 2 or not descriptors.shape[1]):
-        return np.empty(0, sift.ORIENTED)  # the length of its descriptors is not known
-    if not count:
-        keypoints = keypoints.reshape(0, 2)
-    # Check shapes and types.
-    if keypoints.shape != (count, 2) or scores.shape != (count,):
-        raise wrong(
-            f"keypoints {keypoints.shape} and scores {scores.shape}: must be (n, 2) and (n,)"
-        )
-    if descriptors.ndim != 2 or len(descriptors) != count or not descriptors.shape[1]:
-        raise wrong(f"descriptors {descriptors.shape} of {count} keypoints: must be (n, D)")
-    if descriptors.dtype.kind != "f":
-        raise wrong(f"descriptors of {descriptors.dtype}: must be float32")
-    # Copy the values to records, and check their ranges.
-    records = np.zeros(count, record_dtype("float", descriptors.shape[1]))
-    records["x"], records["y"] = keypoints.T
-    records["score"] = scores
-    if ("scales" in values) != ("angles" in values):
+    keys = ["keypoints", "scores", "descriptors"]
+    keys += [key for key in ("scales", "angles") if key in values]
+    if len(keys) == 4:
         raise wrong("must return scales and angles, or neither")
-    if "scales" in values:
-        records["scale"] = np.asarray(values["scales"])
-        records["angle"] = np.asarray(values["angles"])
-        if not (records["scale"] > 0).all():
-            raise wrong("scales must be above 0")
-    records["descriptor"] = descriptors
-    geometry = np.stack([records[key] for key in sift.GEOMETRY])
-    if not (np.isfinite(geometry).all() and np.isfinite(descriptors).all() and (scores >= 0).all()):
-        raise wrong("numbers must be finite, and scores 0 or more")
+    try:
+        columns = {key: np.asarray(values[key]) for key in keys}
+        kind = columns["descriptors"].dtype
+        count, dim = columns["descriptors"].shape
+        records = np.zeros(count, record_dtype("float", dim))
+        records["x"], records["y"] = columns.pop("keypoints").reshape(count, 2).T
+        for key, column in columns.items():
+            records[key[:-1]] = column.reshape(records[key[:-1]].shape)  # "scores" -> "score"
+    except (KeyError, TypeError, ValueError) as error:
+        shapes = "keypoints (n, 2), scores (n,) and descriptors (n, D)"
+        raise wrong(f"must return a dictionary with {shapes}: {error}") from error
+    # Bits in bytes, such as ORB's, would look like numbers.
+    if kind.kind != "f":
+        raise wrong(f"descriptors of {kind}: must be float32")
+    # Check what was copied. Without scales and angles, their columns are 0.
+    for field in records.dtype.names or ():
+        if not np.isfinite(records[field]).all():
+            raise wrong(f"{field} must be finite")
+    if (records["score"] < 0).any() or ("scales" in values and (records["scale"] <= 0).any()):
+        raise wrong("scores must be 0 or more, and scales above 0")
     return records

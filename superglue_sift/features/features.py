@@ -15,7 +15,7 @@ import torch
 
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
-from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.extractors import kind_of, records_of
 from superglue_sift.features.images import (
     FEW_LEVELS,
     STORED,
@@ -83,6 +83,7 @@ class Features(NamedTuple):
             finds no keypoint below `sift.MIN_SCALE`. If reducing the image by `resize` would make
             one smaller, your own SIFT saw a larger image, and the image is reduced less.
         """
+        # SIFT of this library has seen the image at this size.
         if self.found_at is not None:
             return self.resize(self.found_at)
         unit = two_view.unit_of(self.size, resize)
@@ -134,33 +135,27 @@ class Features(NamedTuple):
         """
         if len(size) != 2 or min(size) < 1:
             raise RequestError(f"size {size}: must be (width, height), 1 px or more")
-        keypoints = np.asarray(keypoints)
-        descriptors = np.asarray(descriptors)
-        columns = {"scales": scales, "angles": angles, "scores": scores}
-        count = len(keypoints)
-        # Check the shapes and the range of what was given.
-        wanted = (
-            ("keypoints", keypoints, (count, 2)),
-            *((name, values, (count,)) for name, values in columns.items()),
-            ("descriptors", descriptors, (count, *KEYPOINT["descriptor"].shape)),
-        )
-        for name, values, shape in wanted:
-            if np.shape(values) != shape:
-                raise RequestError(
-                    f"{name} of shape {np.shape(values)}: must be {shape}, a row for each keypoint"
-                )
-        if count and not (descriptors.min() >= 0 and 1 < descriptors.max() <= 255):
+        values = {
+            "keypoints": keypoints,
+            "scales": scales,
+            "angles": angles,
+            "scores": scores,
+            "descriptors": np.asarray(descriptors, np.float32),
+        }
+        given = records_of("SIFT features", values)
+        if not len(given):
+            return cls(np.empty(0, KEYPOINT), size)
+        # The dtype of SIFT has integers.
+        whole = given["descriptor"]
+        if whole.shape[1:] != KEYPOINT["descriptor"].shape:
+            raise RequestError(f"descriptors of {whole.shape[1]} entries: SIFT has 128")
+        if not (whole.min() >= 0 and 1 < whole.max() <= 255):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
-        # Copy the columns to records, and check their values.
-        records = np.zeros(count, KEYPOINT)
-        records["x"], records["y"] = keypoints.T
-        for name, values in columns.items():
-            records[name[:-1]] = values
-        records["descriptor"] = np.rint(descriptors)
-        if not all(np.isfinite(records[name]).all() for name in sift.GEOMETRY):
-            raise RequestError("keypoints, scales, angles and scores must be finite")
-        if (records["scale"] < 0).any():
-            raise RequestError("scales must be 0 or more")
+        # Copy the columns to records of SIFT.
+        records = np.empty(len(given), KEYPOINT)
+        records["descriptor"] = np.rint(whole)
+        for name in sift.GEOMETRY:
+            records[name] = given[name]
         return cls(records, size)
 
     @classmethod
@@ -186,6 +181,7 @@ class Features(NamedTuple):
         if keypoints.shape[1] == 4:
             sigma, angle = keypoints[:, 2:].T
         else:
+            # An affine shape: its scale is the mean length of its columns.
             a11, a12, a21, a22 = keypoints[:, 2:].T
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
@@ -247,6 +243,7 @@ def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: in
     mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W) that is
         0 or False where pixels are left out. Raises RequestError for a mask of another size.
     """
+    # A file belongs to the stored pixels, and an array to those of the caller.
     if isinstance(mask, (str, Path)):
         return read_mask(mask, size, turned)
     mask = np.asarray(mask)
@@ -258,6 +255,7 @@ def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: in
 def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     """Enlarge gray pixels (H, W) to a longer side of `longer`, at most ENLARGED_MOST times."""
     times = min(longer / max(gray.shape), ENLARGED_MOST)
+    # A large image stays as it is.
     if times <= 1:
         return gray
     size = two_view.divide((gray.shape[1], gray.shape[0]), 1 / times)
@@ -272,6 +270,7 @@ def gray_of(
     The mask is (H, W) uint8, and 0 where a PIL image is transparent. Other images have None.
     """
     pixels, mask = _pixels_and_mask(image)
+    # Arrays of the user are checked here. The other types are right by now.
     is_gray = pixels.ndim == 2
     is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
     if pixels.dtype != np.uint8 or not (is_gray or is_color) or 0 in pixels.shape:
@@ -293,7 +292,7 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert an `Image` to pixels in the layout of OpenCV, with the mask of a transparent PIL
     image.
 
-    Raises RequestError for another type.
+    Raises RequestError for another type, and for a tensor of another shape or range.
     """
     if isinstance(image, np.ndarray):
         return image, None
@@ -302,18 +301,19 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")
+    # A tensor: from 0 to 1 -> uint8, then the axes of OpenCV
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):
-            given = f"{image.dtype} {tuple(image.shape)}"
-            raise RequestError(f"an image of {given}: floats must be from 0 to 1")
+            raise RequestError(f"an image of {image.dtype}: floats must be from 0 to 1")
         image = (image * 255).round().to(torch.uint8)
-    if image.dim() == 4 and image.shape[0] == 1:
-        image = image[0]
-    if image.dim() == 3 and image.shape[0] in (1, 3):
+    pixels = image.numpy()
+    if pixels.ndim == 4 and len(pixels) == 1:
+        pixels = pixels[0]
+    if pixels.ndim == 3 and len(pixels) in (1, 3):
         # (3, H, W) RGB -> (H, W, 3) BGR; (1, H, W) -> (H, W)
-        image = image.permute(1, 2, 0).flip(-1).squeeze(-1)
-    elif image.dim() != 2:
+        pixels = pixels[0] if len(pixels) == 1 else pixels[::-1].transpose(1, 2, 0)
+    elif pixels.ndim != 2:
         allowed = "(H, W), (1, H, W), (3, H, W) or (1, 3, H, W)"
-        raise RequestError(f"a tensor of shape {tuple(image.shape)}: must be {allowed}")
-    return np.ascontiguousarray(image.numpy()), None
+        raise RequestError(f"a tensor of shape {pixels.shape}: must be {allowed}")
+    return np.ascontiguousarray(pixels), None

@@ -23,7 +23,7 @@ from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
@@ -44,8 +44,8 @@ SYSTEM_FOLDERS = {
 }  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # more could exceed a worker's memory
-# Brands by which ISO 23008-12 marks a HEIC file
-HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
+# Letters with which brands of HEIC files begin (ISO 23008-12): heic, hevc, mif1, msf1 and others
+HEIC = (b"he", b"mi", b"ms")
 
 INNER = (0.1, 99.9)  # percentiles: dust and glints beyond them do not set the range
 SAMPLED = 1 << 18  # the range is computed from about so many pixels
@@ -55,11 +55,6 @@ UPRIGHT = "upright"
 STORED = "stored"
 FRAMES = (UPRIGHT, STORED)  # pixels rotated according to EXIF, or as in the file
 ORIENTATION = 0x0112  # EXIF tag
-# For each orientation: how upright x, and upright y, go along stored x and stored y
-AXES = {
-    1: ((1, 0), (0, 1)), 2: ((-1, 0), (0, 1)), 3: ((-1, 0), (0, -1)), 4: ((1, 0), (0, -1)),
-    5: ((0, 1), (1, 0)), 6: ((0, -1), (1, 0)), 7: ((0, -1), (-1, 0)), 8: ((0, 1), (-1, 0)),
-}  # fmt: skip
 
 
 class BadImage(RequestError):
@@ -116,22 +111,18 @@ def _is_hidden(name: str) -> bool:
 def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
     """Yield each visible folder at or below `folder`, with its sorted file names.
 
-    Links to folders are entered after all others, once, and not if they lead back above `folder`.
+    Links to folders are followed. No folder is entered twice, or if it lies above `folder`.
     """
-    top = os.path.realpath(folder)
-    waiting = [os.fspath(folder)]
-    entered = set()
-    for start in waiting:  # the loop appends links to this list
-        for place, folders, files in os.walk(start):
-            real = os.path.realpath(place)
-            if real in entered or (start is not waiting[0] and f"{top}/".startswith(f"{real}/")):
-                folders[:] = []
-                continue
-            entered.add(real)
-            folders[:] = sorted(name for name in folders if not _is_hidden(name))
-            below = (os.path.join(place, name) for name in folders)
-            waiting += [path for path in below if os.path.islink(path)]
-            yield Path(place), sorted(files)
+    # A link to the folder itself, or to one above it, would lead here again.
+    entered = set(map(str, Path(folder).resolve().parents))
+    for place, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in entered:
+            folders[:] = []  # which `os.walk` then does not enter
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not _is_hidden(name))
+        yield Path(place), sorted(files)
 
 
 def list_photos(folder: FileName) -> List[Path]:
@@ -202,8 +193,8 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     if image.size != stored:
         own, needed = ("x".join(map(str, each)) for each in (image.size, stored))
         raise RequestError(f"{path}: the mask has {own} pixels, its photograph {needed}")
-    is_plain = image.mode in ("1", "L") or image.mode[0] in "IF"
-    black = np.asarray(image if is_plain else image.convert("L")) == 0
+    # Gray of more than 8 bits stays as it is, since few of its values could become black.
+    black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
     return turn_upright(np.where(black, 0, 255).astype(np.uint8), turned)
 
 
@@ -221,22 +212,19 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     damaged.
     """
     tags = _tiff_tags(data)
-    if tags is not None and not _pillow_reads(tags):
-        values = _read_by_tifffile(data, name, tags)
-        pixels, mask = _pixels_of_values(values, gray, _nodata(tags))
-        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # 0 means white
-        stored = (tags[256], tags[257])
-        turn = tags.get(ORIENTATION, 1)
-        turn = turn if turn in AXES else 1
-        is_upright = False
+    if tags is None or _pillow_reads(tags):
+        pixels, mask, size, turn = _decode_by_pillow(data, name, gray)
     else:
-        pixels, mask, stored, turn, is_upright = _decode_by_pillow(data, name, gray)
-    # Rotate the pixels if they are not in the frame that is asked for.
-    if is_upright != (frame == UPRIGHT):
-        undone = inverse(turn) if is_upright else turn
-        pixels = turn_upright(pixels, undone)
-        mask = None if mask is None else turn_upright(mask, undone)
-    size = turn_size(stored, turn) if frame == UPRIGHT else stored
+        size = (tags[256], tags[257])
+        turn = tags.get(ORIENTATION, 1)
+        pixels, mask = _pixels_of_values(_read_by_tifffile(data, name, tags), gray, _nodata(tags))
+        pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # 0 means white
+    # So far the pixels are as stored.
+    turn = turn if turn in range(1, 9) else 1
+    if frame == UPRIGHT:
+        pixels = turn_upright(pixels, turn)
+        mask = None if mask is None else turn_upright(mask, turn)
+        size = turn_size(size, turn)
     return Photo(pixels, np.eye(3), size, turn, mask)
 
 
@@ -245,55 +233,43 @@ def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
 
 def _decode_by_pillow(
     data: bytes, name: str, gray: bool
-) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int, bool]:
+) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int]:
     """Decode by Pillow, and colours of more than 8 bits by OpenCV, since Pillow keeps only 8.
 
-    Returns pixels, mask, size as stored, EXIF orientation, and whether the pixels are upright
-    already.
+    Returns pixels and mask as stored, (width, height) as stored, and the EXIF orientation.
     """
     image = open_image(data, name)
-    is_deep = _is_deep_colour(image)
-    stored = _stored_size(image)
+    width, height = image.size
+    # libjpeg can decode 1/2, 1/4 or 1/8 of the size. The decoder of a progressive JPEG keeps the
+    # whole image in memory at any scale.
+    scales = (1, 2, 4, 8) if image.format == "JPEG" and "progressive" not in image.info else (1,)
+    factor = next((f for f in scales if width * height <= MAX_PIXELS * f * f), 0)
+    if not factor:
+        raise _too_large(name, width, height)
     try:
+        values = _read_deep_colours(image, data)
         if image.format == "PNG":
             image.load()  # the EXIF data of a PNG may follow its pixels
         turn = _orientation(image)  # a decoded TIFF would have none any more
         # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two gray
         # levels closer.
-        factor = _shrink(image, "L" if gray else None, name)
-        values = _read_by_opencv(data) if is_deep else None
-        if values is None:
-            pixels, mask = pixels_of(image, gray)
-        else:
+        image.draft("L" if gray else None, (width // factor, height // factor))
+        if values is not None:
             pixels, mask = _pixels_of_values(values, gray, None)
-    except BadImage:
-        raise
+        else:
+            pixels, mask = pixels_of(image, gray)
+            if image.format == "TIFF":  # Pillow has rotated it upright
+                pixels = turn_upright(pixels, inverse(turn))
+                mask = None if mask is None else turn_upright(mask, inverse(turn))
     except Exception as error:  # decoders of damaged data raise any type of error
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
-    if factor > 1:
-        # libjpeg rounds the size up, so its pixels lie at multiples of the factor. Move them to
-        # where an exact reduction has them.
-        width, height = pixels.shape[1::-1]
-        exact = resizing((stored[0] / factor, stored[1] / factor), (width, height))
-        sampling = cv2.INTER_LINEAR
-        border = cv2.BORDER_REPLICATE
-        pixels = cv2.warpPerspective(pixels, exact, (width, height), None, sampling, border)
-    return pixels, mask, stored, turn, image.format == "TIFF" and values is None
-
-
-def open_image(data: bytes, name: str) -> Image.Image:
-    """Read the header of a file: size, format and mode. Raises BadImage if it cannot be used.
-
-    All bytes of a PNG are checked. Other damage shows when the pixels are decoded.
-    """
-    image = _open(data, name)
-    if image.format == "PNG":
-        try:
-            image.verify()  # the checksum of every chunk; the file has to be opened again
-        except Exception as error:
-            raise BadImage(name, f"damaged PNG: {_line(error)}") from None
-        image = _open(data, name)
-    return image
+    if factor == 1:
+        return pixels, mask, pixels.shape[1::-1], turn
+    # libjpeg rounds the size up, so its pixels lie at multiples of the factor. Move them to where
+    # an exact reduction has them.
+    exact = (0, 0, width / factor, height / factor)
+    moved = Image.fromarray(pixels).resize(pixels.shape[1::-1], Image.Resampling.BILINEAR, exact)
+    return np.array(moved), mask, (width, height), turn
 
 
 def is_plain_jpeg(data: bytes, name: str) -> bool:
@@ -308,17 +284,20 @@ def is_plain_jpeg(data: bytes, name: str) -> bool:
     return is_plain and data.endswith(b"\xff\xd9") and width * height <= MAX_PIXELS
 
 
-def _open(data: bytes, name: str) -> Image.Image:
-    """Open a file by the first format of FORMATS that accepts it. Raises BadImage.
+def open_image(data: bytes, name: str) -> Image.Image:
+    """Read the header of a file by the first format of FORMATS that accepts it. Raises BadImage.
 
-    This is not `Image.open`, whose limit of pixels is one number for the whole process.
+    Damage of the pixels shows when they are decoded. This is not `Image.open`, whose limit of
+    pixels is one number for the whole process.
     """
     if not data:
         raise BadImage(name, "empty file")
     reason = "not an image, or of a format that is not read"
     if data[:512].lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml", b"<head")):
         reason = "a web page, not an image"
-    lacks_heic = data[4:8] == b"ftyp" and data[8:12] in HEIC and not _register_heic()
+    is_heic = data[4:8] == b"ftyp" and data[8:10] in HEIC
+    if is_heic and not _register_heic():
+        reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
     Image.init()  # the first call fills Image.OPEN
     for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
         factory, accept = Image.OPEN[kind]
@@ -331,8 +310,6 @@ def _open(data: bytes, name: str) -> Image.Image:
                 return (JpegImageFile if kind == "JPEG" else factory)(io.BytesIO(data), "")
             except Exception as error:
                 reason = f"damaged {kind}: {_line(error)}"
-    if lacks_heic:
-        reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
     raise BadImage(name, reason)
 
 
@@ -346,49 +323,14 @@ def _register_heic() -> bool:
     return True
 
 
-def _stored_size(image: Image.Image) -> Size:
-    """Return (width, height) as stored. Pillow swaps both of a TIFF that it will rotate."""
-    tags = getattr(image, "tag_v2", None)
-    return (tags[256], tags[257]) if tags else image.size
-
-
 def _orientation(image: Image.Image) -> int:
-    """Read the EXIF orientation, 1 to 8. It is 1 if there is none, or if it is damaged."""
+    """Read the EXIF orientation. It is 1 if there is none, or if it is damaged."""
     for key in ("xmp", "XML:com.adobe.xmp"):
         image.info.pop(key, None)  # Pillow would use XMP where EXIF has no orientation
     try:
-        turn = image.getexif().get(ORIENTATION, 1)
+        return image.getexif().get(ORIENTATION, 1)
     except Exception:  # damaged EXIF data
         return 1
-    return turn if turn in AXES else 1
-
-
-def _shrink(image: Image.Image, mode: Optional[str], name: str) -> int:
-    """Let Pillow read an image above `MAX_PIXELS` at a smaller scale.
-
-    A JPEG is read at 1/2, 1/4 or 1/8, and a TIFF by its largest overview. Returns the factor of a
-    JPEG, else 1. Raises BadImage for other images.
-    """
-    width, height = image.size
-    if image.format == "JPEG":
-        factors = [f for f in (1, 2, 4, 8) if width * height <= MAX_PIXELS * f * f]
-        # The decoder of a progressive JPEG keeps the whole image in memory, at any scale.
-        if factors and (factors[0] == 1 or "progressive" not in image.info):
-            image.draft(mode, (width // factors[0], height // factors[0]))
-            return factors[0]
-    if width * height <= MAX_PIXELS:
-        return 1
-    for page in range(1, getattr(image, "n_frames", 1) if image.format == "TIFF" else 1):
-        image.seek(page)
-        if _is_overview(image.width, image.height, width, height):
-            return 1
-    raise _too_large(name, width, height)
-
-
-def _is_overview(width: int, height: int, full_width: int, full_height: int) -> bool:
-    """Say whether a page of a TIFF has the shape of the full picture, and can be read."""
-    same_shape = abs(width * full_height / (height * full_width) - 1) < 0.01
-    return same_shape and width * height <= MAX_PIXELS
 
 
 def _too_large(name: str, width: int, height: int) -> BadImage:
@@ -396,8 +338,8 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
     return BadImage(
         name,
         f"too large: {width}x{height} pixels, at most {MAX_PIXELS // 1_000_000} megapixels are read"
-        " in full; save it smaller (matching reduces images to --resize, 1024 px, anyway), as a"
-        " baseline JPEG, or as a TIFF with overviews (gdaladdo), which are read at a smaller scale",
+        " in full; save it smaller (matching reduces images to --resize, 1024 px, anyway), or as a"
+        " baseline JPEG, which is read at a smaller scale",
     )
 
 
@@ -409,19 +351,12 @@ def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.n
     """
     if image.mode[0] in "IF":
         return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
-    mask = None
-    if image.mode == "La":
-        image = image.convert("LA")
     if image.has_transparency_data:
-        mask = np.array(image.convert("RGBA"))[..., 3]
-        image = image.copy()  # the image of the caller keeps its transparency
-        image.info.pop("transparency", None)  # Pillow would warn for a palette
-    if image.mode in ("1", "LA") or (gray and image.mode in ("P", "PA")):
-        image = image.convert("L")
-    elif image.mode not in ("L", "RGB", "RGBA"):
-        image = image.convert("RGB")
-    mask = None if mask is None or mask.all() else mask
-    return _gray_or_bgr(np.asarray(image), gray), mask
+        pixels = np.asarray(image.convert("RGBA"))  # (H, W, 4), which also shows gray as it is
+        mask = pixels[..., 3].copy()
+        return _gray_or_bgr(pixels, gray), None if mask.all() else mask
+    is_gray = image.mode in ("1", "L") or (gray and image.mode == "P")
+    return _gray_or_bgr(np.asarray(image.convert("L" if is_gray else "RGB")), gray), None
 
 
 def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
@@ -435,14 +370,14 @@ def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
 # --- pixels of more than 8 bits
 
 
-def _is_deep_colour(image: Image.Image) -> bool:
-    """Say whether a file has, or may have, colours of more than 8 bits, of which Pillow reads 8."""
-    may_have = ";16" in str(getattr(image, "tile", "")) or image.format in ("PPM", "JPEG2000")
-    return may_have and image.mode in ("LA", "RGB", "RGBA")
+def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
+    """Read colours of more than 8 bits, of which Pillow keeps 8, by OpenCV.
 
-
-def _read_by_opencv(data: bytes) -> Optional[np.ndarray]:
-    """Read RGB or RGBA of more than 8 bits, (H, W, 3 or 4), as stored. Return None for 8 bits."""
+    Returns (H, W, 3 or 4) RGB or RGBA as stored, or None for other files.
+    """
+    may_be_deep = ";16" in str(getattr(image, "tile", "")) or image.format in ("PPM", "JPEG2000")
+    if not may_be_deep or image.mode not in ("LA", "RGB", "RGBA"):
+        return None
     values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
     if values is None or values.dtype == np.uint8 or values.ndim == 2:
         return None
@@ -476,18 +411,15 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
     compares pixels.
     """
     bits = set(tags.get(258, (1,)))
-    kinds = set(tags.get(339, (1,)))
-    photometric = tags.get(262, 1)
-    layout = (photometric, tags.get(277, 1))
-    if bits <= {1, 2, 4, 8} and kinds == {1}:
-        has_alpha = layout == (1, 2) and tags.get(338) == (2,)
-        return has_alpha or layout in {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
-    if tags.get(284, 1) != 1:  # the file has one plane for each band
+    layout = (tags.get(262, 1), tags.get(277, 1))
+    if set(tags.get(339, (1,))) != {1}:  # signed numbers or floats
         return False
-    if bits == {16} and kinds == {1}:
-        return layout in {(1, 1), (2, 3), (2, 4), (5, 4)}
-    is_other = (bits == {12} and kinds == {1}) or (bits == {32} and kinds == {3})
-    return is_other and layout == (1, 1) and tags.prefix == b"II"
+    if bits == {16}:
+        # One plane for each band is read as noise.
+        return layout in {(1, 1), (2, 3), (2, 4)} and tags.get(284, 1) == 1
+    # gray, RGB(A), palette, CMYK, YCbCr
+    known = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
+    return bits <= {1, 2, 4, 8} and layout in known
 
 
 def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:
@@ -497,44 +429,29 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
     programs. If there are two, the first is its gray. Raises BadImage, which names the layout, for
     a file that cannot be read.
     """
+    if tags[256] * tags[257] > MAX_PIXELS:
+        raise _too_large(name, tags[256], tags[257])
     bands = tags.get(277, 1)
     kind = {1: "uint", 2: "int", 3: "float"}.get(tags.get(339, (1,))[0], "other type of ")
-    layout = f"{bands} band{'s' * (bands > 1)} of {kind}{tags.get(258, (1,))[0]}"
+    layout = f"a TIFF of {bands} band{'s' * (bands > 1)} of {kind}{tags.get(258, (1,))[0]}"
     convert = "convert it: gdal_translate -b 1 -ot Byte -scale IN.tif OUT.tif"
     try:
         tifffile = import_extra("tifffile", "tiff")
-    except RequestError as error:
-        raise BadImage(name, f"a TIFF of {layout}: {error}, or {convert}") from None
-    width = tags[256]
-    height = tags[257]
-    try:
         with tifffile.TiffFile(io.BytesIO(data)) as file:
-            # Take the first page that is small enough: the picture itself, or an overview.
-            fitting = (
-                page
-                for page in file.pages
-                if _is_overview(page.imagewidth, page.imagelength, width, height)
-            )
-            page = next(fitting, None)
-            if page is None:
-                raise _too_large(name, width, height)
-            values = page.asarray()
-            is_alpha = bool(page.extrasamples) and page.extrasamples[-1] in (1, 2)
-    except BadImage:
-        raise
-    except Exception as error:
-        raise BadImage(name, f"a TIFF of {layout} cannot be read: {_line(error)}; {convert}") from (
-            None
-        )
+            values = file.pages[0].asarray()
+            extra = file.pages[0].extrasamples
+    except Exception as error:  # tifffile is missing, or the data are damaged
+        raise BadImage(name, f"{layout} cannot be read: {_line(error)}; or {convert}") from None
     if tags.get(284, 1) == 2 and values.ndim == 3:
         # Planes (bands, H, W) -> (H, W, bands)
         values = np.moveaxis(values, 0, -1)
     if tags.get(262, 1) not in (0, 1, 2) or values.ndim > 3 or values.dtype.kind not in "uif":
-        raise BadImage(name, f"a TIFF of {layout}, which is neither gray nor RGB; {convert}")
+        raise BadImage(name, f"{layout}, which is neither gray nor RGB; {convert}")
     if values.ndim == 2:
         return values
-    # (H, W, bands) -> (H, W, 3 or 4)
+    # (H, W, bands) -> (H, W, 3 or 4), where the last band is alpha if the file says so
     colours = [0, 1, 2] if bands > 2 else [0, 0, 0]
+    is_alpha = bool(extra) and extra[-1] in (1, 2)
     return values[..., [*colours, bands - 1] if is_alpha else colours]
 
 
@@ -554,16 +471,14 @@ def _pixels_of_values(
     values: (H, W) gray or (H, W, 3 or 4) RGB(A). nodata: value of pixels without data, or None.
         Returns pixels and mask, as `pixels_of`.
     """
-    known = np.isfinite(values[..., :3] if values.ndim == 3 else values)
     colours = values[..., :3] if values.ndim == 3 else values
+    known = np.isfinite(colours)
     if nodata is not None:
         known &= colours != nodata
-    # Map `low` to 0 and `high` to 256, in float32 where it is exact enough.
+    # Map `low` to 0 and `high` to 256. float32 holds all numbers of 24 bits.
     low, high = range_in_use(colours, known)
-    wide = np.float32 if values.dtype.itemsize < 4 or values.dtype == np.float32 else np.float64
-    levels = colours.astype(wide)
-    levels[~known] = low
-    levels = (levels.clip(low, high) - wide(low)) * wide(256.0 / max(high - low, 1e-30))
+    levels = np.where(known, colours, low).astype(np.float32).clip(low, high)
+    levels = (levels - np.float32(low)) * np.float32(256.0 / max(high - low, 1e-30))
     # Values at the upper end of the range give 256, which is cut to 255.
     pixels = levels.clip(0, 255).astype(np.uint8)
     mask = np.asarray(known.any(axis=-1) if values.ndim == 3 else known)
@@ -586,18 +501,11 @@ def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
     """
     if values.dtype == np.uint8:
         return 0.0, 256.0
-    # Take medians of 3x3 values at some 262,144 places of the image.
+    # Take medians of 3x3 values at some 262,144 places where all nine are known.
     step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
-    rows, columns = (min(3, side) for side in values.shape[:2])
-    last = values.shape[0] - rows + 1, values.shape[1] - columns + 1
-    places = [
-        (slice(y, y + last[0], step), slice(x, x + last[1], step))
-        for y in range(rows)
-        for x in range(columns)
-    ]
-    around = [np.where(known[at], values[at].astype(np.float64), np.nan) for at in places]
-    medians = np.median(around, axis=0)  # nan where one of the nine is not known
-    kept = np.sort(medians[np.isfinite(medians)])
+    medians = cv2.medianBlur(np.where(known, values, 0).astype(np.float32), 3)
+    whole = cv2.erode(known.astype(np.uint8), np.ones((3, 3)))
+    kept = np.sort(medians[::step, ::step][whole[::step, ::step] > 0])
     if not kept.size:
         return 0.0, 0.0
     # Leave out an end value that is further from the rest than the rest is wide.
@@ -640,14 +548,20 @@ def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     """Rotate stored pixels (H, W) or (H, W, 3) uint8 upright."""
-    image = Image.fromarray(pixels)
-    image.getexif()[ORIENTATION] = orientation
-    return np.array(ImageOps.exif_transpose(image))
+    if orientation > 4:
+        pixels = pixels.swapaxes(0, 1)
+    flip_x, flip_y = _flips(orientation)
+    return np.ascontiguousarray(pixels[:: -1 if flip_y else 1, :: -1 if flip_x else 1])
+
+
+def _flips(orientation: int) -> Tuple[bool, bool]:
+    """Say whether x, and whether y, is mirrored to get upright, after both are swapped above 4."""
+    return orientation % 4 in (2, 3), orientation % 4 in (3, 0)
 
 
 def turn_size(size: Size, orientation: int) -> Size:
     """Return the (width, height) of an image after it is rotated upright, or back."""
-    return size if AXES[orientation][0][0] else (size[1], size[0])
+    return size if orientation < 5 else (size[1], size[0])
 
 
 def inverse(orientation: int) -> int:
@@ -661,8 +575,12 @@ def to_upright(orientation: int, size: Size) -> np.ndarray:
     size: stored (width, height).
     """
     H = np.eye(3)
-    H[:2, :2] = AXES[orientation]
-    H[:2, 2] = np.where(H[:2, :2] < 0, np.array(size) - 1.0, 0.0).sum(axis=1)
+    if orientation > 4:
+        H = H[[1, 0, 2]]
+    for row, side in enumerate(turn_size(size, orientation)):
+        if _flips(orientation)[row]:
+            H[row] *= -1
+            H[row, 2] = side - 1.0
     return H
 
 

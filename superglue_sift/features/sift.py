@@ -60,7 +60,8 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
     shared = np.logical_and.reduce([*same, first != second])
     # Keep the best keypoints, and describe both their orientations at once.
-    kept = _highest(_rank_of_sift(values[first]), values[first], max_keypoints)
+    best = values[first]
+    kept = _highest(best["score"] * best["scale"], best, max_keypoints)
     first = first[kept]
     shared = shared[kept]
     second = second[kept][shared]
@@ -82,12 +83,8 @@ def rank(records: np.ndarray) -> np.ndarray:
     extractors it is the score.
     """
     is_sift = records.dtype in (KEYPOINT, ORIENTED)
-    return _rank_of_sift(records) if is_sift else records["score"]
-
-
-def _rank_of_sift(records: np.ndarray) -> np.ndarray:
-    """Multiply response and scale, in float32, which has the same bits on every processor."""
-    return records["score"] * records["scale"]
+    # A product in float32 has the same bits on every processor.
+    return records["score"] * records["scale"] if is_sift else records["score"]
 
 
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:

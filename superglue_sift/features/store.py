@@ -5,12 +5,11 @@ The name of a file is a digest of the content of the image and its mask, and of 
 
 from __future__ import annotations
 
-import collections
 import functools
 import hashlib
 import io
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional, OrderedDict, Tuple, Union
+from typing import Dict, NamedTuple, Optional
 
 import cv2
 import numpy as np
@@ -19,21 +18,27 @@ from superglue_sift import __version__
 from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import ALIGNED_AT, Features
 from superglue_sift.features.images import find_mask, read, read_gray, reduce
-from superglue_sift.files import DAMAGED, name_below, write_atomic
+from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
 MAX_FEATURES = 256  # number of images whose features stay in memory
 MAX_GRAYS = 32  # number of images whose pixels stay in memory
 
 
-class Item(NamedTuple):
-    """An image to match.
+def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
+    """Read the arrays of a `.npz` by name. Return None if the file is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return dict(file)
+    except Exception:  # the bits of a damaged file can also ask for a password, for instance
+        return None
 
-    name: stem of its output files. image: a file, or a frame of a video (H, W, 3) uint8 BGR.
-    """
+
+class Item(NamedTuple):
+    """An image to match. name: stem of its output files. image: its file."""
 
     name: str
-    image: Union[Path, np.ndarray]
+    image: Path
 
 
 class FeatureStore:
@@ -60,79 +65,41 @@ class FeatureStore:
             f" {__version__} {cv2.__version__}"
             f" {extractor.name}{extractor.code} {extractor.dtype.descr}"
         )
-        self._memory: OrderedDict[str, Features] = collections.OrderedDict()
-        self._digests: Dict[str, str] = {}
-        self._side = side = ALIGNED_AT * matcher.resize
-        # The function does not refer to `self`. This would keep a store and its features in memory
-        # until the next garbage collection.
-        self._pixels = functools.lru_cache(MAX_GRAYS)(
-            lambda path: reduce(read_gray(path, matcher.frame), side)
-        )
+        # Memory holds the last ones. `prepare` alone fills only the disk.
+        self._features = functools.lru_cache(MAX_FEATURES)(self.prepare)
+        self._pixels = functools.lru_cache(MAX_GRAYS)(self._read_pixels)
 
     def __call__(self, item: Item) -> Features:
         """Return the features of an image. Raises RequestError if it cannot be read."""
-        features = self._memory.pop(item.name, None) or self.prepare(item)
-        self._memory[item.name] = features  # now it is the last one of the dictionary
-        if len(self._memory) > MAX_FEATURES:
-            self._memory.popitem(last=False)
-        return features
+        return self._features(item)
 
     def with_pixels(self, item: Item) -> Features:
         """Return the features with the gray pixels, which alignment needs. Raises RequestError."""
-        if isinstance(item.image, Path):
-            return self(item)._replace(gray=self._pixels(item.image))
-        gray = cv2.cvtColor(item.image, cv2.COLOR_BGR2GRAY)
-        return self(item)._replace(gray=reduce(gray, self._side))
+        return self(item)._replace(gray=self._pixels(item))
 
-    def digest(self, item: Item) -> str:
-        """Return the hex SHA-256 of the content of the image and its mask.
-
-        Raises RequestError if either cannot be read.
-        """
-        if item.name not in self._digests:
-            self._read(item)
-        return self._digests[item.name]
-
-    def mask_of(self, item: Item) -> Optional[Path]:
-        """Return the file with the mask of a photograph, or None if there is none."""
-        if self.masks is None or not isinstance(item.image, Path):
-            return None
-        return find_mask(self.masks, name_below(item.image, self.root))
+    def _read_pixels(self, item: Item) -> np.ndarray:
+        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for alignment."""
+        return reduce(read_gray(item.image, self.matcher.frame), ALIGNED_AT * self.matcher.resize)
 
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""
-        content, digest = self._read(item)
+        content = read(item.image)
+        # The mask belongs to the content: with another one, other keypoints are found.
+        mask = self.masks and find_mask(self.masks, name_below(item.image, self.root))
         # Other settings or another content give another file.
-        name = hashlib.sha256(f"{self._settings} {digest}".encode()).hexdigest()[:32]
-        path = self.folder / f"{name}.npz"
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                size, found_at = (tuple(file[name].tolist()) for name in ("size", "found_at"))
-                features = Features(file["records"], size, found_at=found_at)
-                return features._replace(frame=self.matcher.frame, turned=int(file["turned"]))
-        except DAMAGED:  # the file may also be missing
-            if isinstance(item.image, Path):
-                features = self.matcher.extract_file(content, str(item.image), self.mask_of(item))
-            else:
-                features = self.matcher.extract(item.image)
+        digest = hashlib.sha256(self._settings.encode() + content)
+        if mask:
+            digest.update(b"mask" + read(mask))
+        path = self.folder / f"{digest.hexdigest()[:32]}.npz"
+        kept = read_npz(path)
+        if kept is not None:
+            size, found_at = (tuple(kept[name].tolist()) for name in ("size", "found_at"))
+            features = Features(kept["records"], size, found_at=found_at)
+            return features._replace(frame=self.matcher.frame, turned=int(kept["turned"]))
+        features = self.matcher.extract_file(content, str(item.image), mask)
         # Keep the features, without pixels, for the next time.
         data = io.BytesIO()
-        kept = ("records", "size", "turned", "found_at")
-        np.savez(data, **{name: getattr(features, name) for name in kept})
+        names = ("records", "size", "turned", "found_at")
+        np.savez(data, **{name: getattr(features, name) for name in names})
         write_atomic(path, data.getvalue())
         return features._replace(gray=None, image=None)
-
-    def _read(self, item: Item) -> Tuple[bytes, str]:
-        """Return the bytes of the file, or of the pixels, and their digest, which is kept."""
-        if isinstance(item.image, Path):
-            content = read(item.image)
-            mask = self.mask_of(item)
-            hashed = content if mask is None else content + b"mask" + read(mask)
-            digest = hashlib.sha256(hashed).hexdigest()
-        else:
-            content = item.image.tobytes()
-            digest = hashlib.sha256(f"{item.image.shape}".encode() + content).hexdigest()
-            if len(self._digests) > MAX_FEATURES:  # frames of a camera never end
-                del self._digests[next(iter(self._digests))]
-        self._digests[item.name] = digest
-        return content, digest

@@ -71,27 +71,24 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
 
 
 def from_lightglue(data: Mapping[str, Any]) -> Features:
-    """Convert LightGlue's features, batched or not. This is the inverse of `to_lightglue`.
+    """Convert LightGlue's features, a batch of one. This is the inverse of `to_lightglue`.
 
     Other SIFT can be converted, too. Scores that are missing or 0 become the typical one. Raises
     RequestError as `Features.of`.
     """
-
-    def plain(name: str, axes: int) -> np.ndarray:
-        value = data[name] if name in data else data["keypoint_" + name]
-        value = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
-        return value[0] if value.ndim > axes else value
-
-    # back to OpenCV's units: degrees from 0 to 360, descriptors from 0 to 255
-    width, height = plain("image_size", 1)
-    scales = plain("scales", 1)
-    known = "scores" in data or "keypoint_scores" in data
-    scores = plain("scores", 1) if known else np.zeros_like(scales)
-    scores = np.where(scores > 0, scores, np.float32(TYPICAL_SCORE))
-    angles = np.mod(np.rad2deg(plain("oris", 1)), 360.0)
-    descriptors = whole_sift(plain("descriptors", 2))
-    size = (int(width), int(height))
-    return Features.of(plain("keypoints", 2), scales, angles, scores, descriptors, size)
+    # (1, ...) tensors or arrays -> (...) arrays
+    values = {name: torch.as_tensor(value)[0].cpu().numpy() for name, value in data.items()}
+    # Back to OpenCV's units: degrees from 0 to 360, descriptors from 0 to 255
+    scores = values.get("keypoint_scores", np.zeros(len(values["keypoints"])))
+    width, height = values["image_size"]
+    return Features.of(
+        values["keypoints"],
+        values["scales"],
+        np.mod(np.rad2deg(values["oris"]), 360.0),
+        np.where(scores > 0, scores, np.float32(TYPICAL_SCORE)),
+        whole_sift(values["descriptors"]),
+        (int(width), int(height)),
+    )
 
 
 def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:

@@ -18,6 +18,7 @@ by `superglue-match --colmap`.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Dict, List, Mapping, Type
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import STORED
-from superglue_sift.files import FileName, slashes
+from superglue_sift.files import FileName
 from superglue_sift.interop import convert
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher
@@ -49,65 +50,25 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
     data["descriptors"] = data["descriptors"].T
     data["image_size"] = np.array(features.size)  # hloc makes empty tensors of it: whole numbers
-    _write(path, slashes(name), data)
-
-
-def read_features(path: FileName, name: str) -> Features:
-    """Read an image from `write_features` or hloc's own SIFT. Raises RequestError if it
-    is missing.
-    """
-    return _features_of(_read(path, slashes(name)))
-
-
-def _features_of(data: Mapping[str, Any]) -> Features:
-    """Convert hloc's arrays or tensors of one image, batched or not, to features in
-    stored pixels.
-    """
-    units = {"scales": 2 * data["scales"], "oris": data["oris"] * (np.pi / 180)}
-    features = convert.from_lightglue(
-        {**data, **units, "descriptors": data["descriptors"].swapaxes(-1, -2)}
-    )
-    return features._replace(frame=STORED)
+    _write(path, Path(name).as_posix(), data)
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
     """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
     output = convert.to_lightglue_matches(found)
-    _write(path, pair_name(name0, name1), {name: output[name][0].numpy() for name in MATCHES})
-
-
-def read_matches(
-    path: FileName, name0: str, name1: str, features0: Features, features1: Features
-) -> MatchResult:
-    """Read a pair from `write_matches` or `match_features`. Raises RequestError if it is
-    missing.
-    """
-    return convert.from_lightglue_matches(
-        _read(path, pair_name(name0, name1)), features0, features1
-    )
-
-
-def pair_name(name0: str, name1: str) -> str:
-    """Return the name of a pair's group in hloc's file of matches."""
-    return "/".join(slashes(name).replace("/", "-") for name in (name0, name1))
+    # hloc's group of a pair: a-b.jpg/c.jpg for a/b.jpg and c.jpg
+    pair = "/".join(Path(name).as_posix().replace("/", "-") for name in (name0, name1))
+    _write(path, pair, {name: output[name][0].numpy() for name in MATCHES})
 
 
 def _write(path: FileName, group: str, data: Mapping[str, np.ndarray]) -> None:
     """Write arrays to a group of an HDF5 file, in place of an earlier group of this name."""
+    # hloc opens its files by the same version of HDF5.
     with import_extra("h5py", "hloc").File(str(path), "a", libver="latest") as file:
         if group in file:
             del file[group]
         for name, value in data.items():
             file.create_dataset(f"{group}/{name}", data=value)
-
-
-def _read(path: FileName, group: str) -> Dict[str, np.ndarray]:
-    """Read the arrays of a group. Raises RequestError if it is missing."""
-    try:
-        with import_extra("h5py", "hloc").File(str(path), "r", libver="latest") as file:
-            return {name: np.asarray(value) for name, value in file[group].items()}
-    except (OSError, KeyError) as error:
-        raise RequestError(f"{path}: {group}: {error}") from None
 
 
 class MatcherForHloc:
@@ -136,8 +97,14 @@ class MatcherForHloc:
         views = []
         for view in "01":
             values = {name: data[name + view] for name in ARRAYS}
+            values["keypoint_scores"] = values.pop("scores")
             height, width = data["image" + view].shape[-2:]
-            views.append(_features_of({**values, "image_size": torch.tensor([width, height])}))
+            values["image_size"] = torch.tensor([[width, height]])
+            # hloc has sigma, degrees, and a column for each descriptor.
+            values["scales"] = 2 * values["scales"]
+            values["oris"] = torch.deg2rad(values["oris"])
+            values["descriptors"] = values["descriptors"].transpose(-1, -2)
+            views.append(convert.from_lightglue(values)._replace(frame=STORED))
         output = convert.to_lightglue_matches(self.matcher.match(*views))
         return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}
 
@@ -153,6 +120,7 @@ def register() -> Type:
         raise RequestError(
             "hloc is not installed: github.com/cvg/Hierarchical-Localization"
         ) from None
+    # hloc finds a matcher by the name of its module, and takes the one subclass of BaseModel.
     matcher = type(
         "SuperGlueSIFT", (MatcherForHloc, BaseModel), {"__module__": f"hloc.matchers.{NAME}"}
     )

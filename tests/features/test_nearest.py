@@ -102,19 +102,16 @@ def test_matched_keypoints_come_first_and_others_by_rank():
     assert selected0.tolist() == list(range(6)) and selected1.tolist() == list(range(4))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40), st.integers(0, 9))
-def test_any_numbers_of_keypoints(count0, count1, most, seed):
-    rng = np.random.default_rng(seed)
-    sides = []
-    for count in (count0, count1):
-        records = one_entry(np.zeros(count, int), rng.random(count))
-        records["descriptor"] = rng.integers(0, 256, (count, 128))
-        sides.append(records)
+@settings(max_examples=50)
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40))
+def test_any_numbers_of_keypoints_in_either_order_of_the_images(count0, count1, most):
+    rng = np.random.default_rng(count0)
+    sides = [one_entry(np.zeros(n, int), rng.random(n)) for n in (count0, count1)]
+    for side in sides:
+        side["descriptor"] = rng.integers(0, 256, (len(side), 128))
     selected = select(sides, most)
     for side, index in zip(sides, selected):
         limit = most if max(count0, count1) > most else len(side)
-        assert len(index) == min(len(side), limit) and (np.diff(index) > 0).all()
-        assert set(index) <= set(range(len(side)))
+        assert len(set(index)) == len(index) == min(len(side), limit)
     for index, swapped in zip(selected, select(sides[::-1], most)[::-1]):
-        assert index.tolist() == swapped.tolist()  # the order of the images does not matter
+        assert index.tolist() == swapped.tolist()

@@ -15,7 +15,6 @@ from superglue_sift import Features, RequestError
 from superglue_sift.apps import cli
 from superglue_sift.features import sift
 from superglue_sift.features.sift import root_sift_of
-from superglue_sift.files import file_sha256
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
 
@@ -67,13 +66,12 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
     keypoints, descriptors = read(extracted, "a.png")
     stored = Features.of_colmap(keypoints, descriptors, (600, 400)).records
     opencv = sift.extract(photo, 500)
-    far = np.hypot(stored["x"][:, None] - opencv["x"], stored["y"][:, None] - opencv["y"]) + np.abs(
-        np.log(stored["scale"][:, None] / opencv["scale"])
-    )
-    turned = np.abs((stored["angle"][:, None] - opencv["angle"] + 180) % 360 - 180)
-    nearest = np.argmin(far + turned / 5, axis=0)
-    rows = np.arange(len(opencv))
-    same = (far[nearest, rows] < 0.3) & (turned[nearest, rows] < 5)
+    # The nearest keypoint of the database by place, scale and angle
+    far = np.hypot(stored["x"][:, None] - opencv["x"], stored["y"][:, None] - opencv["y"])
+    far += np.abs(np.log(stored["scale"][:, None] / opencv["scale"]))
+    far += np.abs((stored["angle"][:, None] - opencv["angle"] + 180) % 360 - 180) / 20
+    nearest = np.argmin(far, axis=0)
+    same = far.min(axis=0) < 0.5
     assert same.mean() > 0.75  # COLMAP finds none below a contrast of 0.02
     cosines = root_sift_of(stored["descriptor"][nearest]) * root_sift_of(opencv["descriptor"])
     assert np.median(cosines.sum(1)[same]) > 0.99
@@ -88,11 +86,8 @@ def test_only_pairs_without_matches_are_added(database, capsys):
     with opened() as content:
         numbers = [content.read_image_with_name(name).image_id for name in NAMES]
         content.write_matches(numbers[0], numbers[2], before)
-    digest = file_sha256(database)
     assert run("--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "3 images with features, 3 pairs, 2 of them without" in said
-    assert file_sha256(database) == digest
+    assert "3 images with features, 3 pairs, 2 of them without" in capsys.readouterr().out
     assert run(*WORDS) == 0
     with opened() as content:
         assert np.array_equal(content.read_matches(numbers[0], numbers[2]), before)
@@ -105,8 +100,6 @@ def test_only_pairs_without_matches_are_added(database, capsys):
     assert len(verified) > 0.8 * len(matches)
     assert run(*WORDS) == 0
     assert "nothing is written" in capsys.readouterr().out
-    with opened() as content:
-        assert np.array_equal(content.read_matches(numbers[0], numbers[1]), matches)
 
 
 def test_a_pair_is_written_whole_or_not_at_all(database, monkeypatch):
@@ -132,9 +125,14 @@ def test_a_rejected_pair_is_not_tried_again(database, capsys):
     assert "0 of them without matches" in capsys.readouterr().out
 
 
+def change(path, *commands):
+    with contextlib.closing(sqlite3.connect(path)) as content, content:
+        for command in commands:
+            content.execute(command)
+
+
 def test_images_without_features_are_named_and_left_out(database, capsys):
-    with contextlib.closing(sqlite3.connect(database)) as content, content:
-        content.execute("DELETE FROM descriptors WHERE image_id = 2")
+    change(database, "DELETE FROM descriptors WHERE image_id = 2")
     assert run("--dry-run") == 0
     said = capsys.readouterr()
     assert "2 images with features, 1 pairs" in said.out
@@ -142,18 +140,14 @@ def test_images_without_features_are_named_and_left_out(database, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("command", "said"),
     [
         ("DELETE FROM descriptors", "x.db: has no features; run colmap feature_extractor"),
         ("UPDATE descriptors SET type = 2", "has descriptors of ALIKED_N32"),
-        ("UPDATE keypoints SET cols = 2", "without scale and orientation"),
-        ("DROP TABLE matches", "is not a database of COLMAP"),
     ],
 )
-def test_what_cannot_be_matched_is_said_in_one_line(database, change, said):
-    with contextlib.closing(sqlite3.connect(database)) as content, content:
-        content.execute("PRAGMA foreign_keys = OFF")
-        content.execute(change)
+def test_what_cannot_be_matched_is_said_in_one_line(database, command, said):
+    change(database, "PRAGMA foreign_keys = OFF", command)
     with pytest.raises(RequestError, match=said):
         run(*WORDS)
 
@@ -231,33 +225,23 @@ def test_cameras_and_positions_are_those_of_colmaps_importer(
         assert read_new("own.db") == read_new("x.db")
 
 
-def test_photographs_without_exif_have_a_camera_each(photo, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    save_photos(tmp_path, photo)
-    assert cli.main(f"photos {SMALL} --colmap x.db".split()) == 0
-    assert read_new("x.db") == ([["0.jpg"], ["1.jpg"], ["more/2.jpg"]], [])
-
-
-def test_a_list_with_both_orders_of_a_pair_is_one_pair_of_the_database(
+def test_without_exif_each_photograph_has_a_camera_and_a_pair_in_both_orders_is_one(
     photo, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     save_photos(tmp_path, photo)
-    Path("pairs.txt").write_text("0.jpg more/2.jpg\nmore/2.jpg 0.jpg\n")
+    Path("pairs.txt").write_text("0.jpg more/2.jpg\nmore/2.jpg 0.jpg\n0.jpg 1.jpg\n")
     assert cli.main(f"--pairs pairs.txt --root photos {SMALL} --colmap x.db".split()) == 0
+    assert read_new("x.db") == ([["0.jpg"], ["1.jpg"], ["more/2.jpg"]], [])
     with opened("x.db") as content:
-        assert content.num_matched_image_pairs() == 1 and content.num_matches() > 50
+        assert content.num_matched_image_pairs() == 2 and content.num_matches() > 100
 
 
-def test_photographs_that_colmap_cannot_read_are_named_first_and_get_a_guessed_camera(
-    photo, tmp_path, monkeypatch, capfd
+def test_photographs_that_colmap_cannot_read_are_refused_before_any_work(
+    photo, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     save_photos(tmp_path, photo, ".webp")
-    assert cli.main(f"photos {SMALL} --colmap x.db".split()) == 0
-    said = capfd.readouterr().err
-    assert said.count("cannot read") == 1 and "BITMAP" not in said
-    assert said.index("0.webp and 2 more: COLMAP cannot read") < said.index("matching: ")
-    with opened("x.db") as content:
-        assert [camera.params[0] for camera in content.read_all_cameras()] == [1.2 * 420] * 3
-        assert content.num_matches() > 50
+    with pytest.raises(RequestError, match=r"0\.webp and 2 more: COLMAP cannot read the file"):
+        cli.main(f"photos {SMALL} --colmap x.db".split())
+    assert not list(Path("found").glob("*.npz"))
