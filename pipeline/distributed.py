@@ -35,7 +35,7 @@ from pipeline.errors import RequestError, WorkError, read_number
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
-# MiB; on a slow link this is faster than torch's 25 (docs/performance.md)
+# MiB; on a slow link this is faster than torch's 25
 BUCKET_MB = 4
 
 

