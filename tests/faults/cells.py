@@ -56,7 +56,7 @@ class Workbench:
         from faults.group import until_done
 
         if (ranks, keys) not in self._clean:
-            done = until_done(self.folder / "clean", self.arguments(keys), ranks)
-            assert done.codes == [[0] * ranks], done
-            self._clean[ranks, keys] = done.digest
+            digest, codes = until_done(self.folder / "clean", self.arguments(keys), ranks)
+            assert codes == [[0] * ranks]
+            self._clean[ranks, keys] = digest
         return self._clean[ranks, keys]

@@ -13,7 +13,6 @@ import shutil
 import signal
 import sys
 import time
-from typing import List, NamedTuple
 
 from faults import inject
 from pipeline import errors, tracking
@@ -25,13 +24,6 @@ HANG_SECONDS = 180  # of a start; one takes two
 STAGES = ("fetch", "keypoints", "train", "evaluate")
 clean = multiprocessing.get_context("forkserver")
 clean.set_forkserver_preload([f"pipeline.{stage}.__main__" for stage in STAGES])
-
-
-class Outcome(NamedTuple):
-    """Exit code of each process (negative: the signal), and whether one had to be killed."""
-
-    codes: List[int]
-    hung: bool
 
 
 def begin(main, arguments, log, folder, **environment):
@@ -79,36 +71,31 @@ def rendezvous():
 
 
 def wait(processes):
-    """Wait for all; those that are still there after HANG_SECONDS are killed."""
+    """Wait for all; their exit codes (negative: the signal). AssertionError if one hangs."""
     deadline = time.monotonic() + HANG_SECONDS
     for each in processes:
         each.join(max(deadline - time.monotonic(), 0))
-    hung = any(each.is_alive() for each in processes)
+    hung = [each.pid for each in processes if each.is_alive()]
     for each in processes:
         each.kill()
         each.join()
-    return Outcome([each.exitcode for each in processes], hung)
-
-
-class Killed(NamedTuple):
-    """A training carried to its end through faults: digest of its weights, codes of each start."""
-
-    digest: str
-    codes: List[List[int]]
+    assert not hung
+    return [each.exitcode for each in processes]
 
 
 def until_done(folder, arguments, ranks, fault="", **environment):
-    """Start a group until the training is done. AssertionError if it hangs or does not get done."""
+    """Start a group until the training is done; the digest of its weights, and the exit codes of
+    each start. AssertionError if it hangs or does not get done.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     faults = {"SG_FAULT": fault, "SG_FAULT_ONCE": str(folder), **environment}
     whole = [*arguments, "--out", f"{folder}/checkpoints", "--reports", f"{folder}/reports"]
     codes = []
     while not codes or any(codes[-1]):
-        outcome = wait(start(ranks, train.main, whole, folder / "log", **faults))
-        codes.append(outcome.codes)
-        assert not outcome.hung and len(codes) < 12, f"{codes}\n{(folder / 'log').read_text()}"
-    return Killed(digest(folder / "checkpoints"), codes)
+        codes.append(wait(start(ranks, train.main, whole, folder / "log", **faults)))
+        assert len(codes) < 12, f"{codes}\n{(folder / 'log').read_text()}"
+    return digest(folder / "checkpoints"), codes
 
 
 def digest(checkpoints):

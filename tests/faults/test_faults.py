@@ -21,7 +21,7 @@ def training(bench):
         log = bench.folder / "one.log"
         log.write_text("")
         processes = start(ranks, main, bench.training("one"), log, SG_FAULT=fault)
-        return wait(processes).codes, log.read_text()
+        return wait(processes), log.read_text()
 
     return begin
 
@@ -29,9 +29,9 @@ def training(bench):
 def carry_out(bench, ranks, fault, **environment):
     """Exit codes of each start of a training that ends with the bytes of an undisturbed one."""
     cell = bench.folder / "cell"
-    done = until_done(cell, bench.arguments(), ranks, fault, **environment)
-    assert done.digest == bench.clean(ranks)
-    return done.codes
+    digest, codes = until_done(cell, bench.arguments(), ranks, fault, **environment)
+    assert digest == bench.clean(ranks)
+    return codes
 
 
 # where time is short, in saving, also among the fast tests

@@ -28,7 +28,7 @@ def run(folders, arguments, fault="", more=((), ())):
         words = [*arguments, "--out", "checkpoints", "--reports", "reports", *more[rank]]
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **group}
         ranks.append(begin(train.main, words, folder / "log", folder, **own))
-    return wait(ranks).codes
+    return wait(ranks)
 
 
 def kill(folders, arguments, step):
