@@ -41,6 +41,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--only", default="", help=f"groups of rows, separated by commas: {', '.join(GROUPS)}")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dim", type=int, default=128, help="D, width of the network (default 128)")
+    add("--keypoints", type=int, default=512, help="N, keypoints of a view (default 512, the most)")
     add("--seconds", type=float, default=15.0, help="of a comparison, about (default 15)")
     options = parser.parse_args(argv)
     groups = options.only.split(",") if options.only else list(GROUPS)
@@ -50,7 +51,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         config = SuperGlueConfig(dim=options.dim)
     except ValueError as error:
         raise RequestError(f"--dim {options.dim}: {error}") from None
-    setting = Setting(torch.device(choose_device(options.device)), config, options.seconds)
+    device = torch.device(choose_device(options.device))
+    setting = Setting(device, config, options.keypoints, options.seconds)
     # the rows, each as soon as it is known
     print(describe_machine(setting), flush=True)
     code = 0

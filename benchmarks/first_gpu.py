@@ -40,7 +40,7 @@ from superglue_sift.torch_compat import no_compiler
 CLONE = Path(__file__).resolve().parents[1]
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
-PATIENCE = 4
+PATIENCE = 8
 
 
 class Part(NamedTuple):
@@ -129,7 +129,9 @@ def write_params(
     for name in ("curve", "whole", "cpu"):
         write(out / name, {**curve, "run": {**curve["run"], "deterministic": True}})
     write(out / "float16", {**curve, "train": {**curve["train"], "precision": "float16"}})
-    write(out / "compiled", {**curve, "run": {**curve["run"], "compile": True}})
+    # compiling takes a minute or more for each layer
+    compiled = {**curve["train"], "layers": 1 if small else 9}
+    write(out / "compiled", {**curve, "train": compiled, "run": {**curve["run"], "compile": True}})
     if not images:
         return
     weights = read("pretrained")
@@ -164,7 +166,8 @@ def list_parts(out: Path, device: str) -> List[Part]:
     saved = "curve/checkpoints/*/step-*.json"
     stopped = (0, STOPPED)  # a training that is stopped has saved, and ends with this code
     lacks_gpu = "needs a GPU" if small else ""
-    table = f"benchmarks --device {device} {'--dim 16 --seconds 0.5' if small else '--dim 256'}"
+    size = "--dim 16 --keypoints 64 --seconds 0.5" if small else "--dim 256"
+    table = f"benchmarks --device {device} {size}"
     return [
         Part("weights-fetch", 120, "pipeline.fetch", "weights"),
         Part("weights-keypoints", 400, "pipeline.keypoints", "weights"),
@@ -201,7 +204,7 @@ def run(part: Part, seconds: float, log: Path, small: bool) -> str:
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{out / 'mlflow.db'}", **os.environ}
     environment["PYTHONPATH"] = f"{CLONE}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     if small or part.folder == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment.update(CUDA_VISIBLE_DEVICES="", NPROC_PER_NODE="1")
     before = len(list(out.glob(part.until)))
     begun = time.monotonic()
     end = begun + seconds

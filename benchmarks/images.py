@@ -22,17 +22,15 @@ from superglue_sift.features.images import decode_gray
 from superglue_sift.matcher import Matcher
 from superglue_sift.network.weights import fuse_for_inference
 
-KEYPOINTS = 512
-
 
 def files(setting: Setting) -> Iterator[Row]:
     """Time two JPEG files of 640x480 to matches, with SIFT of both in two threads."""
     model = fuse_for_inference(setting.model())
-    matcher = Matcher(model, setting.device, max_keypoints=KEYPOINTS, resize=0)
+    matcher = Matcher(model, setting.device, max_keypoints=setting.keypoints, resize=0)
     with tempfile.TemporaryDirectory() as folder:
         paths = write_jpegs(Path(folder), two_views())
         taken = setting.time({"call": lambda: matcher.match(*paths)})
-    yield row(f"two JPEG files to matches, {KEYPOINTS} keypoints", taken["call"])
+    yield row(f"two JPEG files to matches, {setting.keypoints} keypoints", taken["call"])
 
 
 def decoding(setting: Setting) -> Iterator[Row]:
@@ -68,7 +66,9 @@ def onnx_runtime(setting: Setting) -> Iterator[Row]:
     provider = f"{kind}ExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
         raise RequestError(f"this onnxruntime has no {provider}")
-    matcher = Matcher.load(device=str(setting.device), max_keypoints=KEYPOINTS, refine=False)
+    matcher = Matcher.load(
+        device=str(setting.device), max_keypoints=setting.keypoints, refine=False
+    )
     features = [matcher.extract(view) for view in two_views()]
     values = onnx.inputs_of(*features)
     # the export takes a minute or more

@@ -27,7 +27,6 @@ from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference, load_model, shipped_weights
 
 PRECISIONS = ("float32", "bfloat16")
-KEYPOINTS = 512
 ITERATIONS = 100  # of Sinkhorn alone
 SINKHORN_PAIRS = 8
 MIB = 1 << 20
@@ -59,7 +58,7 @@ def step(setting: Setting) -> Iterator[Row]:
 
     One has LayerNorm as this project's network, and the other has the paper's BatchNorm.
     """
-    batch = make_batch(KEYPOINTS, 2).to(setting.device)
+    batch = make_batch(setting.keypoints, 2).to(setting.device)
     plains: Dict[str, Call] = {}
     for norm in ("layer", "batch"):
         model = plain.plain_from(setting.model(norm=norm)).to(setting.device)
@@ -68,13 +67,13 @@ def step(setting: Setting) -> Iterator[Row]:
     taken = setting.time({**plains, **ways}, 2)
     fastest = min(plains, key=lambda way: np.median(taken[way]))
     for precision in PRECISIONS:
-        name = f"training step, N = {KEYPOINTS}, batch 2, {precision}"
+        name = f"training step, N = {setting.keypoints}, batch 2, {precision}"
         yield row(name, taken[precision], taken[fastest], fastest)
 
 
 def latency(setting: Setting) -> Iterator[Row]:
     """Compare one pair through the network with the plain network of the same weights."""
-    batch = make_batch(KEYPOINTS, 1).to(setting.device)
+    batch = make_batch(setting.keypoints, 1).to(setting.device)
     model = setting.model().eval()
     models: Dict[str, nn.Module] = {each: fuse_for_inference(model, each) for each in PRECISIONS}
     # the plain network keeps its layers as they are trained
@@ -85,7 +84,7 @@ def latency(setting: Setting) -> Iterator[Row]:
 
     taken = setting.time({name: forward(name) for name in models})
     for precision in PRECISIONS:
-        name = f"latency of a pair, N = {KEYPOINTS}, {precision}"
+        name = f"latency of a pair, N = {setting.keypoints}, {precision}"
         yield row(name, taken[precision], taken["plain"], "the plain network")
 
 
@@ -93,7 +92,7 @@ def transport(setting: Setting) -> Iterator[Row]:
     """Compare Sinkhorn, forward and backward, with autograd in the log domain."""
     ways = {way: sinkhorn_call(setting, way) for way in ("plain", "scaled")}
     taken = setting.time(ways, SINKHORN_PAIRS)
-    name = f"Sinkhorn, forward and backward, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}"
+    name = f"Sinkhorn, forward and backward, N = {setting.keypoints}, batch {SINKHORN_PAIRS}"
     yield row(name, taken["scaled"], taken["plain"], "autograd in the log domain")
 
 
@@ -101,8 +100,12 @@ def sinkhorn_call(setting: Setting, way: str) -> Call:
     """Return a call of Sinkhorn, plain or scaled, on random scores in the range of a network."""
     generator = torch.Generator().manual_seed(0)
     # (B, N, N) with a standard deviation of 5
-    random = torch.randn(SINKHORN_PAIRS, KEYPOINTS, KEYPOINTS, generator=generator)
-    scores = (random * 5).to(setting.device).requires_grad_()
+    N = setting.keypoints
+    scores = (
+        (torch.randn(SINKHORN_PAIRS, N, N, generator=generator) * 5)
+        .to(setting.device)
+        .requires_grad_()
+    )
     dustbin = torch.tensor(1.0, device=setting.device, requires_grad=True)
     full = torch.ones(scores.shape[:2], dtype=torch.bool, device=setting.device)
 
@@ -123,14 +126,14 @@ def step_call(setting: Setting, way: str) -> Call:
     trained = plain.plain_from(model).to(setting.device) if way == "plain" else model
     # the small step allocates the optimizer's moments, which are not measured
     training_call(trained, make_batch(64, 1).to(setting.device), way)()
-    return training_call(trained, make_batch(KEYPOINTS, 4).to(setting.device), way)
+    return training_call(trained, make_batch(setting.keypoints, 4).to(setting.device), way)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
     """Measure the peak memory of a training step and of Sinkhorn, each alone in a process."""
     for name, prepare, ways in (
-        (f"training step, N = {KEYPOINTS}, batch 4", step_call, PRECISIONS),
-        (f"Sinkhorn, N = {KEYPOINTS}, batch {SINKHORN_PAIRS}", sinkhorn_call, ("scaled",)),
+        (f"training step, N = {setting.keypoints}, batch 4", step_call, PRECISIONS),
+        (f"Sinkhorn, N = {setting.keypoints}, batch {SINKHORN_PAIRS}", sinkhorn_call, ("scaled",)),
     ):
         base = peak_mib(setting, prepare, "plain")
         for way in ways:
@@ -171,7 +174,7 @@ def _resident_kib(name: str) -> int:
 
 def parity(setting: Setting) -> Iterator[Row]:
     """Count the keypoints with the match that the shipped weights find in float32."""
-    batch = make_batch(KEYPOINTS, 8).to(setting.device)
+    batch = make_batch(setting.keypoints, 4).to(setting.device)
     model = load_model(shipped_weights(), str(setting.device))[0]
 
     def matches(precision: str) -> Tensor:

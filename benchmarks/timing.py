@@ -45,10 +45,14 @@ def skip(name: str, reason: object) -> Row:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What the rows of a run share. A comparison takes about `seconds`."""
+    """What the rows of a run share. A comparison takes about `seconds`.
+
+    keypoints: N, the number of keypoints of a view.
+    """
 
     device: torch.device
     config: SuperGlueConfig
+    keypoints: int = 512
     seconds: float = 15.0
 
     def model(self, **changes: Any) -> SuperGlue:

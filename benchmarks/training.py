@@ -18,7 +18,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.network import KEYPOINTS
 from benchmarks.photographs import make_batch
 from benchmarks.timing import Call, Row, Setting, row, skip
 from pipeline import distributed, launch, params, presets
@@ -81,7 +80,7 @@ def modes(setting: Setting) -> Iterator[Row]:
 
 def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     """Return the seconds of a pair in each round, of the first rank. Raises RuntimeError."""
-    work = json.dumps([setting.config.to_dict(), changes])
+    work = json.dumps([setting.config.to_dict(), setting.keypoints, changes])
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     options = launch.torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
@@ -100,12 +99,12 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
 
 def run_rank(work: str) -> int:
     """Run one rank of a mode. The first prints the seconds of its steps as JSON."""
-    config, changes = json.loads(work)
+    config, keypoints, changes = json.loads(work)
     with distributed.process_group() as context:
         devices = torch.cuda.device_count() if changes.get("parallel") == "dp" else 1
         pairs = PAIRS[context.device.type] * devices
         # every rank has to make the same number of rounds, so there is no limit of time
-        setting = Setting(context.device, SuperGlueConfig(**config), float("inf"))
+        setting = Setting(context.device, SuperGlueConfig(**config), keypoints, float("inf"))
         step = training_step(setting, pairs, context, changes)
         taken = setting.time({"step": step}, pairs * context.world_size)["step"]
     if context.is_main:  # `run_mode` reads this line
@@ -120,7 +119,7 @@ def training_step(
     # the preset `sample`, with the network of `setting` and the changes
     model = setting.config.to_dict()
     values = {name: model[name] for name in model if name in TrainParams.model_fields}
-    values.update(optimizer="adam", precision="float32", max_keypoints=KEYPOINTS)
+    values.update(optimizer="adam", precision="float32", max_keypoints=setting.keypoints)
     values.update(changes)
     several = values.pop("parallel", "") == "dp"
     run = RunParams(**{name: values.pop(name) for name in {*values} & {*RunParams.model_fields}})
@@ -129,7 +128,7 @@ def training_step(
     precision, _ = choose_precision(train.precision, context.device)
     objective, wrapped, state, *_ = trainer.build(train, run, context, precision)
     wrapped = DataParallelObjective(objective) if several else wrapped
-    part = make_batch(KEYPOINTS, pairs // run.accumulate).to(context.device)
+    part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate
     return lambda: trainer.train_step(*common, pairs * context.world_size, context.world_size)
 

@@ -17,6 +17,7 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 SETTING = Setting(
     torch.device("cpu"),
     SuperGlueConfig(dim=16, layers=2, heads=2, sinkhorn_iterations=20),
+    keypoints=64,
     seconds=0.5,
 )
 
