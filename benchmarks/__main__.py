@@ -41,6 +41,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add("--only", default="", help=f"groups of rows, separated by commas: {', '.join(GROUPS)}")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     add("--dim", type=int, default=128, help="D, width of the network (default 128)")
+    add("--layers", type=int, default=9, help="of self- and of cross-attention (default 9)")
     add("--keypoints", type=int, default=512, help="N, keypoints of a view (default 512, the most)")
     add("--seconds", type=float, default=15.0, help="of a comparison, about (default 15)")
     options = parser.parse_args(argv)
@@ -48,7 +49,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not set(groups) <= set(GROUPS):
         raise RequestError(f"--only {options.only}: must be of {', '.join(GROUPS)}")
     try:
-        config = SuperGlueConfig(dim=options.dim)
+        config = SuperGlueConfig(dim=options.dim, layers=options.layers)
     except ValueError as error:
         raise RequestError(f"--dim {options.dim}: {error}") from None
     device = torch.device(choose_device(options.device))

@@ -166,7 +166,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
     saved = "curve/checkpoints/*/step-*.json"
     stopped = (0, STOPPED)  # a training that is stopped has saved, and ends with this code
     lacks_gpu = "needs a GPU" if small else ""
-    size = "--dim 16 --keypoints 64 --seconds 0.5" if small else "--dim 256"
+    size = "--dim 16 --layers 1 --keypoints 64 --seconds 0.5" if small else "--dim 256"
     table = f"benchmarks --device {device} {size}"
     return [
         Part("weights-fetch", 120, "pipeline.fetch", "weights"),
@@ -190,9 +190,9 @@ def list_parts(out: Path, device: str) -> List[Part]:
                 ("parity", 50, "parity"),
                 ("speed", 90, "step,sinkhorn,latency,files"),
                 ("decoders", 60, "decoders"),
-                ("onnx", 120, "onnx"),
                 ("modes", 200, "modes"),
                 ("memory", 90, "memory"),
+                ("onnx", 120, "onnx"),
             )
         ),
     ]

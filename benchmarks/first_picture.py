@@ -17,10 +17,11 @@ import cv2
 import numpy as np
 
 from benchmarks.command import make_parser
+from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
-from superglue_sift.features import nearest
 from superglue_sift.match_result import MatchResult
+from superglue_sift.network.batch import Pair, choose_pair
 
 CORRECT_PX = 3.0
 QUALITY = 85  # of the JPEG
@@ -63,7 +64,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     matcher = Matcher.load(device="cpu")
     image0, image1, H = views()
     sides = matcher.extract(image0), matcher.extract(image1)
-    passed = nearest.ratio_matches(*(side.records for side in sides))
+    # the baseline of the evaluation, from the same keypoints
+    pair = choose_pair(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
+    passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
     baseline = MatchResult.of(*sides, passed).refine(*sides)
     panels = [panel("SuperGlue", matcher.match(*sides), H), panel("ratio test", baseline, H)]
     picture = drawing.draw(image0, image1, panels)

@@ -66,24 +66,23 @@ def onnx_runtime(setting: Setting) -> Iterator[Row]:
     provider = f"{kind}ExecutionProvider"
     if provider not in onnxruntime.get_available_providers():
         raise RequestError(f"this onnxruntime has no {provider}")
-    matcher = Matcher.load(
-        device=str(setting.device), max_keypoints=setting.keypoints, refine=False
-    )
-    features = [matcher.extract(view) for view in two_views()]
-    values = onnx.inputs_of(*features)
-    # the export takes a minute or more
     with tempfile.TemporaryDirectory() as folder:
         file = onnx.export(Path(folder) / "model.onnx")
         session = onnxruntime.InferenceSession(str(file), providers=[provider])
+    device = str(setting.device)
+    matcher = Matcher.load(device=device, max_keypoints=setting.keypoints, refine=False)
+    features = [matcher.extract(view) for view in two_views()]
+    values = onnx.inputs_of(*features)
     ways = {
         "torch": lambda: matcher.match(*features),
-        "ONNX": lambda: session.run(["matches"], values),
+        "ONNX": lambda: session.run(["matches0"], values),
     }
     taken = setting.time(ways)
     yield row(f"ONNX Runtime on {kind}: matching a pair", taken["ONNX"], taken["torch"], "torch")
-    # the two lists of matches as sets of pairs of indices
-    own, theirs = (set(map(tuple, m)) for m in (ways["ONNX"]()[0][:, 1:], ways["torch"]().matches))
-    equal = len(own & theirs) / max(len(own | theirs), 1)
+    # (M,) index of the match of each keypoint, of those that have one in either
+    own = ways["ONNX"]()[0][0]
+    theirs, _ = ways["torch"]().dense()
+    equal = float((own == theirs)[(own >= 0) | (theirs >= 0)].mean())
     yield Row(f"ONNX Runtime on {kind}: matches equal to torch's", equal, "share")
 
 
