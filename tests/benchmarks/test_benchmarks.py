@@ -107,8 +107,8 @@ def test_every_way_to_train_works_or_says_what_it_lacks():
     }
     context = training.distributed.Context(0, 1, SETTING.device)
     for changes in ({}, {"accumulate": 2}, {"precision": "bfloat16"}):
-        _, norm, bad = training.training_step(SETTING, 2, context, changes)()
-        assert norm > 0 and not bad
+        _, norm = training.training_step(SETTING, 2, context, changes)()
+        assert 0 < norm < 1000
 
 
 @pytest.mark.slow
