@@ -84,11 +84,8 @@ def address(kind: str, data: bytes) -> str:
 def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
     axis = "pose error, degrees" if metrics.is_posed(results.table) else "corner error, px"
-    errors = results.table[results.table["metric"] == "error"]
-    keys = errors[["estimator", "refined"]].drop_duplicates().itertuples(index=False)
     charts = []
-    # both are in the order of the table
-    for (estimator, refined), curve in zip(keys, metrics.error_curves(results.table).values()):
+    for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
         frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
         caption = f"{estimator.upper()}, matches {report.KINDS[refined]}"
         charts.append((line_chart(frame, colours, "fraction of pairs"), caption))

@@ -32,8 +32,8 @@ COLUMNS = ["number", "pair", "scene", "matcher", "estimator", "refined", "metric
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
-RECALLS = ("recall", "matching_score")  # the two kinds of recall
-SHARES = ("matches", "precision", *RECALLS)  # metrics that are means of a column of the table
+# Metrics that are means of a column of the table
+SHARES = ("matches", "precision", "recall", "matching_score")
 POINTS = 512  # number of thresholds that a resample tries
 BINS = 10  # number of ranges of the confidence, for its calibration
 
@@ -61,7 +61,7 @@ def is_posed(table: pd.DataFrame) -> bool:
 
 def recall_of(table: pd.DataFrame) -> str:
     """Return the kind of recall: "recall" for pairs with a homography, else "matching_score"."""
-    return RECALLS[is_posed(table)]
+    return "matching_score" if is_posed(table) else "recall"
 
 
 def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]]) -> pd.DataFrame:
@@ -205,10 +205,11 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
     return frame.groupby(part).agg({"confidence": "mean", "precision": "mean", "matches": "sum"})
 
 
-def error_curves(table: pd.DataFrame) -> Dict[str, pd.DataFrame]:
+def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
     """Compute the fraction of pairs with an error of at most each limit by matcher, per estimator.
 
-    The area below a curve is the AUC.
+    The keys are those of the errors: (metric, estimator, refined). The area below a curve is the
+    AUC.
     """
     # a hundred steps up to the widest AUC: 10 px or 20 degrees
     steps = np.arange(101)
@@ -220,5 +221,5 @@ def error_curves(table: pd.DataFrame) -> Dict[str, pd.DataFrame]:
         errors = errors[part["matcher"].unique()]
         curve = pd.DataFrame([(errors <= limit).mean() for limit in limits])
         curve.insert(0, unit, limits)
-        curves[name_of(*key)] = curve
+        curves[key] = curve
     return curves

@@ -351,7 +351,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
         "robustness": results.robustness if results.robustness.empty else named(results.robustness),
         "bad_images": pd.DataFrame(results.bad, columns=["file", "reason"]),
     }
-    curves = metrics.error_curves(results.table)
+    curves = {name_of(*key): each for key, each in metrics.error_curves(results.table).items()}
     if not is_posed(results.table):
         curves["calibration"] = results.calibration
     return {**found, **{f"curves/{name}": curve for name, curve in curves.items()}}

@@ -114,13 +114,6 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     assert "at least 2 pairs at each level" in (work / "out/index.html").read_text()
 
 
-def test_validation_images_stand_in_and_are_named(work, photo, capsys):
-    write_image_set(work / "held", {"a.png": photo}, "val")
-    assert run(work, "--no-refine", "--images", work / "held") == 0
-    printed = capsys.readouterr()
-    assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
-
-
 def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, capsys):
     write_model(work / "model.safetensors", about={"match_threshold": 0.35, "step": 0})
     write_model(work / "same.safetensors")
@@ -158,12 +151,15 @@ def test_a_function_is_a_matcher_too(work, capsys, monkeypatch):
 
 
 def test_unreadable_and_tiny_images_are_counted_and_listed(work, photo, capsys):
+    """Validation images stand in where there are no test images."""
     images = {"good.png": photo, "tiny.png": photo[:40, :40]}
-    write_image_set(work / "mixed", images, "test", broken=["broken.jpg"])
+    write_image_set(work / "mixed", images, "val", broken=["broken.jpg"])
     assert run(work, "--no-refine", "--images", work / "mixed") == 0
     lines = read_csv(work / "out/bad_images.csv")
     assert {line["file"] for line in lines} == {"tiny.png", "broken.jpg"}
-    assert "2 images could not be read: see bad_images.csv" in capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert "2 images could not be read: see bad_images.csv" in printed.out
+    assert "no test images: using the validation images" in printed.err and "(val)" in printed.out
     write_image_set(work / "none", {}, "test", broken=["broken.jpg"])
     assert run(work, "--images", work / "none") == 1
     assert "none of the 1 images could be read" in capsys.readouterr().err

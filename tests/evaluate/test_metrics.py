@@ -138,7 +138,7 @@ def test_recall_at_the_precision_of_the_ratio_test():
 def test_an_error_curve_has_the_auc_below_it():
     errors = [0.3, 2.2, INF, 8.0]
     table = metrics.make_table([make_rows(str(n), OURS, error) for n, error in enumerate(errors)])
-    fractions = metrics.error_curves(table)["error_ransac"][OURS].to_numpy()
+    fractions = metrics.error_curves(table)["error", "ransac", False][OURS].to_numpy()
     assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and fractions[3] == 0.25
     # left and right sums enclose the exact area
     area = bootstrap.auc_by_pair(errors, 10).mean()
