@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, Optional, Sequence
+from typing import Any, Dict, Sequence
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Clusters:
         counts = [np.bincount(resample, minlength=self.count) for resample in drawn]
         self.weights = np.array(counts, np.float64).reshape(resamples, self.count)
 
-    def mean(self, values: np.ndarray) -> Dict[str, Optional[float]]:
+    def mean(self, values: np.ndarray) -> Dict[str, Any]:
         """Return the mean of the finite values (P,), its interval, and the number of pairs in it.
 
         The keys are value, low, high and pairs. Low and high are the percentile bootstrap (Efron
