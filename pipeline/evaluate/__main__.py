@@ -441,7 +441,7 @@ def run(
                 own = {OURS: [each[OURS] for each in scored]}
                 values = metrics.values_of_pairs(metrics.make_table(rows), own)[[OURS, RATIO_TEST]]
                 means = pd.DataFrame({"value": values.mean(), "pairs": values.count()})
-                conditions.append(means.reset_index().assign(condition=name, level=level))
+                conditions.append(pd.concat({(name, level): means}, names=["condition", "level"]))
         # different photographs: every match is wrong
         counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
     # all metrics, computed from the table
@@ -462,7 +462,7 @@ def run(
         values,
         summary,
         metrics.compare(values, samples, list(matched.networks)),
-        pd.concat(conditions, ignore_index=True) if conditions else pd.DataFrame(),
+        pd.concat(conditions) if conditions else pd.DataFrame(),
         metrics.calibration(own[OURS]),
         bad,
         protocol=describe(source, where, matched, settings),

@@ -109,7 +109,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
     lead = report.leading(results)
     shown = (("recall", "", "found matches"), ("auc_5", lead, report.heading("auc_5", lead)))
     charts = []
-    for name, part in results.robustness.groupby("condition", sort=False):
+    for name, part in results.robustness.reset_index().groupby("condition", sort=False):
         for metric, estimator, label in shown:
             # one line for each matcher over the levels, which are words at equal distances
             key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]

@@ -62,7 +62,8 @@ class Results(NamedTuple):
         values: what each pair contributes to each metric, from `metrics.values_of_pairs`.
         metrics: from `metrics.summarize`, named by (matcher, metric, estimator, refined).
         differences: from `metrics.compare`, named by (metric, estimator, refined, baseline).
-        robustness: condition, level, matcher, metric, estimator, refined, value and pairs.
+        robustness: value and pairs, named by (condition, level, matcher, metric, estimator,
+            refined).
         calibration: from `metrics.calibration`.
         bad: (file, reason) of images that could not be read.
         notes: sentences for the report.
@@ -348,7 +349,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
         "pairs": pairs,
         "intervals": named(results.metrics),
         "differences": named(results.differences),
-        "robustness": results.robustness if results.robustness.empty else named(results.robustness),
+        "robustness": named(results.robustness) if len(results.robustness) else pd.DataFrame(),
         "bad_images": pd.DataFrame(results.bad, columns=["file", "reason"]),
     }
     curves = {name_of(*key): each for key, each in metrics.error_curves(results.table).items()}

@@ -104,6 +104,7 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
     assert len(first) > 10 and set(first) == set(second)
     assert [name for name in first if first[name] != second[name]] == []
     lines = read_csv(work / "out/robustness.csv")
+    assert list(lines[0]) == ["condition", "level", "matcher", "metric", "value", "pairs"]
     found = {
         (float(line["level"]), line["matcher"], line["pairs"])
         for line in lines
