@@ -48,7 +48,7 @@ def decoding(setting: Setting) -> Iterator[Row]:
         for decoder in ("torchvision", "dali"):
             name = f"decoding a JPEG file of 640x480 by {decoder}"
             try:
-                decoders.require(decoder)
+                decoders.make_decoder(decoder)
                 ways = {each: decode(each) for each in (decoder, "pillow")}
                 taken = setting.time(ways, len(entries))
                 yield row(name, taken[decoder], taken["pillow"], "Pillow in one process")

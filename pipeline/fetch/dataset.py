@@ -27,12 +27,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
 from pipeline.files import write_csv
-from pipeline.params import FetchParams, Params
-from superglue_sift.features.images import EXTENSIONS, BadImage, decode_gray, is_photo, list_photos
+from pipeline.params import FetchParams
+from superglue_sift.features.images import EXTENSIONS, BadImage, is_photo, list_photos
 from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
@@ -44,19 +45,15 @@ DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 # number of bytes before a member's name
 HEADER = _LOCAL_HEADER.size
-MAX_RATIO = 100  # uncompressed to compressed size of one image; JPEG in a zip has about 1
-MAX_IMAGE_BYTES = 512 * 1024 * 1024
+MAX_IMAGE_BYTES = 1 << 29  # of one image of a zip, against zip bombs
 # names of COCO's files of 2014 and of 2017
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 
 MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in a view; limits how small images may be
 MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
-# The section of the parameters that says how large the views of a split are
-SECTION_OF = {"train": "keypoints", "val": "keypoints", "test": "evaluate"}
 
 SEED = 0  # seed of the hash of names
 Splits = Dict[str, List[str]]  # names of the images by split
-NO_CONTENTS: Mapping[str, str] = {}
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
 # screenshots. The two motorcycle frames show one scene and so share a split.
@@ -128,8 +125,6 @@ def read_manifest(path: Path) -> List[Entry]:
             raise RequestError(
                 f"{path} line {line}: not a manifest row; run `dvc repro -f fetch`"
             ) from None
-    if not entries:
-        raise RequestError(f"{path}: lists no image; run `dvc repro -f fetch`")
     return entries
 
 
@@ -171,22 +166,17 @@ def open_manifest(folder: Path) -> ImageSet:
     entries = read_manifest(folder / "manifest.csv")
     try:
         source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
-        roots = {key: str(folder / value["path"]) for key, value in source["containers"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        keys = sorted({entry.container for entry in entries})
+        roots = {key: str(folder / source["containers"][key]["path"]) for key in keys}
+    except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
             f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
         ) from None
-    # each folder or zip that the manifest names must be known and must exist
-    for key in sorted({entry.container for entry in entries}):
-        if key not in roots:
+    for root in roots.values():
+        if not os.path.exists(root):
             raise RequestError(
-                f"{folder}/manifest.csv names '{key}', which {folder}/source.json does not have;"
-                " run `dvc repro -f fetch`"
-            )
-        if not os.path.exists(roots[key]):
-            place = os.path.normpath(roots[key])
-            raise RequestError(
-                f"{place}: no images there; `dvc repro -f -s fetch` finds or downloads them"
+                f"{os.path.normpath(root)}: no images there; `dvc repro -f -s fetch` finds or"
+                " downloads them"
             )
     return ImageSet(entries, roots)
 
@@ -228,24 +218,15 @@ def sample_folder() -> Path:
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into `target`. Return their entries, with the splits of
-    `SAMPLE`.
-
-    Raises RequestError if scikit-image lacks one of them.
+    """Copy the bundled photographs into the new folder `target`. Return their entries, with the
+    splits of `SAMPLE`.
     """
-    origin = sample_folder()
-    target.mkdir(parents=True, exist_ok=True)
-    entries: List[Entry] = []
+    target.mkdir(parents=True)
+    entries = []
     for split, names in SAMPLE.items():
         for name in names:
-            if not (origin / name).is_file():
-                raise RequestError(
-                    f"{origin / name}: not in this scikit-image; install the pinned version"
-                )
-            shutil.copyfile(origin / name, target / name)
-            entries.append(file_entry(target, name, split, "sample"))
-    for stale in {path.name for path in target.iterdir()} - {entry.name for entry in entries}:
-        (target / stale).unlink()
+            shutil.copyfile(sample_folder() / name, target / name)
+            entries.append(file_entry(target, name, split, target.name))
     return entries
 
 
@@ -304,15 +285,14 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
     if not path.exists():
         raise RequestError(f"{path}: no such folder, zip, list or annotation file")
     if path.is_dir():
-        container = _folder(path)
+        photos = list_photos(path)
+        container = Container(path, sorted(file.relative_to(path).as_posix() for file in photos))
     elif kind == ".zip":
         container = zip_container(path)
     # a list or an annotation file names images of a folder or zip
-    elif kind == ".txt":
-        names = [line for _, line in read_lines(path)]
-        container = _choose(path, Path(root or path.parent), names, anywhere=False)
-    elif kind == ".json":
-        container = _choose(path, Path(root or path.parent), _annotated(path), anywhere=True)
+    elif kind in (".txt", ".json"):
+        names = _annotated(path) if kind == ".json" else [line for _, line in read_lines(path)]
+        container = _choose(path, Path(root or path.parent), names)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -322,10 +302,6 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
             f"{path}: holds no images ({', '.join(EXTENSIONS)}, nested folders included)"
         )
     return container
-
-
-def _folder(path: Path) -> Container:
-    return Container(path, sorted(file.relative_to(path).as_posix() for file in list_photos(path)))
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
@@ -342,33 +318,36 @@ def zip_container(path: Path, **facts: Any) -> Container:
     return Container(path, list(members), facts, members)
 
 
-def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Container:
+def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     """Open the container `root` with the names that the file `path` lists.
 
-    A name without a folder is also searched below `root`, since COCO's annotations name files
-    without their folder. If `anywhere`, every name that is not in its place is searched. A missing
-    file is reported when it is read.
+    A name that has no folder or leads outside `root`, and in an annotation file every name that is
+    not in its place, is searched by its file name in the folders below, since programs name files
+    without their folder or with their own. A missing file of a folder is reported when it is read.
     """
     if not root.exists():
         raise RequestError(
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
-    zipped = zip_container(root) if root.suffix.lower() == ".zip" else None
+    zipped = zip_container(root) if root.is_file() else None
     members = {_composed(name): name for name in zipped.names} if zipped else {}
+    top = os.path.abspath(root)
     chosen = []
     missing = []
     # every name in its place
     for name in names:
-        relative = _relative(name, root, path, anywhere)
-        place = members.get(_composed(relative)) if zipped else spelled_as_file(root, relative)
-        if place is None:
+        place = os.path.abspath(os.path.join(top, name))
+        inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
+        relative = os.path.relpath(place, top) if inside else name.rpartition("/")[2]
+        spelled = members.get(_composed(relative)) if zipped else spelled_as_file(root, relative)
+        if spelled is None:
             missing.append(relative)
         else:
-            chosen.append(place)
-    searched = {name for name in missing if anywhere or "/" not in name}
+            chosen.append(spelled)
+    # the first file of the same name in a folder below
+    searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
-        # the first file of the same name in a folder below
-        whole = zipped or _folder(root)
+        whole = zipped or open_container(root)
         by_file = {_composed(name).rpartition("/")[2]: name for name in reversed(whole.names)}
         found = {name: by_file.get(_composed(name).rpartition("/")[2]) for name in searched}
         chosen += [place for place in found.values() if place]
@@ -376,31 +355,13 @@ def _choose(path: Path, root: Path, names: Sequence[str], anywhere: bool) -> Con
     if missing and (zipped or not chosen):
         more = f" (and {len(missing) - 1} more)"
         raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
-    members_of_zip = zipped.members if zipped else None
-    return Container(root, sorted({*chosen, *missing}), members=members_of_zip)
+    return Container(root, sorted({*chosen, *missing}), members=zipped.members if zipped else None)
 
 
 def _composed(name: str) -> str:
     """Return a name with accented letters as one character, as most systems but a Mac spell
     them."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))
-
-
-def _relative(name: str, root: Path, path: Path, anywhere: bool) -> str:
-    """Return the name relative to `root`.
-
-    If a name leads outside, it is cut to its file name if `anywhere`. Otherwise RequestError is
-    raised.
-    """
-    top = os.path.abspath(root)
-    place = os.path.abspath(os.path.join(top, name))
-    if ".." not in name.split("/") and os.path.commonpath([top, place]) == top:
-        return os.path.relpath(place, top)
-    if anywhere:
-        return name.rpartition("/")[2]
-    raise RequestError(
-        f"{path}: '{name}' leads outside {root}; set fetch.root to a folder above both"
-    )
 
 
 def _annotated(path: Path) -> List[str]:
@@ -414,17 +375,14 @@ def _annotated(path: Path) -> List[str]:
         content = json.loads(path.read_bytes())  # UTF-8, UTF-16 or UTF-32
         named = [image.get("file_name") or image["coco_url"] for image in content["images"]]
         names = [str(name).replace("\\", "/") for name in named]
-    except OSError as error:
-        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise RequestError(
             f"{path}: is not a COCO annotation file; it must have a list `images`, each with a"
             " `file_name`"
         ) from None
-    addresses = ("http://", "https://", "file://", "s3://", "gs://")
     return [
         urllib.parse.unquote(urllib.parse.urlsplit(name).path).lstrip("/")
-        if name.startswith(addresses)
+        if "://" in name
         else name
         for name in names
     ]
@@ -436,35 +394,24 @@ def _annotated(path: Path) -> List[str]:
 def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
     """Return the photographs among the members, sorted by name.
 
-    Raises RequestError, which names the member, if one is unsafe.
+    Raises RequestError, which names the member, if one cannot be used. Nothing is unpacked, but
+    names go to other files.
     """
     images = [member for member in members if is_photo(member.filename)]
-    seen = set()
     for member in images:
-        problem = _unsafe(member) or ("is in it twice" if member.filename in seen else None)
+        name = member.filename
+        problem = ""
+        if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
+            problem = "points outside the archive"
+        elif member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
+            problem = "is encrypted, or compressed by another method than stored and deflate"
+        elif member.file_size > MAX_IMAGE_BYTES:
+            problem = f"would grow to {member.file_size} bytes"
         if problem:
-            raise RequestError(f"{path}: refused, its member '{member.filename}' {problem}")
-        seen.add(member.filename)
+            raise RequestError(f"{path}: refused, its member '{name}' {problem}")
     if not images:
         raise RequestError(f"{path}: holds no images ({len(members)} other members)")
     return sorted(images, key=lambda member: member.filename)
-
-
-def _unsafe(member: zipfile.ZipInfo) -> Optional[str]:
-    """Say why a member is unsafe, or return None. Nothing is unpacked, but names go to other
-    files."""
-    name = member.filename
-    if name.startswith(("/", "\\")) or ":" in name.split("/")[0] or ".." in name.split("/"):
-        return "points outside the archive"
-    if (member.external_attr >> 16) & 0o170000 == 0o120000:
-        return "is a symbolic link"
-    if member.compress_type not in (STORED, DEFLATED) or member.flag_bits & 1:
-        return "is encrypted, or compressed by another method than stored and deflate"
-    if member.file_size > MAX_IMAGE_BYTES or member.file_size > MAX_RATIO * max(
-        member.compress_size, 1024
-    ):
-        return f"would grow from {member.compress_size} to {member.file_size} bytes"
-    return None
 
 
 def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
@@ -490,12 +437,6 @@ def smallest_image(view_size: Size) -> Size:
     return width, height
 
 
-def smallest_images(sections: Params) -> Dict[str, Size]:
-    """Return the smallest image (width, height) of each split for the views of these parameters."""
-    owners = {split: getattr(sections, name) for split, name in SECTION_OF.items()}
-    return {split: smallest_image((owner.width, owner.height)) for split, owner in owners.items()}
-
-
 def require_size(name: str, image_size: Size, view_size: Size) -> None:
     """Raise BadImage for an image that is smaller, or that OpenCV cannot warp."""
     if max(image_size) >= MAX_SIDE:
@@ -519,56 +460,65 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """Split the user's own images: one set of which a part is held out, or two sets.
 
     Returns the names by split, and the containers. Raises RequestError if a path is wrong, or no
-    image is left to train or to validate.
+    image is left to train or to validate. Test images may be missing, since the evaluation then
+    uses the val images.
     """
     held = {"train": open_container(settings.path, settings.root)}
+    names = held["train"].names
     contents = held["train"].contents
-    # two sets: training images that are copies of held-out ones are left out
     if settings.val_path:
         held["val"] = open_container(settings.val_path, settings.root)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
+        # training images that are copies of held-out ones are left out
         others = held["val"].contents
         copies = set(others.values())
-        train = [name for name in held["train"].names if contents[name] not in copies]
-        if not train:
-            raise RequestError(
-                f"{settings.path}: holds only copies of images in {settings.val_path}; give others"
-            )
-        splits = split_names(train, held["val"].names, settings, others)
+        names = [name for name in names if contents[name] not in copies]
+        splits = split_names(names, settings, others, held["val"].names)
     else:
-        splits = hold_out(held["train"].names, settings, contents)
-    _require_some(splits, held)
+        splits = split_names(names, settings, contents)
+    empty = [split for split in ("train", "val") if not splits[split]]
+    if empty:
+        container = held[container_of(empty[0], held)]
+        raise RequestError(
+            f"{container.path}: {len(set(container.contents.values()))} different image(s), and"
+            f" none for {' and '.join(empty)}; at least two are needed, one to train and one to"
+            " validate, which is no copy: give more images, or change fetch.val_fraction and"
+            " fetch.test_fraction"
+        )
     return splits, held
-
-
-def hold_out(
-    names: Sequence[str], settings: FetchParams, contents: Mapping[str, str] = NO_CONTENTS
-) -> Splits:
-    """Hold out a part of one set of images by the hash of their names.
-
-    Copies of one image, found by `contents`, stay together.
-    """
-    different = _different(names, contents)
-    # In a small set chance could hold out too few images. Take the fraction itself, but enough
-    # images to judge by.
-    at_least = max(2, min(8, different // 3), min(round(settings.val_fraction * different), 32))
-    parts = divide(names, settings.val_fraction, SEED, at_least, contents=contents)
-    return split_names(*parts, settings, contents)
 
 
 def split_names(
     train: Sequence[str],
-    held_out: Sequence[str],
     settings: FetchParams,
-    contents: Mapping[str, str] = NO_CONTENTS,
+    contents: Mapping[str, str],
+    held_out: Optional[Sequence[str]] = None,
 ) -> Splits:
-    """Limit both sets, and split the held-out images into val and test."""
-    train = _limit(train, settings)
-    held_out = _limit(held_out, settings)
-    tested = round(settings.test_fraction * _different(held_out, contents))
+    """Split names into train, val and test. `held_out` has the last two, None: a part of `train`.
+
+    `contents` tells different images apart, by name; names that it lacks are different images.
+    """
+
+    def different(names: Sequence[str]) -> int:
+        return len({contents.get(name, name) for name in names})
+
+    if held_out is None:
+        # In a small set chance could hold out too few images. Take the fraction itself, but enough
+        # images to judge by.
+        count = different(train)
+        at_least = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
+        train, held_out = divide(train, settings.val_fraction, SEED, at_least, 1, contents)
+    # the names with the smallest hashes: a larger limit keeps the choice of a smaller one
+    train, held_out = (
+        sorted(
+            sorted(names, key=lambda name: hash_fraction(SEED + 2, name))[: settings.limit or None]
+        )
+        for names in (train, held_out)
+    )
+    tested = round(settings.test_fraction * different(held_out))
     least_test = max(1, min(tested, 16))
-    least_val = max(1, min(_different(held_out, contents) - tested, 16))
+    least_val = max(1, min(different(held_out) - tested, 16))
     # With the seed of the hold-out, every held-out image would have a small hash and go to test
     val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
     return {"train": train, "val": val, "test": test}
@@ -580,13 +530,13 @@ def divide(
     seed: int,
     at_least: int = 1,
     keep: int = 1,
-    contents: Mapping[str, str] = NO_CONTENTS,
+    contents: Mapping[str, str] = MappingProxyType({}),
 ) -> Tuple[List[str], List[str]]:
     """Divide the names into (kept, held out), each sorted.
 
     The hash of a name decides, so other images do not move it. With a fraction between 0 and 1, at
-    least `keep` images are kept and, if possible, at least `at_least` are held out. `contents`
-    tells different images apart. Copies go where the first of them goes, and count as one image.
+    least `keep` images are kept and, if possible, at least `at_least` are held out. Copies, by
+    `contents`, go where the first of them goes, and count as one image.
     """
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
@@ -600,66 +550,6 @@ def divide(
     return sorted(set(names) - held_out), sorted(held_out)
 
 
-def _different(names: Sequence[str], contents: Mapping[str, str]) -> int:
-    """Return the number of images, with copies counted once."""
-    return len({contents.get(name, name) for name in names})
-
-
-def container_of(split: str, held: Mapping[str, Container]) -> str:
+def container_of(split: str, held: Mapping[str, Any]) -> str:
     """Return the container of a split. The splits val and test are in "val", if there is one."""
-    return "val" if split != "train" and "val" in held else next(iter(held))
-
-
-def require_usable(
-    splits: Splits, held: Mapping[str, Container], smallest: Mapping[str, Size]
-) -> None:
-    """Check that each split has an image that can be read and is as large as `smallest[split]`.
-
-    Sizes are (width, height) px. Raises RequestError if a split has none.
-    """
-    for split, size in smallest.items():
-        names = splits[split]
-        key = container_of(split, held)
-        if names and not any(_is_usable(held[key], name, size) for name in names):
-            section = SECTION_OF[split]
-            raise RequestError(
-                f"{held[key].path}: none of its {len(names)} {split} images can be read and has the"
-                f" {size[0]}x{size[1]} pixels that a view needs; give larger images, or lower"
-                f" {section}.width and {section}.height"
-            )
-
-
-def _is_usable(container: Container, name: str, size: Size) -> bool:
-    """Return whether an image can be read and has at least this size."""
-    try:
-        data = ImageSet((), {"": str(container.path)}).read(*container.entries([name]))
-        height, width = decode_gray(data).shape
-    except BadImage:
-        return False
-    return width >= size[0] and height >= size[1]
-
-
-def _require_some(splits: Splits, held: Mapping[str, Container]) -> None:
-    """Raise RequestError if there are no train or no val images.
-
-    Test images may be missing. The evaluation then uses the val images.
-    """
-    empty = [split for split in ("train", "val") if not splits[split]]
-    if not empty:
-        return
-    container = held[container_of(empty[0], held)]
-    count = len(set(container.contents.values()))
-    raise RequestError(
-        f"{container.path}: {count} different image{'s' * (count > 1)}, and none for"
-        f" {' and '.join(empty)}; at least two are needed, one to train and one to validate: give"
-        " more images, or change fetch.val_fraction and fetch.test_fraction"
-    )
-
-
-def _limit(names: Sequence[str], settings: FetchParams) -> List[str]:
-    """Return at most `fetch.limit` names, those with the smallest hashes.
-
-    A larger limit keeps the choice of a smaller one.
-    """
-    ranked = sorted(names, key=lambda name: hash_fraction(SEED + 2, name))
-    return sorted(ranked[: settings.limit or None])
+    return "val" if split != "train" and "val" in held else "train"

@@ -6,8 +6,6 @@ import re
 import shutil
 from pathlib import Path
 
-import cv2
-import numpy as np
 import pytest
 from dvc.utils.serialize import modify_yaml
 from made_params import keys_of
@@ -128,11 +126,7 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, ima
         (["coco2017", "--images", "images"], "preset coco2017: takes no folder of images"),
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
-        (["--images", "one"], "one: 1 different image, and none for val; at least two are needed"),
-        (
-            ["--images", "small"],
-            "small: none of its 2 train images can be read and has the 257x193 pixels",
-        ),
+        (["--images", "one"], "one: 1 different image(s), and none for val; at least two"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
 )
@@ -140,12 +134,9 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     arguments, said, target, use, tmp_path, image_folder, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    for name in ("empty", "one", "small"):
+    for name in ("empty", "one"):
         (tmp_path / name).mkdir()
     shutil.copy(image_folder / "coffee.png", tmp_path / "one/coffee.png")
-    for number in range(4):
-        pixels = np.full((192, 256), number, np.uint8)
-        assert cv2.imwrite(str(tmp_path / "small" / f"{number}.png"), pixels)
     before = sorted(tmp_path.rglob("*"))
     shutil.copy(ROOT / "params.yaml", target)
     assert use(*arguments) == 2
