@@ -22,8 +22,10 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.files import write_csv, write_json
-from pipeline.keypoints.shards import Folder, count_cores, extract_all, plan
+from pipeline.keypoints import shards
+from pipeline.keypoints.shards import Shard
 from pipeline.keypoints.store import Store
+from superglue_sift.environment import usable_cores
 from superglue_sift.files import check_writable
 from superglue_sift.progress import Progress
 
@@ -35,57 +37,6 @@ MAX_BAD_FRACTION = 0.1
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    options = _arguments(argv)
-    settings = params.load(options.params).keypoints
-    decoders.require(settings.decoder)
-    # the plan: which shards each split has, and whether all folders can be written
-    images = open_manifest(options.images)
-    folders = {
-        split: Folder(options.out / split, plan(images.entries(split), settings))
-        for split in SPLITS
-    }
-    for split, folder in folders.items():
-        if not folder.shards:
-            raise RequestError(
-                f"{options.images}/manifest.csv: no {split} images; give more images, "
-                "or change fetch.val_fraction and fetch.test_fraction"
-            )
-    for folder in (options.out, options.reports):
-        check_writable(folder / "metrics.json", folder)
-    rank = int(os.environ.get("RANK", "0"))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    # the work: every rank makes its own shards, and rank 0 waits for all of them
-    started = time.monotonic()
-    count = _extract(folders, images, settings, options.workers or count_cores(), rank, ranks)
-    if rank:
-        return 0
-    rows = {split: _wait_for_all(folder) for split, folder in folders.items()}
-    seconds = time.monotonic() - started
-    # the reports: images that could not be used, then the stores' index and metrics
-    bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
-    total = sum(len(shard.entries) for folder in folders.values() for shard in folder.shards)
-    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
-    _check(bad, total, rows, options.reports)
-    for split, folder in folders.items():
-        # This must wait until all ranks are done, because an unknown file may be one that another
-        # rank writes
-        folder.discard_unknown()
-        folder.close(rows[split], settings)
-    metrics = _metrics(options.out, bad)
-    _print_empty(options.out)
-    write_json(options.reports / "metrics.json", metrics)
-    rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
-    train = metrics["train"]
-    val = metrics["val"]
-    print(
-        f"keypoints: {train['images']} training and {val['images']} validation images,"
-        f" {train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on"
-        f" average, {len(bad)} bad images left out; {rate}; in {options.out}"
-    )
-    return 0
-
-
-def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
     )
@@ -96,39 +47,79 @@ def _arguments(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     add("--reports", type=Path, default=Path("reports/keypoints"), help="folder of the lists")
     add("--workers", type=int, default=0, help="processes; 0 means one per core")
     options = parser.parse_args(argv)
-    if options.workers < 0:
-        raise RequestError(f"--workers {options.workers}: must be 0 (one per core) or more")
-    return options
+    settings = params.load(options.params).keypoints
+    decoders.make_decoder(settings.decoder)  # a missing package is reported first
+    # the plan: which shards each split has, and whether all folders can be written
+    images = open_manifest(options.images)
+    plans = {
+        split: shards.plan(options.out / split, images.entries(split), settings) for split in SPLITS
+    }
+    for split in SPLITS:
+        if not plans[split]:
+            raise RequestError(
+                f"{options.images}/manifest.csv: no {split} images; give more images, "
+                "or change fetch.val_fraction and fetch.test_fraction"
+            )
+    for folder in (options.out, options.reports):
+        check_writable(folder / "metrics.json", folder)
+    # the work: every rank makes its own shards, and rank 0 waits for all of them
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    started = time.monotonic()
+    mine = {split: plans[split][rank::ranks] for split in SPLITS}
+    count = _extract(options, mine, images, settings, rank > 0)
+    if rank:
+        return 0
+    rows = {split: _wait_for_all(plans[split]) for split in SPLITS}
+    seconds = time.monotonic() - started
+    # the reports: images that could not be used, then the stores' index and metrics
+    bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
+    total = sum(len(shard.entries) for split in SPLITS for shard in plans[split])
+    write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
+    _check(bad, total, rows, options.reports)
+    for split in SPLITS:
+        shards.finish(options.out / split, plans[split], settings)
+    metrics = _metrics(options.out, bad)
+    write_json(options.reports / "metrics.json", metrics)
+    rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
+    train, val = (metrics[split] for split in SPLITS)
+    print(
+        f"keypoints: {train['images']} training and {val['images']} validation images,"
+        f" {train['views'] + val['views']} views, {train['keypoints_mean']:.0f} keypoints each on"
+        f" average, {len(bad)} bad images left out; {rate}; in {options.out}"
+    )
+    return 0
 
 
 def _extract(
-    folders: Dict[str, Folder], images: ImageSet, settings: Any, workers: int, rank: int, ranks: int
+    options: argparse.Namespace,
+    mine: Dict[str, List[Shard]],
+    images: ImageSet,
+    settings: Any,
+    quiet: bool,
 ) -> int:
-    """Write this rank's missing shards. Return the number of images processed."""
-    total = 0
-    todo = []
-    for folder in folders.values():
-        # the ranks take turns in the list of shards
-        mine = folder.shards[rank::ranks]
-        total += sum(len(shard.entries) for shard in mine)
-        todo += [(folder, shard) for shard in folder.open(mine)]
-    entries = [entry for _, shard in todo for entry in shard.entries]
+    """Write those of `mine` that are missing. Return the number of images processed.
+
+    Raises OSError if the disk is full. Finished shards are kept.
+    """
+    todo = [
+        shard for split in SPLITS for shard in shards.find_missing(options.out / split, mine[split])
+    ]
+    entries = [entry for shard in todo for entry in shard.entries]
+    total = sum(len(shard.entries) for split in SPLITS for shard in mine[split])
+    # the ranks of this machine share its cores
+    cores = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    workers = max(min(options.workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
-    found = extract_all(images, settings, entries, max(min(workers, len(entries)), 1))
+    found = shards.extract_all(images, settings, entries, workers)
     with contextlib.closing(found):
-        results = iter(Progress(found, disable=rank > 0, **shown))
-        for folder, shard in todo:
-            try:
-                folder.write(shard, islice(results, len(shard.entries)))
-            except OSError as error:
-                raise WorkError(
-                    f"{folder.path / shard.file}: cannot be written: {error.strerror}; finished"
-                    " shards are kept; `python -m pipeline.doctor` forecasts the space"
-                ) from None
+        results = iter(Progress(found, disable=quiet, **shown))
+        for shard in todo:
+            shards.write(shard, islice(results, len(shard.entries)))
     return len(entries)
 
 
-def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
+def _wait_for_all(planned: Sequence[Shard]) -> List[Dict[str, Any]]:
     """Return the rows of all shards. Wait for the other ranks, and say so.
 
     Raises WorkError if no rank has written a shard for `SILENCE` seconds.
@@ -136,20 +127,19 @@ def _wait_for_all(folder: Folder) -> List[Dict[str, Any]]:
     missing = 0
     since = time.monotonic()
     while True:
-        rows = folder.rows()
-        left = [shard.file for shard, row in zip(folder.shards, rows) if row is None]
+        rows = [shard.row() for shard in planned]
+        left = [shard.path for shard, row in zip(planned, rows) if not row]
         if not left:
-            return rows  # type: ignore[return-value]
+            return rows
         if not missing:
-            print(f"{folder.path}: other ranks still work on {len(left)} shards", flush=True)
+            print(f"{left[0].parent}: other ranks still work on {len(left)} shards", flush=True)
         if len(left) != missing:
             missing = len(left)
             since = time.monotonic()
         if time.monotonic() - since > SILENCE:
             raise WorkError(
-                f"{folder.path / left[0]}: no rank has written it, nor any other shard for"
-                f" {SILENCE:.0f} s; a rank died, or writes into another folder. Finished shards are"
-                " kept: run again"
+                f"{left[0]}: no rank has written it, nor any other shard for {SILENCE:.0f} s; a"
+                " rank died, or writes into another folder. Finished shards are kept: run again"
             )
         time.sleep(0.5)
 
@@ -159,8 +149,8 @@ def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) 
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:
         raise WorkError(
-            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION}; fix"
-            f" or remove them, {listed}"
+            f"{len(bad)} of {total} images are bad, more than a fraction of {MAX_BAD_FRACTION},"
+            f" such as {': '.join(bad[0])}; fix or remove them, {listed}"
         )
     for split in SPLITS:
         if not any(row["images"] for row in rows[split]):
@@ -168,8 +158,12 @@ def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) 
 
 
 def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
-    """Return the metrics of the stores, which are the same in every run."""
+    """Return the metrics of the stores, which are the same in every run.
+
+    Print a line if there are images of which no view has a keypoint.
+    """
     metrics: Dict[str, Any] = {}
+    empty: List[str] = []
     for split in SPLITS:
         store = Store(out / split, verify="none")
         metrics[split] = {
@@ -179,19 +173,15 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
             "keypoints_median": float(np.median(store.counts)),
             "views_without_keypoints": int((store.counts == 0).sum()),
         }
+        # counts are (images, views)
+        empty += [store.images[image] for image in np.flatnonzero(~store.counts.any(axis=1))]
     metrics["bad_images"] = len(bad)
-    return metrics
-
-
-def _print_empty(out: Path) -> None:
-    """Print a line if there are images of which no view has a keypoint."""
-    stores = [Store(out / split, verify="none") for split in SPLITS]
-    empty = [store.images[i] for store in stores for i in np.flatnonzero(~store.counts.any(axis=1))]
     if empty:
         print(
             f"keypoints: {len(empty)} images have no keypoint, such as {empty[0]}: they are flat,"
             " transparent, or have few gray levels"
         )
+    return metrics
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Generator, Iterable, List, Optional, Sequence, Union
+from typing import Any, Dict, Generator, Iterable, List, Sequence, Union
 
 import cv2
 
@@ -33,7 +33,6 @@ from pipeline.keypoints import store, views
 from pipeline.keypoints.store import ImageViews
 from pipeline.prefetch import in_order
 from pipeline.signals import end_with_parent
-from superglue_sift.environment import usable_cores
 from superglue_sift.features import extractors
 from superglue_sift.features.images import STORED, BadImage, decode
 
@@ -43,20 +42,32 @@ _IN_FLIGHT = 4  # images per worker
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 
-Result = Union[ImageViews, BadImage]
+Result = Union[ImageViews, BadImage]  # the views of an image, or why it cannot be used
 
 
 @dataclass(frozen=True)
 class Shard:
     """A unit of work. `fingerprint` is the SHA-256 of everything that determines its bytes."""
 
-    file: str
+    path: Path
     entries: Sequence[Entry]
     fingerprint: str
 
+    @property
+    def note(self) -> Path:
+        return self.path.with_suffix(".json")
 
-def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
-    """Cut the rows of a split (sorted, as in the manifest) into shards."""
+    def row(self) -> Dict[str, Any]:
+        """Return what the note says: the row of store.json. It is {} if there is no such shard."""
+        with contextlib.suppress(OSError, ValueError):
+            row = json.loads(self.note.read_text(encoding="utf-8"))
+            if row.get("fingerprint") == self.fingerprint:
+                return row
+        return {}
+
+
+def plan(folder: Path, entries: Sequence[Entry], settings: Any) -> List[Shard]:
+    """Cut the rows of a split (sorted, as in the manifest) into the shards of a folder."""
     values = settings.model_dump()
     if not values["seed"]:
         del values["seed"]  # shards from before this key was added have the seed 0
@@ -72,116 +83,66 @@ def plan(entries: Sequence[Entry], settings: Any) -> List[Shard]:
         rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
         text = json.dumps({**common, "entries": rows}, sort_keys=True)
         fingerprint = hashlib.sha256(text.encode("utf-8")).hexdigest()
-        shards.append(Shard(store.shard_name(index), piece, fingerprint))
+        shards.append(Shard(folder / store.shard_name(index), piece, fingerprint))
     return shards
 
 
-@dataclass(frozen=True)
-class Folder:
-    """The folder of one split while it is filled. `shards` is the plan."""
+def find_missing(folder: Path, shards: Sequence[Shard]) -> List[Shard]:
+    """Return the shards that are not in the folder. Undamaged ones get a note, others are deleted.
 
-    path: Path
-    shards: Sequence[Shard]
-
-    def open(self, mine: Sequence[Shard]) -> List[Shard]:
-        """Keep undamaged shards of the plan and delete the others. Return the missing ones of
-        `mine`."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        rows = self._known_rows()
-        missing = []
-        for shard in mine:
-            row = rows.get(shard.file)
-            if row is not None and self._fits(shard, row):
-                self._note(shard, row)
-            else:
-                self._note_path(shard).unlink(missing_ok=True)
-                (self.path / shard.file).unlink(missing_ok=True)
-                missing.append(shard)
-        return missing
-
-    def discard_unknown(self) -> None:
-        """Delete files that are not in the plan.
-
-        Such files are shards of other parameters, or partial files after a kill.
-        """
-        known = {shard.file for shard in self.shards} | {
-            self._note_path(shard).name for shard in self.shards
-        }
-        for path in self.path.iterdir():
-            if path.name not in known and path.name != store.INDEX and not path.is_dir():
-                path.unlink()
-
-    def write(self, shard: Shard, results: Iterable[Any]) -> None:
-        """Write one shard from its results: ImageViews or BadImage, in the order of its entries.
-
-        Raises OSError, for example if the disk is full.
-        """
-        done = list(results)
-        bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
-        good = [result for result in done if isinstance(result, ImageViews)]
-        row = store.write_shard(self.path / shard.file, good)
-        self._note(shard, {**row, "bad": bad, "fingerprint": shard.fingerprint})
-
-    def rows(self) -> List[Optional[Dict[str, Any]]]:
-        """Return the row of every planned shard, None for one that is not made or checked yet."""
-        notes = [self._read_note(shard) for shard in self.shards]
-        return [
-            row if row.get("fingerprint") == shard.fingerprint else None
-            for shard, row in zip(self.shards, notes)
-        ]
-
-    def close(self, rows: Sequence[Dict[str, Any]], settings: Any) -> None:
-        """Write store.json from the rows of all shards, and delete the notes."""
-        extractor = extractors.load(settings.extractor)
-        named = [
-            {**row, "photographs": [e.photograph for e in shard.entries if e.name in row["images"]]}
-            for shard, row in zip(self.shards, rows)
-        ]
-        content = store.index(named, settings.views_per_image, extractor)
-        write_json(self.path / store.INDEX, content)
-        for shard in self.shards:
-            self._note_path(shard).unlink(missing_ok=True)
-
-    def _known_rows(self) -> Dict[str, Dict[str, Any]]:
-        """Return the readable rows by file name, from a finished store and from notes."""
+    A shard that lacks images is missing: the cause that made them bad, such as a missing package,
+    may be mended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = {}
+    with contextlib.suppress(RequestError):
+        finished = {row["file"]: row for row in store.read_index(folder)["shards"]}
+    missing = []
+    for shard in shards:
+        row = shard.row() or finished.get(shard.path.name, {})
         try:
-            rows = {row["file"]: row for row in store.read_index(self.path)["shards"]}
+            fits = row.get("fingerprint") == shard.fingerprint and not row["bad"]
+            if fits:
+                store.check_shard(folder, row)
         except RequestError:
-            rows = {}
-        noted = {shard.file: self._read_note(shard) for shard in self.shards}
-        return {**rows, **{file: row for file, row in noted.items() if row}}
+            fits = False
+        if fits:
+            write_atomic(shard.note, json.dumps(row))
+        else:
+            shard.note.unlink(missing_ok=True)
+            shard.path.unlink(missing_ok=True)
+            missing.append(shard)
+    return missing
 
-    def _read_note(self, shard: Shard) -> Dict[str, Any]:
-        """Return the row in the shard's note. It is empty if there is no readable note."""
-        try:
-            return json.loads(self._note_path(shard).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
 
-    def _fits(self, shard: Shard, row: Dict[str, Any]) -> bool:
-        """Return whether the shard belongs to the plan and is undamaged.
+def write(shard: Shard, results: Iterable[Result]) -> None:
+    """Write one shard from the results of its entries, and its note.
 
-        The shard is hashed if it is newer than store.json. A shard that lacks images does not fit:
-        the cause that made them bad, such as a missing package, may be mended.
-        """
-        try:
-            finished = (self.path / store.INDEX).stat().st_mtime_ns
-            hashed = (self.path / shard.file).stat().st_mtime_ns > finished
-        except OSError:
-            hashed = True
-        try:
-            if row["bad"] or row["fingerprint"] != shard.fingerprint:
-                return False
-            store.check_shard(self.path, row, hashed)
-        except (RequestError, KeyError, TypeError):
-            return False
-        return True
+    Raises OSError, for example if the disk is full.
+    """
+    done = list(results)
+    bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
+    row = store.write_shard(shard.path, [each for each in done if isinstance(each, ImageViews)])
+    row = {**row, "bad": bad, "fingerprint": shard.fingerprint}
+    write_atomic(shard.note, json.dumps(row))
 
-    def _note(self, shard: Shard, row: Dict[str, Any]) -> None:
-        write_atomic(self._note_path(shard), json.dumps(row))
 
-    def _note_path(self, shard: Shard) -> Path:
-        return (self.path / shard.file).with_suffix(".json")
+def finish(folder: Path, shards: Sequence[Shard], settings: Any) -> None:
+    """Write store.json from the notes of all shards, and delete all other files.
+
+    All ranks must be done, because an unknown file may be one that another rank writes.
+    """
+    rows = []
+    for shard in shards:
+        row = shard.row()
+        used = [entry.photograph for entry in shard.entries if entry.name in row["images"]]
+        rows.append({**row, "photographs": used})
+    extractor = extractors.load(settings.extractor)
+    write_json(folder / store.INDEX, store.index(rows, settings.views_per_image, extractor))
+    known = {store.INDEX, *(shard.path.name for shard in shards)}
+    for path in folder.iterdir():
+        if path.name not in known and not path.is_dir():
+            path.unlink()
 
 
 # --- worker processes
@@ -190,20 +151,13 @@ class Folder:
 def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
     """Return the views of an image, or the BadImage that says why it cannot be used."""
     try:
-        # the decoder has read it already: a JPEG, which has no transparent pixels
-        if not isinstance(work, Entry):
-            entry, gray = work
-            return views.gray_views(gray, entry.name, settings)
-        photo = decode(images.read(work), work.name, True, STORED)
-        return views.gray_views(photo.pixels, work.name, settings, photo.mask)
+        if isinstance(work, Entry):
+            photo = decode(images.read(work), work.name, True, STORED)
+            return views.gray_views(photo.pixels, work.name, settings, photo.mask)
+        # a decoder has read it already: a JPEG, which has no transparent pixels
+        return views.gray_views(work[1], work[0].name, settings)
     except BadImage as bad:
         return bad
-
-
-def count_cores() -> int:
-    """Return the number of cores for this process. The ranks of this machine share its cores."""
-    ranks = max(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    return max(usable_cores() // ranks, 1)
 
 
 def extract_all(
@@ -221,12 +175,8 @@ def extract_all(
         yield from map(make, work)
         return
     # Start the workers by spawn: a forked process would copy the locks of running threads
-    executor = ProcessPoolExecutor(
-        workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=_start,
-        initargs=(os.getpid(),),
-    )
+    context = multiprocessing.get_context("spawn")
+    executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(),))
     submit = functools.partial(executor.submit, make)
     try:
         yield from in_order(submit, work, _IN_FLIGHT * workers - 1)

@@ -17,6 +17,7 @@ every shard, since DVC does not notice a damaged cache object.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import struct
@@ -27,13 +28,14 @@ import numpy as np
 from safetensors.numpy import save
 
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256, write_atomic
+from pipeline.files import file_sha256, read_json, write_atomic
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.sift import MIN_SCALE, ORIENTED
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2
+TITLE = f"{FORMAT} {VERSION}"
 INDEX = "store.json"
 # number of shards to hash with verify="sample"
 SAMPLED_SHARDS = 3
@@ -92,7 +94,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
                 len(images), views, 2
             ),
         },
-        metadata={"format": f"{FORMAT} {VERSION}"},
+        metadata={"format": TITLE},
     )
     write_atomic(path, data)
     # the row of this shard in store.json
@@ -128,10 +130,7 @@ def index(
 
 
 def _digest(shards: Sequence[Dict[str, Any]]) -> str:
-    lines = [
-        f"{FORMAT} {VERSION}",
-        *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"]),
-    ]
+    lines = [TITLE, *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
@@ -183,13 +182,6 @@ class Store:
             for number, shard in enumerate(shards)
             for place in range(len(shard["images"]))
         ]
-        # (bytes, R) uint8 become (keypoints,) records, without a copy
-        self._records = [
-            tensors["records"].reshape(-1).view(self.dtype) for tensors in self._tensors
-        ]
-        self._offsets = [memoryview(tensors["offsets"]) for tensors in self._tensors]
-        self._homographies = [tensors["homographies"] for tensors in self._tensors]
-        self._view_sizes = [tensors["view_sizes"] for tensors in self._tensors]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in self._tensors]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -209,57 +201,40 @@ class Store:
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
         shard, place = self._places[image]
+        tensors = self._tensors[shard]
         at = place * self.views_per_image + view
-        offsets = self._offsets[shard]
-        records = self._records[shard][offsets[at] : offsets[at + 1]]
-        width, height = self._view_sizes[shard][place, view].tolist()
-        return View(records, self._homographies[shard][place, view], (width, height))
+        begin, end = tensors["offsets"][at : at + 2]
+        # (n, R) bytes become (n,) records, without a copy
+        records = tensors["records"][begin:end].reshape(-1).view(self.dtype)
+        width, height = tensors["view_sizes"][place, view].tolist()
+        return View(records, tensors["homographies"][place, view], (width, height))
 
 
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
-    """Check the file of this row. Raises RequestError, which says what differs."""
+    """Check the file of this row. Raises RequestError, which names it."""
     path = folder / shard["file"]
-    fix = "run `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
-    try:
-        # the size first, because a hash reads the whole file
-        size = path.stat().st_size
-        if size != shard["bytes"]:
-            raise RequestError(f"{path}: {size} bytes, {shard['bytes']} when it was written; {fix}")
-        sha256 = file_sha256(path) if hashed else shard["sha256"]
-    except OSError as error:
+    # the size first, because a hash reads the whole file
+    size = path.stat().st_size if path.is_file() else 0
+    fits = size == shard["bytes"] and (not hashed or file_sha256(path) == shard["sha256"])
+    if not fits:
         raise RequestError(
-            f"{path}, which {folder / INDEX} names: cannot be read: {error.strerror}; {fix}"
-        ) from None
-    if sha256 != shard["sha256"]:
-        raise RequestError(
-            f"{path}: SHA-256 {sha256}, {shard['sha256']} when it was written; {fix}"
+            f"{path}: missing or damaged ({size} bytes, {shard['bytes']} when it was written); run"
+            " `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
         )
 
 
 def read_index(folder: Path) -> Dict[str, Any]:
     """Read store.json. Raises RequestError if it is missing, damaged or of another version."""
     path = folder / INDEX
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        form = content["format"]
-        version = content["version"]
-    except OSError:
-        raise RequestError(
-            f"{folder}: no keypoint store here; run `dvc repro keypoints` first"
-        ) from None
-    except (ValueError, KeyError, TypeError):
-        raise RequestError(f"{path}: damaged; run `dvc repro -f keypoints`") from None
-    # another format or version, then a damaged list of shards
-    if form != FORMAT or version != VERSION:
-        raise RequestError(
-            f"{path}: {form} version {version}, this program reads {FORMAT} version {VERSION}; "
-            "run `dvc repro -f keypoints`"
-        )
-    if _digest(content["shards"]) != content["digest"]:
-        raise RequestError(
-            f"{path}: its digest does not fit its shards; run `dvc repro -f keypoints`"
-        )
-    return content
+    content = read_json(path, "no keypoint store here; run `dvc repro keypoints` first")
+    found = "of another program"
+    with contextlib.suppress(KeyError, TypeError):
+        found = f"{content['format']} {content['version']}"
+        if found == TITLE and _digest(content["shards"]) == content["digest"]:
+            return content
+    raise RequestError(
+        f"{path}: damaged, or {found}, this program reads {TITLE}; run `dvc repro -f keypoints`"
+    )
 
 
 def map_shard(path: Path) -> Dict[str, np.ndarray]:

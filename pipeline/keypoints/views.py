@@ -83,24 +83,16 @@ def gray_views(
             H = mild_view(rng, size, view_size)
             view = render(gray, H, view_size)
         else:
-            H = sample_view(
-                rng, size, view_size, settings.views.homography, _strength(settings, index)
-            )
+            # the strength grows linearly from `difficulty_first` at view 1 to 1 at the last view
+            fraction = (index - 1) / max(settings.views_per_image - 2, 1)
+            strength = settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
+            H = sample_view(rng, size, view_size, settings.views.homography, strength)
             view = distort(render(gray, H, view_size), rng, settings.views.photometric)
         view_sizes.append(view_size)
         homographies.append(H)
         masks = () if mask is None else (render(mask, H, view_size, cv2.INTER_NEAREST),)
         records.append(extractor(view, settings.max_keypoints, *masks))
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
-
-
-def _strength(settings: Any, index: int) -> float:
-    """Return the strength of view `index` >= 1.
-
-    It grows linearly from `difficulty_first` at view 1 to 1 at the last view.
-    """
-    fraction = (index - 1) / max(settings.views_per_image - 2, 1)
-    return settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
 
 
 # --- geometry
@@ -346,24 +338,12 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     The tile is repeated where the view is larger.
     """
     height, width = view.shape
-    tile = _tile()
-    # the place in the tile; indices continue at its beginning where the view is larger
-    top = int(y * TILE)
-    left = int(x * TILE)
-    rows = np.arange(top, top + height) % TILE
-    columns = np.arange(left, left + width) % TILE
-    noise = (
-        tile[rows][:, columns]
-        if max(height + top, width + left) > TILE
-        else tile[rows[0] :, columns[0] :]
-    )
-    noise = np.ascontiguousarray(noise[:height, :width])
+    rows = (int(y * TILE) + np.arange(height)) % TILE
+    columns = (int(x * TILE) + np.arange(width)) % TILE
+    noise = np.ascontiguousarray(_tile()[rows][:, columns])
     # the noise has the deviation 16 in the tile
-    return (
-        cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
-        .clip(0, 255)
-        .astype(np.uint8)
-    )
+    noisy = cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
+    return noisy.clip(0, 255).astype(np.uint8)
 
 
 def compress(view: np.ndarray, quality: int) -> np.ndarray:

@@ -21,17 +21,11 @@ limits = st.builds(
     scale_min=st.floats(0.05, 1.0),
     perspective=st.floats(0.0, 0.9),
     rotation_deg=st.floats(0.0, 180.0),
-    translation=st.floats(0.0, 1.0),
     tilt_deg=st.floats(0.0, 80.0),
     max_upscale=st.floats(MAX_UPSCALE, 8.0),
 )
 USUAL = SimpleNamespace(
-    scale_min=0.5,
-    perspective=0.3,
-    rotation_deg=45.0,
-    translation=1.0,
-    tilt_deg=0.0,
-    max_upscale=MAX_UPSCALE,
+    scale_min=0.5, perspective=0.3, rotation_deg=45.0, tilt_deg=0.0, max_upscale=MAX_UPSCALE
 )
 LIGHT = SimpleNamespace(brightness=0.2, contrast=0.3, gamma=0.2, blur=0.8, noise=0.02, jpeg=0.3)
 DARK_OFF = SimpleNamespace(brightness=0.0, contrast=0.0, gamma=0.0, blur=0.0, noise=0.0, jpeg=0.0)
