@@ -19,44 +19,25 @@ from pipeline.params import flatten
 from superglue_sift import __version__
 from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
+WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
+NAME = "superglue"  # name of the model, in its file and in the evaluation
+# Paths on the machine of the training. Digests identify their content.
+PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
+
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m pipeline.export", description=str(__doc__).splitlines()[0]
     )
     add = parser.add_argument
-    add(
-        "--model", type=Path, default=Path("checkpoints/best.safetensors"), help="weights to export"
-    )
+    best = Path("checkpoints/best.safetensors")
+    add("--model", type=Path, default=best, help="weights to export")
     add("--metrics", type=Path, help="metrics.json of their evaluation, to store with them")
-    add(
-        "--match-threshold",
-        type=float,
-        help="minimum confidence of a match (default: the model's own, else 0.2)",
-    )
     add("--half", action="store_true", help="store the weights in float16: half the bytes")
     add("--out", type=Path, default=Path("models"), help="folder for the model")
-    add(
-        "--mlflow-run",
-        type=Path,
-        help="reports/train/log.jsonl, to name the model in the run of the training",
-    )
+    add("--mlflow-run", type=Path, help="log.jsonl of the training, whose run names the model")
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
-    args = parser.parse_args(argv)
-    if args.match_threshold is not None and not 0.0 <= args.match_threshold < 1.0:
-        raise RequestError(
-            f"--match-threshold {args.match_threshold}: must be at least 0 and below 1"
-        )
-    return args
-
-
-WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
-NAME = "superglue"  # name of the model, in its file and in the evaluation
-
-# Keys that a training stores with its best model
-KEYS = ("data", "step", "train", training_overlap.KEY, "training", "validation")
-# Paths on the machine of the training. Digests identify their content.
-PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
+    return parser.parse_args(argv)
 
 
 def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
@@ -66,44 +47,43 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     the MLflow run. `info` is what the training stored with the weights. Raises RequestError if
     another program stored it.
     """
-    missing = [name for name in KEYS if name not in info]
-    if missing:
+    try:
+        stored = {name: info[name] for name in ("model", "step", "training", "validation")}
+        stored[training_overlap.KEY] = info[training_overlap.KEY]
+        data = info["data"]
+        trained_with = {f"train.{key}": value for key, value in info["train"].items()}
+    except KeyError as error:
         raise RequestError(
-            f"{source}: has no '{missing[0]}', so it is no best.safetensors of a training"
-        )
+            f"{source}: has no {error}, so it is no best.safetensors of a training"
+        ) from None
+    versions = provenance.pin(WEIGHTY)
     return {
-        **{name: info[name] for name in ("model", "step", "training", "validation")},
-        training_overlap.KEY: info[training_overlap.KEY],
+        **stored,
         "match_threshold": match_threshold(info),
         "metrics": metrics,
         "provenance": {
-            "data.digest": info["data"],
+            "data.digest": data,
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in provenance.pin(WEIGHTY).items()},
+            **{f"version.{name}": version for name, version in versions.items()},
         },
-        "params": _without_places(flatten(sections)),
-        "trained_with": _without_places(info["train"], "train."),
+        "params": {k: value for k, value in flatten(sections).items() if k not in PLACES},
+        "trained_with": {
+            key[len("train.") :]: value for key, value in trained_with.items() if key not in PLACES
+        },
     }
-
-
-def _without_places(values: dict, prefix: str = "") -> dict:
-    return {key: value for key, value in values.items() if f"{prefix}{key}" not in PLACES}
 
 
 def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)
-    if args.match_threshold is not None:
-        info = {**info, "match_threshold": args.match_threshold}
     # the metrics of their evaluation are stored with the weights
-    metrics = (
-        read_json(args.metrics, "no such file; run `python -m pipeline.evaluate` first")
-        if args.metrics
-        else {}
-    )
+    metrics = {}
+    if args.metrics:
+        missing = "no such file; run `python -m pipeline.evaluate` first"
+        metrics = read_json(args.metrics, missing)
     description = describe(info, sections, metrics, args.model)
     # the file of the model, and the list of its photographs beside it
     path = args.out / f"{NAME}.safetensors"

@@ -55,16 +55,11 @@ def test_export_keeps_weights_and_says_where_they_come_from(work, capsys):
     assert "parameters" in capsys.readouterr().out
 
 
-def test_a_model_carries_the_threshold_chosen_for_it(work, capsys):
-    def stated():
-        return read_json(work / "models/superglue.json")["match_threshold"]
-
-    assert run(work) == 0 and stated() == 0.2
-    assert run(work, "--match-threshold", "0.35") == 0 and stated() == 0.35
-    write_best(work, match_threshold=0.3)
-    assert run(work) == 0 and stated() == 0.3
-    assert run(work, "--match-threshold", "1.5") == 2
-    assert "--match-threshold 1.5: must be at least 0 and below 1" in capsys.readouterr().err
+def test_a_model_carries_the_threshold_chosen_for_it(work):
+    for about, stated in (({}, 0.2), ({"match_threshold": 0.3}, 0.3)):
+        write_best(work, **about)
+        assert run(work) == 0
+        assert read_json(work / "models/superglue.json")["match_threshold"] == stated
 
 
 def test_the_file_is_the_same_in_another_clone_at_another_commit(work, monkeypatch):
@@ -99,32 +94,20 @@ def test_the_file_names_no_place_of_the_machine_that_trained(work):
     assert "lr" in stated["trained_with"] and "init_from" not in stated["trained_with"]
 
 
-@pytest.mark.parametrize(
-    "extra, words",
-    [
-        (["--model", "nowhere.safetensors"], "nowhere.safetensors: no such model"),
-        (["--metrics", "nowhere.json"], "nowhere.json: no such file"),
-        (["--params", "nowhere.yaml"], "nowhere.yaml: no such file"),
-    ],
-)
-def test_wrong_requests_are_one_line(work, capsys, extra, words):
-    assert run(work, *extra) == 2
-    message = capsys.readouterr().err
-    assert words in message and message.count("\n") == 1
-
-
-def test_files_that_are_not_ours(work, capsys):
-    write_model(work / "best.safetensors")
-    assert run(work) == 2
-    assert "best.safetensors: has no 'train', so it is no best" in capsys.readouterr().err
-    (work / "metrics.json").write_text("{")
-    assert run(work) == 2
-    save_model_file(
-        work / "best.safetensors", {"a": torch.ones(1)}, {"model": {"dim": 128, "layers": 1}}
-    )
-    (work / "metrics.json").write_text("{}")
-    assert run(work) == 2
-    assert "not a SuperGlue model of this project" in capsys.readouterr().err
+def test_wrong_requests_are_one_line(work, capsys):
+    foreign = work / "foreign.safetensors"
+    save_model_file(foreign, {"a": torch.ones(1)}, {"model": {"dim": 128, "layers": 1}})
+    without = write_model(work / "without.safetensors")
+    for option, value, words in (
+        ("--model", "nowhere.safetensors", "nowhere.safetensors: no such model"),
+        ("--model", foreign, "not a SuperGlue model of this project"),
+        ("--model", without, "without.safetensors: has no 'validation', so it is no best"),
+        ("--metrics", "nowhere.json", "nowhere.json: no such file"),
+        ("--params", "nowhere.yaml", "nowhere.yaml: no such file"),
+    ):
+        assert run(work, option, value) == 2
+        message = capsys.readouterr().err
+        assert words in message and message.count("\n") == 1
 
 
 def test_half_as_many_bytes_give_the_same_weights_to_three_digits(work):
