@@ -108,11 +108,6 @@ def experiment_name() -> str:
     return os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
 
 
-def error_code(error: Exception) -> str:
-    """Return the error code of MLflow's answer, or "" for other errors."""
-    return getattr(error, "error_code", "")
-
-
 def reason_of(error: Exception) -> str:
     return textwrap.shorten(redact(str(error)) or type(error).__name__, 200, placeholder="...")
 
@@ -128,10 +123,8 @@ PATHS = (
 )
 # MLflow's limits for one request
 AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}
-TIMEOUT = "MLFLOW_HTTP_REQUEST_TIMEOUT"
-FILE_SECONDS = "300"  # seconds to wait for the answer to a file
 ENVIRONMENT = {
-    TIMEOUT: "5",  # seconds, for small requests
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a server may store a file elsewhere meanwhile
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -289,64 +282,41 @@ class Store:
             runs = [run]
         self.run_id = runs[0].info.run_id
 
-    def is_active(self) -> bool:
-        """Return whether the run can be written, which means that nobody has deleted it."""
-        return self._client.get_run(self.run_id).info.lifecycle_stage == "active"
-
     def send(self, events: List[Event]) -> None:
         """Send metrics, params, tags, data and the state of the run."""
         from mlflow.entities import Metric, Param, RunTag
 
-        metrics = []
-        params = []
+        items: Dict[str, List[Any]] = {"metrics": [], "params": [], "tags": []}
         tags: Dict[str, str] = {}
         for event in events:
             for name, value in event.get("metrics", {}).items():
-                metrics.append(Metric(name, float(value), event["time"], event["step"]))
-            params += [Param(*item) for item in event.get("params", {}).items()]
-            tags.update({} if "run" in event else event.get("tags", {}))
-        run_tags = [RunTag(*item) for item in tags.items()]
-        items = {"metrics": metrics, "params": params, "tags": run_tags}
+                point = Metric(name, float(value), event["time"], event["step"])
+                items["metrics"].append(point)
+            items["params"] += [Param(*item) for item in event.get("params", {}).items()]
+            tags.update({} if "run" in event else event.get("tags", {}))  # a new run has its tags
+        items["tags"] = [RunTag(*item) for item in tags.items()]
         # in batches that MLflow accepts
         for kind, most in AT_ONCE.items():
             for at in range(0, len(items[kind]), most):
-                part: Dict[str, Any] = {kind: items[kind][at : at + most]}
-                self._client.log_batch(self.run_id, **part)
+                self._client.log_batch(self.run_id, **{kind: items[kind][at : at + most]})
         for event in events:
-            if "dataset" in event:
-                self._log_dataset(event["dataset"])
             if "end" in event:
                 self._client.set_terminated(self.run_id, event["end"], event["time"])
-
-    def _log_dataset(self, event: Event) -> None:
-        from mlflow.entities import Dataset, DatasetInput, InputTag
-
-        source = json.dumps({"uri": event["source"], "digest": event["digest"]})
-        # MLflow's limit; `source` has the whole digest
-        short = event["digest"].rpartition(":")[2][:36]
-        data = Dataset(event["name"], short, "local", source)
-        inputs = [DatasetInput(data, [InputTag("mlflow.data.context", "training")])]
-        self._client.log_inputs(self.run_id, datasets=inputs)
 
     def send_files(self, event: Event) -> None:
         """Send the files of an event, or compare the run's model with the champion."""
         path, experiment = self._local
         if path:  # a container may have opened the store meanwhile, at another path
             bind_artifacts(path, experiment)
-        before = os.environ[TIMEOUT]
-        os.environ[TIMEOUT] = FILE_SECONDS
-        try:
-            if "artifact" in event:
-                path = provenance.main_root() / event["artifact"]
-                send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
-                send(self.run_id, str(path), event["folder"] or None)
-            if "model" in event:
-                files = [str(provenance.main_root() / name) for name in event["model"]]
-                self._register(files, event["step"])
-            if "compare" in event:
-                self._compare_with_champion(provenance.main_root() / event["compare"])
-        finally:
-            os.environ[TIMEOUT] = before
+        root = provenance.main_root()
+        if "artifact" in event:
+            path = root / event["artifact"]
+            send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+            send(self.run_id, str(path), event["folder"] or None)
+        if "model" in event:
+            self._register([str(root / name) for name in event["model"]], event["step"])
+        if "compare" in event:
+            self._compare_with_champion(root / event["compare"])
 
     def _register(self, files: List[str], step: int) -> None:
         """Log the weights as a model of the run, and register a version.
@@ -372,25 +342,21 @@ class Store:
         self._client.finalize_logged_model(logged.model_id, "READY")
         self._client.log_outputs(self.run_id, [LoggedModelOutput(logged.model_id, step)])
         # the registered model, and its new version
-        registered = self._client.search_registered_models(f"name = '{MODEL}'")
-        if not registered:
+        if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
-        elif registered[0].description != ABOUT_MODEL:
-            self._client.update_registered_model(MODEL, ABOUT_MODEL)
+        source = f"models:/{logged.model_id}"
+        tags = {"step": str(step)}
         version = self._client.create_model_version(
-            MODEL,
-            f"models:/{logged.model_id}",
-            self.run_id,
-            {"step": str(step)},
-            model_id=logged.model_id,
-            await_creation_for=0,
+            MODEL, source, self.run_id, tags, model_id=logged.model_id, await_creation_for=0
         ).version
         self._describe(version)
         champion = self._champion()
-        if champion is None or champion.run_id == self.run_id:
-            self._crown(version, "yes: the first version" if champion is None else "yes")
+        if champion is None:
+            self._judge(version, True, "the first version")
+        elif champion.run_id == self.run_id:
+            self._judge(version, True, "of the same run")
         else:
-            self._client.set_model_version_tag(MODEL, version, CHAMPION, "no: not yet evaluated")
+            self._judge(version, False, "not yet evaluated")
 
     def _describe(self, version: str) -> None:
         """Write on the page of a version what it is: its run, preset and AUC."""
@@ -405,9 +371,12 @@ class Store:
         number = self._client.get_registered_model(MODEL).aliases.get(CHAMPION)
         return None if number is None else self._client.get_model_version(MODEL, number)
 
-    def _crown(self, version: str, reason: str) -> None:
-        self._client.set_registered_model_alias(MODEL, CHAMPION, version)
-        self._client.set_model_version_tag(MODEL, version, CHAMPION, reason)
+    def _judge(self, version: str, is_better: bool, reason: str) -> None:
+        """Give the alias to a better version. Say on the page of the version how it compared."""
+        if is_better:
+            self._client.set_registered_model_alias(MODEL, CHAMPION, version)
+        verdict = f"{'yes' if is_better else 'no'}: {reason}"
+        self._client.set_model_version_tag(MODEL, version, CHAMPION, verdict)
 
     def _compare_with_champion(self, pairs: Path) -> None:
         """Give the alias to the run's model if it beats the champion on the same pairs."""
@@ -429,13 +398,10 @@ class Store:
                 theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
             better, reason = better_than(pairs, theirs)
         result = f"{reason}; compared with version {champion.version}"
-        # move the alias if this version is better, and say why on both pages
+        self._judge(version, better, result)
         if better:
-            self._crown(version, f"yes: {result}")
             lost = f"no: version {version} is better"
             self._client.set_model_version_tag(MODEL, champion.version, CHAMPION, lost)
-        else:
-            self._client.set_model_version_tag(MODEL, version, CHAMPION, f"no: {result}")
         best = version if better else champion.version
         say(f"{MODEL} version {best} is {CHAMPION}; version {version}: {result}")
 
@@ -460,27 +426,29 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     error = next(name for name in rows[0] if name.startswith("error_"))
     areas = [auc_by_pair([float(text) for text in table[error]], LIMIT) for table in rows]
     clusters = Clusters(list(rows[0].scene))
+    if clusters.count < MIN_CLUSTERS:
+        return False, f"too few photographs to compare: {clusters.count} of {MIN_CLUSTERS}"
     difference = clusters.mean(areas[0] - areas[1])
-    if difference["low"] is None:
-        return False, "one photograph is not enough to compare"
     value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))
-    better = difference["low"] > 0 and clusters.count >= MIN_CLUSTERS
-    return better, (
+    return difference["low"] > 0, (
         f"AUC@{LIMIT} {value} points, 95 % interval {low} .. {high}, {difference['pairs']} pairs of"
         f" {clusters.count} photographs"
     )
 
 
-def make_monitors() -> List[Any]:
-    """Return MLflow's monitors of CPU and memory, and of NVIDIA's GPUs if there are any."""
+def use_of_machine() -> Dict[str, float]:
+    """Return the use of CPU, memory and NVIDIA's GPUs, under MLflow's names."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
-    monitors: List[Any] = [CPUMonitor()]
-    # without a driver or its library this raises errors of various types
-    with contextlib.suppress(Exception):
-        monitors.append(GPUMonitor())
-    return monitors
+    used: Dict[str, float] = {}
+    for kind in (CPUMonitor, GPUMonitor):
+        # without a driver or its library this raises errors of various types
+        with contextlib.suppress(Exception):
+            monitor = kind()
+            monitor.collect_metrics()
+            used.update(monitor.aggregate_metrics())
+    return used
 
 
 def save_model(

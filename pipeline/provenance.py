@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Dict, Optional, Sequence
 
-from pipeline.files import file_sha256
 from superglue_sift import __version__
 from superglue_sift.environment import CPU_INFO
 
@@ -27,8 +26,8 @@ COMPUTING = (
     "opencv-contrib-python",
 )
 PACKAGES = (*COMPUTING, "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
-# Variables of the environment that become tags, in lower case and with the first _ as a dot
-VARIABLES = ("DVC_STAGE", "DVC_EXP_NAME", "IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_REVISION")
+# Variables of the image that become parameters of a run, in lower case and with a dot
+VARIABLES = ("IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_REVISION")
 
 
 def repo_root() -> Path:
@@ -51,23 +50,19 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
 
     The result is {"commit": hex or "unknown", "dirty": "true", "false" or "unknown"}.
     """
-
-    def git(*words: str) -> Optional[str]:
-        command = ["git", "-C", str(root or repo_root()), *words]
-        try:
-            return subprocess.check_output(
-                command, stderr=subprocess.DEVNULL, timeout=20, text=True
-            ).strip()
-        except (OSError, subprocess.SubprocessError):
-            return None
-
-    commit = git("rev-parse", "HEAD")
+    git = ["git", "-C", str(root or repo_root())]
     # The state of dvc.lock and the reports does not count: they change while the pipeline runs
-    code = ("--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports")
-    changed = git("status", "--porcelain", *code)
-    if commit is None or changed is None:
-        return {"commit": commit or "unknown", "dirty": "unknown"}
-    return {"commit": commit, "dirty": str(bool(changed)).lower()}
+    code = ["--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports"]
+    try:
+        commit, changed = (
+            subprocess.check_output(
+                [*git, *words], stderr=subprocess.DEVNULL, timeout=20, text=True
+            )
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", *code])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return {"commit": "unknown", "dirty": "unknown"}
+    return {"commit": commit.strip(), "dirty": str(bool(changed)).lower()}
 
 
 @functools.lru_cache(maxsize=1)
@@ -105,26 +100,18 @@ def processor() -> str:
     return ", ".join(dict(found).values())
 
 
-def tags() -> Dict[str, str]:
-    """Return the tags of a run in MLflow, without those that have no value (no DVC, GPU or
-    image)."""
+def machine() -> Dict[str, str]:
+    """Return machine, image and versions, without what has no value (no GPU or image)."""
     import torch
 
-    # the code and its data, then the machine
-    git = git_state()
-    lock = repo_root() / "dvc.lock"
     cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
-    tags = {
-        "git.commit": git["commit"],
-        "git.dirty": git["dirty"],
-        "dvc.lock.sha256": file_sha256(lock) if lock.is_file() else "",
-        **{name.lower().replace("_", ".", 1): os.environ.get(name, "") for name in VARIABLES},
+    found = {
+        **{name.lower().replace("_", "."): os.environ.get(name, "") for name in VARIABLES},
         "host": socket.gethostname(),
         "platform": platform.platform(),
         "processor": processor(),
         "gpus": ", ".join(cards),
-        "world_size": os.environ.get("WORLD_SIZE", "1"),
         "version.python": platform.python_version(),
         **{f"version.{name}": version for name, version in versions(PACKAGES).items()},
     }
-    return {key: value for key, value in tags.items() if value}
+    return {key: value for key, value in found.items() if value}

@@ -1,44 +1,9 @@
-"""Tracking servers that misbehave: one that never answers, and MLflow's own behind a gate."""
+"""MLflow's own server behind a gate that can misbehave."""
 
-import contextlib
 import os
-import socket
 import threading
 import time
 from pathlib import Path
-
-
-def _listen(port):
-    """Listen on a port, which a connection to the server before may hold for a moment."""
-    deadline = time.monotonic() + 10
-    while True:
-        try:
-            return socket.create_server(("127.0.0.1", port))
-        except OSError:
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(0.1)
-
-
-class Silent:
-    """A server on a free port that accepts every connection and never answers."""
-
-    def __init__(self, port=0):
-        self.listener = _listen(port)
-        self.uri = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.taken = []
-        threading.Thread(target=self._take, daemon=True).start()
-
-    def _take(self):
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                self.taken.append(self.listener.accept()[0])
-
-    def close(self):
-        # Close alone leaves the thread, and so the port, in accept
-        self.listener.shutdown(socket.SHUT_RDWR)
-        for each in (self.listener, *self.taken):
-            each.close()
 
 
 class Gate:
@@ -48,7 +13,7 @@ class Gate:
     reply.
     """
 
-    def __init__(self, uri, port=0):
+    def __init__(self, uri):
         os.environ["_MLFLOW_SERVER_FILE_STORE"] = uri
         os.environ["_MLFLOW_SERVER_ARTIFACT_ROOT"] = str(
             Path(uri[len("sqlite:///") :]).parent / "served"
@@ -61,7 +26,7 @@ class Gate:
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
         self.mode = "up"
         self.posts = self.requests = 0
-        self.port = port or free_port()
+        self.port = free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.server = None
 
@@ -83,12 +48,12 @@ class Gate:
         start_response("500 Broken", [("Content-Type", "text/plain")])
         return [b"broken on purpose"]
 
-    def start(self):
+    def start(self, mode="up"):
         import logging
 
         from werkzeug.serving import WSGIRequestHandler, make_server
 
-        self.mode = "up"
+        self.mode = mode
 
         class Once(WSGIRequestHandler):
             protocol_version = "HTTP/1.0"  # a connection that is kept would outlive `stop`

@@ -138,17 +138,17 @@ class TrainingLogger:
         self.curves: Dict[str, str] = dict(info.get("curves", {}))
         self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
         self._restart_clock()
-        self.data = params.data_name(sections.fetch)
+        data = params.data_name(sections.fetch)
         preset = params.preset(args.params)
         # the run of the local log and of MLflow, which rank 0 has
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
             tags={"device": context.device.type, "training": identity, "preset": preset, **tags},
-            resume=tracking.known_run(args.reports, identity) if info.get("step") else None,
+            resume=bool(info.get("step")),
             enabled=context.is_main,
             training=identity,
-            name=" ".join(filter(None, dict.fromkeys((preset, self.data)))),
+            name=" ".join(filter(None, dict.fromkeys((preset, data)))),
         )
 
     def __enter__(self) -> TrainingLogger:
@@ -175,7 +175,7 @@ class TrainingLogger:
                 f" {self.context.world_size} process(es) on {self.context.device.type}"
             )
             print(*messages, sep="\n")
-            self.run.dataset(self.data or "views", store.digest, str(self.args.keypoints))
+            self.run.tags({"data": store.digest})
         self.bar = Progress(
             total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
         )

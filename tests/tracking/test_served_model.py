@@ -106,7 +106,6 @@ def test_a_server_answers_what_the_matcher_finds(served, images):
         ([[1, 2], [3]], {}, "image1: must be base64 of an image file, or pixels"),
         (base64.b64encode(b"GIF89a").decode(), {}, "image1"),
         (None, {"max_keypoints": 0}, "max_keypoints: must be 1 to 4096"),
-        (None, {"threshold": 7.0}, "threshold"),
     ],
 )
 def test_a_wrong_request_is_answered_with_the_reason(served, images, image, params, said):

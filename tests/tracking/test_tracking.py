@@ -6,7 +6,6 @@ import shutil
 import sqlite3
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from faults.cells import Workbench
 from faults.group import digest
 from made_scenes import write_model
 from made_trainings import leave_mlflow_out
-from mlflow_gate import Gate, Silent
+from mlflow_gate import Gate
 from reading import read_files
 from waiting import wait_until
 
@@ -57,9 +56,8 @@ def gate(store, monkeypatch):
     made.stop()
 
 
-def open_run(folder, **options):
-    options = {"training": "identity", **options}
-    return tracking.open_run(folder, {"train": {"lr": 1e-4, "layers": 5}}, **options)
+def open_run(folder, training="identity", **options):
+    return tracking.open_run(folder, {"train": {"lr": 1e-4, "layers": 5}}, training, **options)
 
 
 def client_of(store):
@@ -113,11 +111,11 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     monkeypatch.setenv(SAMPLING, "0.2")
     views, own = {"tilt_deg": 0.0}, {"tilt_deg": 9.0}
     sections = {"views": views, "keypoints": {"views": views}, "evaluate": {"views": own}}
-    with tracking.open_run(tmp_path / "reports", sections, name="sample") as run:
+    with tracking.open_run(tmp_path / "reports", sections, "identity", name="sample") as run:
         log_steps(run, 0, 50)
         run.log({"val/loss": float("nan")}, 10)
         run.artifact(tmp_path / "matches.png", "pictures")
-        run.dataset("keypoints", "sha256:" + "ab" * 32, "data/keypoints")
+        run.tags({"data": "ab" * 32})
         run.model(write_weights(tmp_path / "best.safetensors"), step=50)
         wait_until(lambda: samples(tmp_path / "reports") >= 2)
     client = client_of(store)
@@ -130,8 +128,8 @@ def test_a_run_has_params_curves_tags_data_files_and_model(store, tmp_path, monk
     assert steps(store, "train/loss") == list(range(50))
     assert len(steps(store, "system/cpu_utilization_percentage")) >= 2
     tags = stored.data.tags
-    assert tags["superglue.data"] == "sha256:" + "ab" * 32 and len(tags["superglue.params"]) == 16
-    assert stored.inputs.dataset_inputs[0].dataset.digest == ("ab" * 32)[:36]
+    assert tags["superglue.data"] == "ab" * 32 and len(tags["superglue.params"]) == 16
+    assert tags["superglue.world_size"] == "1" and len(tags["mlflow.source.git.commit"]) == 40
     (file,) = client.list_artifacts(stored.info.run_id, "pictures")
     assert file.path == "pictures/matches.png"
     version = client.get_model_version_by_alias("superglue-sift", "champion")
@@ -145,10 +143,9 @@ def pairs_csv(path, errors, keypoints):
     """A pairs.csv of pairs in eight photographs with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
-        lines += [
-            f"{number},{number % 8},superglue,{keypoints},{error}",
-            f"{number},{number % 8},nn,{keypoints},9",
-        ]
+        pair = f"{number},{number % 8}"
+        lines += [f"{pair},superglue,{keypoints},{error}", f"{pair},nn,{keypoints},9"]
+    path.parent.mkdir()
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -161,11 +158,10 @@ def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pa
 
     def champion_after(name, errors, keypoints=9):
         model = write_weights(tmp_path / "best.safetensors", name)
-        with open_run(folder, training=name, name=name, tags={"preset": "ci"}) as run:
+        with open_run(folder, name, name=name, tags={"preset": "ci"}) as run:
             run.model(model, step=1)
-        (tmp_path / name).mkdir()
         pairs = pairs_csv(tmp_path / name / "pairs.csv", errors, keypoints)
-        with tracking.attach(folder / "log.jsonl", training=name) as run:
+        with tracking.attach(folder / "log.jsonl", name) as run:
             run.artifact(pairs, "test")
             run.describe("AUC@5 60.0", "| a table |")
             run.compare_with_champion(pairs)
@@ -201,9 +197,8 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     old = stored_run(store, runs["old"])
     assert old.data.metrics == {"test/old": 1.0} and old.info.status == "KILLED"
     assert stored_run(store, runs["new"]).data.metrics == {}
-    assert tracking.known_run(tmp_path, "unknown") is None
     # the old one is resumed: its log is log.jsonl again, and the other's stays
-    with open_run(tmp_path, training="old", resume=tracking.known_run(tmp_path, "old")) as run:
+    with open_run(tmp_path, training="old", resume=True) as run:
         run.log({"train/loss": 1.0}, 1)
     assert stored_run(store, runs["old"]).data.metrics == {"test/old": 1.0, "train/loss": 1.0}
     assert EventLog(tmp_path / "log.jsonl").header()["run"] == runs["old"].key
@@ -231,7 +226,7 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     said = capfd.readouterr().err
     assert "does not have 1002 entries, page.html" in said and "log.jsonl does" in said
     assert "python -m pipeline.tracking resend" in said
-    assert resend(tmp_path, "--wait", "1") == 1
+    assert resend(tmp_path) == 1
     gate.start()
     assert resend(tmp_path) == 0
     assert steps(store, "train/loss") == list(range(1000))
@@ -261,9 +256,7 @@ def test_without_mlflow_one_line_is_said_and_nothing_waited_for(
 
 
 @pytest.mark.parametrize("fault", ["error", "hang", "deaf"])
-def test_a_server_that_fails_in_the_middle_gets_every_point_once(
-    gate, store, tmp_path, fault, capfd
-):
+def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tmp_path, fault):
     gate.start()
     run = open_run(tmp_path)
     log_steps(run, 0, 100)
@@ -273,18 +266,15 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(
     log_steps(run, 100, 200)
     assert gate.requests - before < 100  # no point waits for an answer of its own
     wait_until(lambda: run._sender.error)
-    assert "answers again" not in capfd.readouterr().err
     gate.mode = "up"
     log_steps(run, 200, 300)
     assert run.close(wait=PATIENCE)
     assert steps(store, "train/loss") == list(range(300))
-    assert capfd.readouterr().err.count("answers again") == 1
 
 
 def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(PATIENCE))
-    gate.start()
-    gate.mode = "hang"
+    gate.start("hang")
     run = open_run(tmp_path)
     began = time.monotonic()
     assert run.close(wait=1) is False and time.monotonic() - began < PATIENCE / 2
@@ -305,10 +295,9 @@ def test_the_weights_are_the_same_without_mlflow_and_while_it_hangs(
     with monkeypatch.context() as patch:
         leave_mlflow_out(patch)
         without = trained("without")
-    silent = Silent(gate.port)
-    assert trained("hanging") == without and silent.taken
-    silent.close()
-    gate.start()
+    gate.start("hang")
+    assert trained("hanging") == without and gate.requests
+    gate.mode = "up"
     assert trained("hanging") == without  # it is done: only what waits is sent
     assert steps(store, "train/loss") == [2, 4, 6, 8]
     assert steps(store, "val/f1") == [0, 2, 4, 6, 8]  # the initial weights first
@@ -319,46 +308,28 @@ def test_a_resumed_run_continues_without_doubling_the_steps_since_the_checkpoint
     run = open_run(tmp_path)
     log_steps(run, 0, 57)
     run.close("KILLED")
-    again = open_run(tmp_path, resume=run.key)
+    again = open_run(tmp_path, resume=True)
     log_steps(again, 50, 80)
     again.close()
     assert steps(store, "train/loss") == list(range(80))
     assert stored_run(store).info.status == "FINISHED"
 
 
-SCRIPT = """
-    import os, pathlib, signal, sys, time
-    from pipeline import tracking
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder = pathlib.Path(sys.argv[1])
-    with tracking.open_run(folder, {"train": {"lr": 1}}) as run:
-        run.log({"train/loss": 1.0}, 0)
-        while run._sender._offset == 0:
-            time.sleep(0.05)
-        {end}
-"""
-
-
 @pytest.mark.parametrize(
-    ("end", "status"),
-    [
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", "KILLED", marks=pytest.mark.slow
-        ),
-        pytest.param("raise ValueError('broken')", "FAILED", marks=pytest.mark.slow),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "RUNNING"),
-    ],
+    ("error", "status"), [(ValueError, "FAILED"), (SystemExit, "KILLED"), (None, "KILLED")]
 )
-def test_no_run_stays_running(store, tmp_path, end, status):
-    script = textwrap.dedent(SCRIPT).replace("{end}", end)
-    words = [sys.executable, "-c", script, str(tmp_path / "reports")]
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    subprocess.run(
-        words, cwd=ROOT, env=environment, timeout=PATIENCE, check=False, stderr=subprocess.PIPE
-    )
+def test_no_run_stays_running(store, tmp_path, error, status):
+    run = open_run(tmp_path)
+    wait_until(lambda: run._sender._offset)
+    if error:
+        with pytest.raises(error), run:
+            raise error
+    else:  # as SIGKILL leaves it: nobody ends the run
+        run._sender._given_up.set()
+        run._log.close()
+        assert stored_run(store).info.status == "RUNNING"
+        assert resend(tmp_path) == 0
     assert stored_run(store).info.status == status
-    assert resend(tmp_path) == 0
-    assert stored_run(store).info.status == ("KILLED" if status == "RUNNING" else status)
 
 
 def test_resend_leaves_alone_what_a_process_is_writing(store, tmp_path, capsys):
@@ -370,7 +341,8 @@ def test_resend_leaves_alone_what_a_process_is_writing(store, tmp_path, capsys):
         resend(tmp_path / "none")
 
 
-def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, capfd):
+def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(tracking, "EVENTS_AT_ONCE", 1)
     (tmp_path / "torn.safetensors").write_bytes(b"weights")
     run = open_run(tmp_path / "reports")
     run.log({"train/loss": "high"}, 0)
@@ -385,8 +357,8 @@ def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, cap
     versions = client_of(store).search_model_versions(f"run_id = '{stored.info.run_id}'")
     assert len(versions) == 1
     said = capfd.readouterr().err
-    assert "not a number" in said and "a bad name!" in said
-    assert "missing.png, the model torn.safetensors" in said and "best.safetensors" not in said
+    assert "not a number" in said and "1 entries (Invalid value" in said
+    assert "missing.png, torn.safetensors" in said and "best.safetensors" not in said
 
 
 def test_a_torn_line_is_left_out(tmp_path):
@@ -428,9 +400,6 @@ def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, 
     run = open_run(tmp_path, tags={"remote": uri})
     wait_until(lambda: run._sender.error)
     run.close(wait=0.1)
-    with tracking.attach(tmp_path / "log.jsonl", "identity") as again:
-        again.tags({"source": uri})
-        wait_until(lambda: again._sender.error)
     said = capfd.readouterr()
     assert "does not answer" in said.err and "hunter22" not in said.err + said.out
     assert "hunter22" not in (tmp_path / "log.jsonl").read_text()
@@ -480,7 +449,7 @@ def test_a_wrong_address_ends_at_once_and_the_corrected_one_counts(
 
 
 @pytest.mark.parametrize("deleted", ["run", "experiment"])
-def test_what_somebody_deleted_ends_at_once_with_the_words_of_the_server(
+def test_what_somebody_deleted_is_said_with_the_words_of_the_server(
     gate, store, tmp_path, capfd, deleted
 ):
     gate.start()
@@ -492,15 +461,13 @@ def test_what_somebody_deleted_ends_at_once_with_the_words_of_the_server(
     else:
         client.delete_experiment(stored_run(store).info.experiment_id)
     log_steps(run, 0, 100)
-    run._sender.join(PATIENCE)
-    assert not run._sender.is_alive() and run.close() is False
-    said = capfd.readouterr().err
-    assert said.count("refuses the run") == 1 and "must be in the 'active' state" in said
+    assert run.close() is False
+    assert "must be in the 'active' state" in capfd.readouterr().err
     assert resend(tmp_path) == (0 if deleted == "run" else 1)  # a new run; no new experiment
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("after", [0.0, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("after", [0.0, 1.0])
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_run(tmp_path, monkeypatch, after):
     path = tmp_path / "mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
@@ -537,32 +504,24 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
     first.mkdir()
     (first / "dvc.yaml").touch()
     (first / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
-    write_weights(first / "best.safetensors")
-    script = """if True:
-        from pathlib import Path
-        from pipeline import tracking
-        with tracking.open_run(Path("reports"), {}, training="identity") as run:
-            run.artifact(Path("dvc.yaml"), "old")
-            run.model(Path("best.safetensors"))"""
-    words = [sys.executable, "-c", script]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run(words, cwd=first, env=environment, timeout=PATIENCE, check=True)
+    monkeypatch.chdir(first)
+    with open_run(first / "reports") as run:
+        run.artifact(first / "dvc.yaml", "old")
+        run.model(write_weights(first / "best.safetensors"))
     shutil.copytree(first, copy)
-    first.rename(tmp_path / "moved")
-    before = read_files(tmp_path / "moved")
+    before = read_files(first)
     monkeypatch.chdir(copy)
     with tracking.attach(copy / "reports/log.jsonl", "identity") as run:
         run.artifact(copy / "dvc.yaml", "new")
     store = f"sqlite:///{copy / 'mlflow.db'}"
     stored = stored_run(store)
+    client = client_of(store)
     assert stored.info.artifact_uri.startswith(f"file://{copy}/mlartifacts/superglue-sift/")
-    files = client_of(store).list_artifacts(stored.info.run_id)
+    files = client.list_artifacts(stored.info.run_id)
     assert [file.path for file in files if file.is_dir] == ["new", "old"]
-    version = client_of(store).get_model_version("superglue-sift", "1")
-    assert f"{copy}/mlartifacts" in client_of(store).get_model_version_download_uri(
-        version.name, version.version
-    )
-    assert read_files(tmp_path / "moved") == before and not first.exists()
+    place = client.get_model_version_download_uri("superglue-sift", "1")
+    assert f"{copy}/mlartifacts" in place
+    assert read_files(first) == before
 
 
 def test_ui_prints_the_address_of_the_table_or_one_line_why_not(gate, store, monkeypatch, capsys):
