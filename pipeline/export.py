@@ -56,6 +56,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         raise RequestError(
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
+    # digests and versions, but nothing that differs between two clones
     versions = provenance.pin(WEIGHTY)
     return {
         **stored,

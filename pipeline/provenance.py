@@ -33,6 +33,7 @@ VARIABLES = ("IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_REVISION")
 def repo_root() -> Path:
     """Return the folder of dvc.yaml (or .git): DVC_ROOT, or the nearest one upwards."""
     here = Path.cwd()
+    # DVC sets it for its stages, also in a copy of the clone
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
     folders = (here, *here.parents)
@@ -72,6 +73,7 @@ def code_version() -> str:
     An installed package has no commit. Return its version instead.
     """
     root = Path(__file__).resolve().parents[1]
+    # an image says of which commit it was built
     if not (root / ".git").exists():
         return os.environ.get("IMAGE_REVISION") or __version__
     git = git_state(root)
@@ -95,6 +97,7 @@ def pin(packages: Sequence[str]) -> Dict[str, str]:
 def processor() -> str:
     """Return vendor and model of the processor: "AuthenticAMD, AMD EPYC 7742". It is "" if
     unknown."""
+    # the file repeats both lines for each core
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
     found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
     return ", ".join(dict(found).values())
@@ -104,6 +107,7 @@ def machine() -> Dict[str, str]:
     """Return machine, image and versions, without what has no value (no GPU or image)."""
     import torch
 
+    # one name for each GPU, such as "NVIDIA H100, NVIDIA H100"
     cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     found = {
         **{name.lower().replace("_", "."): os.environ.get(name, "") for name in VARIABLES},

@@ -56,6 +56,7 @@ def pixels(image: Any, name: str) -> np.ndarray:
             return decode_gray(base64.b64decode(image, validate=True), name, UPRIGHT)
         except binascii.Error:
             raise RequestError(f"{name}: neither base64 nor pixels") from None
+    # nested lists of a JSON request, or an array
     try:
         array = np.asarray(image)
     except ValueError:  # rows of different lengths
@@ -106,6 +107,7 @@ class Answers:
     ) -> Dict[str, Any]:
         if not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"max_keypoints: must be 1 to {MAX_KEYPOINTS}")
+        # the model itself stays as it is, since several threads may answer requests
         matcher = dataclasses.replace(
             self.matcher,
             max_keypoints=int(max_keypoints),
@@ -114,6 +116,7 @@ class Answers:
         )
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
         names = ("keypoints0", "keypoints1", "matches", "scores")
+        # JSON has lists, and no NaN: a position that was not refined is None
         answer: Dict[str, Any] = {name: np.asarray(getattr(found, name)).tolist() for name in names}
         for name in REFINED:
             values = None

@@ -70,6 +70,7 @@ class EventLog:
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a+b")  # noqa: SIM115 (kept open)
+            # opened when there is something to write, so that a run of another rank leaves no file;
             # the lock tells `resend` that this process writes; a network folder may have none
             with contextlib.suppress(OSError):
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -152,6 +153,7 @@ class Run:
         self._sender: Optional[Sender] = None
         if log is None:
             return
+        # what a resumed training has logged before
         for event, _ in log.read():
             for name in event.get("metrics", ()) if owner else ():
                 self._known[name] = max(self._known.get(name, 0), event["step"])
@@ -303,6 +305,7 @@ def open_run(
     """
     if not enabled:
         return Run()
+    # the log of this run becomes log.jsonl, and that of another run gets a name of its own
     log = EventLog(folder / "log.jsonl")
     known = find_log(folder, training) if resume else None
     if known is None or known.path != log.path:
@@ -315,6 +318,7 @@ def open_run(
     # sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
     # `views.x`
     flat = {key: text for key, text in flat.items() if flat.get(key.partition(".")[2]) != text}
+    # tags of the project, and tags that MLflow shows as columns
     git = provenance.git_state()
     stage = os.environ.get("DVC_STAGE") or "train"
     experiment = os.environ.get("DVC_EXP_NAME")
@@ -330,6 +334,7 @@ def open_run(
         "mlflow.user": os.environ.get("USER", str(os.getuid())),
     }
     uri = tracking_uri(log)
+    # a resumed run keeps its header, from which its name and address come
     if log.header():
         log.append({"tags": prefixed(all_tags), "resumed": True})
     else:
@@ -365,7 +370,6 @@ def attach(path: Path, training: Optional[str]) -> Run:
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 10.0  # longest time between two tries while no server answers
 EVENTS_AT_ONCE = 100
-FILE_TRIES = 3
 # Error codes of answers that mean that MLflow will never accept these events
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 # Answers before the first event that no wait will change: wrong address, login or host name
@@ -375,10 +379,10 @@ CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND
 class Sender(threading.Thread):
     """A thread that sends a log from the first event that the server lacks, until it is stopped.
 
-    Points and tags are sent while the run is open. Files and the model are sent when it ends. What
-    fails is tried again, so everything is sent at least once. MLflow identifies a point by (run,
-    name, time, step, value), so it stores a point once. Events that a server refuses are named and
-    left out. A server that refuses the run from the start ends the thread.
+    While no server answers, it tries again, so everything is sent at least once. MLflow identifies
+    a point by (run, name, time, step, value), so it stores a point once. Events that a server
+    refuses, and files that are missing or damaged, are named and left out, so that they hold up no
+    other. A server that refuses the run from the start ends the thread.
     """
 
     def __init__(
@@ -393,8 +397,7 @@ class Sender(threading.Thread):
         self._sample = sample
         self._store: Optional[Store] = None
         self._marked = log.sent().get(self.place, 0)
-        self._offset = self._marked  # everything in the log before this byte is sent, except files
-        self._files: List[Event] = []  # events with files, which are sent when the run ends
+        self._offset = self._marked  # everything in the log before this byte is sent or refused
         self._refused: List[str] = []
         self._stopping = threading.Event()
         self._given_up = threading.Event()
@@ -428,7 +431,8 @@ class Sender(threading.Thread):
             self.join(0.1)
         # end the thread, and name what has not arrived
         self._given_up.set()
-        unsent = self._unsent()
+        rest = (event for event, _ in self._log.read(self._offset))
+        unsent = [event for event in rest if "sent" not in event]
         entries = sum(not _paths(event) for event in unsent)
         missing = [f"{entries} entries"] if entries else []
         missing += [*self._refused, *(path.name for event in unsent for path in _paths(event))]
@@ -441,21 +445,14 @@ class Sender(threading.Thread):
             )
         return not missing
 
-    def _unsent(self) -> List[Event]:
-        rest = (event for event, _ in self._log.read(self._offset))
-        return [*self._files, *(event for event in rest if "sent" not in event)]
-
     def _try(self, last: bool) -> bool:
-        """Send what the log has, and files if it is the last time. Return False to be called
-        again."""
+        """Send what the log has. Return False to be called again."""
         try:
             if self._sample and not last:
                 self._sample()
             self._send_log()
-            if last:
-                self._send_files()
-                if self._offset != self._marked and not self._unsent() and not self._refused:
-                    self._log.append({"sent": self._offset, "place": self.place})
+            if last and self._offset != self._marked and not self._refused:
+                self._log.append({"sent": self._offset, "place": self.place})
         except ImportError as error:  # without MLflow nothing can be sent
             self.error = str(error)
             self._given_up.set()
@@ -472,10 +469,11 @@ class Sender(threading.Thread):
         return True
 
     def _send_log(self) -> None:
-        """Send all events but files, in batches, from the first one that the server lacks."""
+        """Send all events, in batches, from the first one that the server lacks."""
         while not self._given_up.is_set():
             batch = list(itertools.islice(self._log.read(self._offset), EVENTS_AT_ONCE))
-            if all("sent" in event for event, _ in batch):
+            events = [event for event, _ in batch]
+            if all("sent" in event for event in events):
                 return
             if self._store is None:
                 self._store = Store(self._uri, self._log.header())
@@ -484,31 +482,23 @@ class Sender(threading.Thread):
                 if self._store.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
-            try:
-                self._store.send([event for event, _ in batch if not _paths(event)])
-            except Exception as error:
-                if getattr(error, "error_code", "") not in REFUSALS:
-                    raise
-                self._refused.append(f"{len(batch)} entries ({reason_of(error)})")
-            self._files += [event for event, _ in batch if _paths(event)]
+            # points and tags, then files and the model, each by itself
+            self._send(self._store.send, [event for event in events if not _paths(event)])
+            for event in filter(_paths, events):
+                self._send(self._store.send_files, event, *_paths(event))
             self._offset = batch[-1][1]
-            self.error = None
 
-    def _send_files(self) -> None:
-        """Send files and models, each by itself, so that a refused one holds up no other."""
-        for _ in range(FILE_TRIES):
-            for event in list(self._files):
-                if self._given_up.is_set() or self._store is None:
-                    return
-                try:
-                    self._store.send_files(event)
-                    self._files.remove(event)
-                    self.error = None
-                except Exception as error:  # errors of MLflow, HTTP or an object store
-                    self.error = reason_of(error)
-            if not self._files:
-                return
-            self._given_up.wait(1.0)
+    def _send(self, send: Callable[[Any], None], events: Any, *paths: Path) -> None:
+        """Send events, or the files `paths`. What is refused is named and left out."""
+        try:
+            send(events)
+            self.error = None
+        except Exception as error:
+            missing = isinstance(error, (FileNotFoundError, errors.RequestError))
+            if not missing and getattr(error, "error_code", "") not in REFUSALS:
+                raise
+            names = ", ".join(path.name for path in paths) or f"{len(events)} entries"
+            self._refused.append(f"{names} ({reason_of(error)})")
 
 
 def _paths(event: Event) -> List[Path]:

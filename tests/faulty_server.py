@@ -19,7 +19,6 @@ class FaultyServer:
     def __init__(self, data):
         self.data = data
         self.faults = []
-        self.pace = 0.0  # seconds between two pieces
         self.sent = 0
         self.requests = []
         self._lock = threading.Lock()
@@ -71,15 +70,13 @@ class FaultyServer:
 
     def _send(self, request, body):
         for at in range(0, len(body), PIECE):
-            piece = body[at : at + PIECE]
             try:
-                request.wfile.write(piece)
-            except OSError:
+                request.wfile.write(body[at : at + PIECE])
+            except OSError:  # the client has enough
                 request.close_connection = True
                 return
             with self._lock:
-                self.sent += len(piece)
-            time.sleep(self.pace)
+                self.sent += len(body[at : at + PIECE])
 
     # --- faults
 

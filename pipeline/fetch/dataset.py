@@ -257,6 +257,7 @@ class Container:
 
         `key` is the name of this container in source.json.
         """
+        # the contents of all images decide the split, so they may have been read before
         new = [name for name in names if name not in self._read]
         shown = {"total": len(new), "desc": "reading images", "unit": "image"}
         with ThreadPoolExecutor(4) as pool:  # reading and CRC-32 release the GIL
@@ -463,6 +464,7 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     image is left to train or to validate. Test images may be missing, since the evaluation then
     uses the val images.
     """
+    # one set, or two: the training images and the held-out ones
     held = {"train": open_container(settings.path, settings.root)}
     names = held["train"].names
     contents = held["train"].contents
@@ -538,6 +540,7 @@ def divide(
     least `keep` images are kept and, if possible, at least `at_least` are held out. Copies, by
     `contents`, go where the first of them goes, and count as one image.
     """
+    # the hash of the first of equal images decides for all of them
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
         first.setdefault(contents.get(name, name), name)

@@ -29,7 +29,7 @@ from superglue_sift.environment import usable_cores
 from superglue_sift.files import check_writable
 from superglue_sift.progress import Progress
 
-SPLITS = ("train", "val")
+SPLITS = ("train", "val")  # the splits that training reads
 # Seconds without a new shard after which a rank counts as dead. A slow extractor takes minutes.
 SILENCE = 3600.0
 # If a larger fraction of the images is bad, the folder is wrong or the download is broken.
@@ -111,6 +111,7 @@ def _extract(
     cores = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     workers = max(min(options.workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
+    # one stream of results through all shards, so that no worker waits at the end of a shard
     found = shards.extract_all(images, settings, entries, workers)
     with contextlib.closing(found):
         results = iter(Progress(found, disable=quiet, **shown))
@@ -127,12 +128,14 @@ def _wait_for_all(planned: Sequence[Shard]) -> List[Dict[str, Any]]:
     missing = 0
     since = time.monotonic()
     while True:
+        # the notes of the shards say which are done, also those of other ranks
         rows = [shard.row() for shard in planned]
         left = [shard.path for shard, row in zip(planned, rows) if not row]
         if not left:
             return rows
         if not missing:
             print(f"{left[0].parent}: other ranks still work on {len(left)} shards", flush=True)
+        # each new shard starts the clock again
         if len(left) != missing:
             missing = len(left)
             since = time.monotonic()

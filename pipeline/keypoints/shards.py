@@ -71,6 +71,7 @@ def plan(folder: Path, entries: Sequence[Entry], settings: Any) -> List[Shard]:
     values = settings.model_dump()
     if not values["seed"]:
         del values["seed"]  # shards from before this key was added have the seed 0
+    # everything but the images that determines the bytes of a shard
     common = {
         "settings": values,
         "version": views.VERSION,
@@ -97,6 +98,7 @@ def find_missing(folder: Path, shards: Sequence[Shard]) -> List[Shard]:
     finished = {}
     with contextlib.suppress(RequestError):
         finished = {row["file"]: row for row in store.read_index(folder)["shards"]}
+    # a killed run has left notes, a finished one store.json
     missing = []
     for shard in shards:
         row = shard.row() or finished.get(shard.path.name, {})
@@ -120,6 +122,7 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
 
     Raises OSError, for example if the disk is full.
     """
+    # the views of 64 images are in memory at most
     done = list(results)
     bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
     row = store.write_shard(shard.path, [each for each in done if isinstance(each, ImageViews)])
@@ -132,6 +135,7 @@ def finish(folder: Path, shards: Sequence[Shard], settings: Any) -> None:
 
     All ranks must be done, because an unknown file may be one that another rank writes.
     """
+    # the rows of store.json: the notes, and which photographs the images are
     rows = []
     for shard in shards:
         row = shard.row()
@@ -139,6 +143,7 @@ def finish(folder: Path, shards: Sequence[Shard], settings: Any) -> None:
         rows.append({**row, "photographs": used})
     extractor = extractors.load(settings.extractor)
     write_json(folder / store.INDEX, store.index(rows, settings.views_per_image, extractor))
+    # what is left are notes, shards of other parameters, and partial files after a kill
     known = {store.INDEX, *(shard.path.name for shard in shards)}
     for path in folder.iterdir():
         if path.name not in known and not path.is_dir():

@@ -4,9 +4,6 @@ import hashlib
 import io
 import json
 import random
-import signal
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -15,7 +12,6 @@ import pytest
 from faulty_server import FaultyServer
 from made_trainings import leave_mlflow_out
 from reading import read_json, read_yaml
-from waiting import wait_until
 
 from pipeline import export
 from pipeline.errors import WorkError
@@ -120,28 +116,11 @@ def test_a_wrong_checksum_is_put_aside_and_both_are_named(server, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["file.zip.bad"]
 
 
-def test_killed_at_random_it_goes_on(server, tmp_path, root):
-    """SIGKILL to the downloading process: what is in its file is not sent again."""
-    program = (
-        "import sys; from pathlib import Path; from pipeline.fetch import coco\n"
-        f"coco.BLOCK = {BLOCK}\n"
-        f"coco.Remote(coco.Archive{tuple(ARCHIVE)}).download(Path(sys.argv[1]))\n"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "file.zip")]
-    part = tmp_path / "file.zip.part"
-    server.pace = 0.1
-    for fraction in (0.25, 0.6):
-        process = subprocess.Popen(command, cwd=root)
-        least = fraction * len(DATA)
-        wait_until(lambda least=least: part.exists() and part.stat().st_size >= least)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    kept = part.stat().st_size
-    server.pace = 0.0
-    server.requests.clear()
-    subprocess.run(command, cwd=root, check=True)
-    assert (tmp_path / "file.zip").read_bytes() == DATA
-    assert f"bytes={kept}-" in "".join(server.requests) and "bytes=0-" not in server.requests
+@pytest.mark.parametrize("kept", [BLOCK + 7, len(DATA)])
+def test_killed_anywhere_it_goes_on_where_it_was(server, tmp_path, kept):
+    (tmp_path / "file.zip.part").write_bytes(DATA[:kept])
+    fetch(tmp_path)
+    assert server.sent == len(DATA) - kept
 
 
 @pytest.mark.slow

@@ -176,18 +176,12 @@ def archive_server(image_folder, tmp_path, monkeypatch):
     server.close()
 
 
-def test_an_archive_is_downloaded_once_checked_and_read_in_place(run, archive_server, image_folder):
-    folder = run(source="coco2017-val", mirror=archive_server.url)
-    images = open_manifest(folder)
-    assert sorted(entry.name for entry in images.listed) == [
-        f"val2017/{index:012d}.jpg" for index in range(4)
-    ]
-    for entry in images.listed:
-        assert images.read(entry) == (image_folder / FOUR[int(entry.name[-5])]).read_bytes()
-    note = read_json(folder / "source.json")["containers"]["train"]
-    assert note["md5"] == hashlib.md5(archive_server.data).hexdigest()
-    run(source="coco2017-val", mirror=archive_server.url)
-    assert len(archive_server.requests) == 1
+def test_an_archive_is_downloaded_once_and_read_in_place(run, archive_server, image_folder):
+    for _ in range(2):
+        images = open_manifest(run(source="coco2017-val", mirror=archive_server.url))
+        for entry in images.listed:
+            assert images.read(entry) == (image_folder / FOUR[int(entry.name[-5])]).read_bytes()
+    assert len(archive_server.requests) == 1 and len(images.listed) == 4
 
 
 def test_a_small_limit_takes_single_images_out_of_the_remote_zip(run, tmp_path, monkeypatch, photo):

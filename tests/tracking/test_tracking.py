@@ -205,13 +205,6 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
 
 
-def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
-    for run in (tracking.attach(tmp_path / "log.jsonl", "a"), open_run(tmp_path, enabled=False)):
-        run.log({"a": 1}, 0)
-        run.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_path, capfd):
     (tmp_path / "page.html").write_text("a report")
     began = time.monotonic()
@@ -270,14 +263,6 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     log_steps(run, 200, 300)
     assert run.close(wait=PATIENCE)
     assert steps(store, "train/loss") == list(range(300))
-
-
-def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(PATIENCE))
-    gate.start("hang")
-    run = open_run(tmp_path)
-    began = time.monotonic()
-    assert run.close(wait=1) is False and time.monotonic() - began < PATIENCE / 2
 
 
 def test_the_weights_are_the_same_without_mlflow_and_while_it_hangs(
@@ -358,7 +343,8 @@ def test_what_no_server_takes_holds_up_nothing_and_is_named(store, tmp_path, mon
     assert len(versions) == 1
     said = capfd.readouterr().err
     assert "not a number" in said and "1 entries (Invalid value" in said
-    assert "missing.png, torn.safetensors" in said and "best.safetensors" not in said
+    assert "missing.png (" in said and "torn.safetensors (" in said
+    assert "best.safetensors" not in said
 
 
 def test_a_torn_line_is_left_out(tmp_path):
@@ -448,24 +434,6 @@ def test_a_wrong_address_ends_at_once_and_the_corrected_one_counts(
     assert steps(store, "train/loss") == [0, 1, 2]
 
 
-@pytest.mark.parametrize("deleted", ["run", "experiment"])
-def test_what_somebody_deleted_is_said_with_the_words_of_the_server(
-    gate, store, tmp_path, capfd, deleted
-):
-    gate.start()
-    run = open_run(tmp_path)
-    wait_until(lambda: run._sender._offset)
-    client = client_of(store)
-    if deleted == "run":
-        client.delete_run(stored_run(store).info.run_id)
-    else:
-        client.delete_experiment(stored_run(store).info.experiment_id)
-    log_steps(run, 0, 100)
-    assert run.close() is False
-    assert "must be in the 'active' state" in capfd.readouterr().err
-    assert resend(tmp_path) == (0 if deleted == "run" else 1)  # a new run; no new experiment
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 1.0])
 def test_a_store_whose_creation_was_killed_is_created_by_the_next_run(tmp_path, monkeypatch, after):
@@ -504,10 +472,16 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
     first.mkdir()
     (first / "dvc.yaml").touch()
     (first / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
-    monkeypatch.chdir(first)
-    with open_run(first / "reports") as run:
-        run.artifact(first / "dvc.yaml", "old")
-        run.model(write_weights(first / "best.safetensors"))
+    write_weights(first / "best.safetensors")
+    script = """if True:
+        from pathlib import Path
+        from pipeline import tracking
+        with tracking.open_run(Path("reports"), {}, "identity") as run:
+            run.artifact(Path("dvc.yaml"), "old")
+            run.model(Path("best.safetensors"))"""
+    # in a process of its own, because MLflow remembers the folder of a run
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", script], cwd=first, env=environment, check=True)
     shutil.copytree(first, copy)
     before = read_files(first)
     monkeypatch.chdir(copy)
