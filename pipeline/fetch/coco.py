@@ -100,10 +100,8 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     sources: Dict[str, Union[Container, Remote]] = {}
     for key, archive in wanted.items():
         target = archives / archive.file
-        if settings.path:
-            sources[key] = _open_given(archive, Path(settings.path))
-        elif target.is_file():  # only a file with the right MD5 gets this name
-            sources[key] = dataset.zip_container(target, size=archive.size, md5=archive.md5)
+        if settings.path or target.is_file():
+            sources[key] = _open_local(archive, Path(settings.path or archives))
         else:
             remote = Remote(archive)
             sources[key] = remote if settings.limit else remote.download(target)
@@ -128,8 +126,8 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     return chosen, held
 
 
-def _open_given(archive: Archive, path: Path) -> Container:
-    """Open the archive that the user gave: a zip, or the folder that it unpacks to."""
+def _open_local(archive: Archive, path: Path) -> Container:
+    """Open an archive that is there: a zip, or the folder that it unpacks to."""
     for zipped in (path, path / archive.file):
         if zipped.is_file():
             # each image is checked against its CRC-32 when it is read
@@ -257,7 +255,7 @@ class Remote:
                 f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
             )
         os.replace(part, target)
-        return dataset.zip_container(target, size=size, md5=found)
+        return dataset.zip_container(target, size=size)
 
     def _read_block(self, start: int, end: int) -> bytes:
         """Read the bytes from `start` to `end`."""

@@ -432,17 +432,11 @@ def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
 # --- how large an image must be
 
 
-def smallest_image(view_size: Size) -> Size:
-    """Return the smallest image (width, height) that a view of this size can be cut from."""
-    width, height = (math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size)
-    return width, height
-
-
 def require_size(name: str, image_size: Size, view_size: Size) -> None:
-    """Raise BadImage for an image that is smaller, or that OpenCV cannot warp."""
+    """Raise BadImage for an image that is too small for a view, or that OpenCV cannot warp."""
     if max(image_size) >= MAX_SIDE:
         raise BadImage(name, f"too long: {max(image_size)} px, at most {MAX_SIDE - 1}")
-    smallest = smallest_image(view_size)
+    smallest = [math.ceil((side - 1) / MAX_UPSCALE) + 1 for side in view_size]
     if any(side < least for side, least in zip(image_size, smallest)):
         size, needed = ("x".join(map(str, each)) for each in (image_size, smallest))
         raise BadImage(name, f"too small: {size}, a view needs {needed} pixels")
