@@ -220,11 +220,11 @@ class Run:
         """Set further tags. All but MLflow's own tags get the prefix `superglue.`."""
         self._append({"tags": prefixed(tags)})
 
-    def close(self, status: str = "FINISHED", wait: Optional[float] = None) -> bool:
+    def close(self, status: str = "FINISHED", patience: float = 6.0) -> bool:
         """End the run as FINISHED, FAILED or KILLED. Return whether everything reached the server.
 
-        It waits at most `wait` seconds (see `Sender.stop` for the default), and then names what has
-        not arrived.
+        It waits ten minutes at most, and `patience` seconds if the server did not answer the last
+        request. Then it names what has not arrived.
         """
         if self._sender is None or self._log is None:
             return True
@@ -232,7 +232,7 @@ class Run:
         atexit.unregister(self.close)
         if self._owner:
             self._append({"end": status, "time": now_ms()})
-        arrived = sender.stop(wait)
+        arrived = sender.stop(patience)
         self._log.close()
         return arrived
 
@@ -369,6 +369,8 @@ def attach(path: Path, training: Optional[str]) -> Run:
 
 POLL_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 10.0  # longest time between two tries while no server answers
+LONGEST_CLOSE_SECONDS = 600.0  # longest time that a run waits for a server that answers
+RESEND_PATIENCE_SECONDS = 60.0  # how long `resend` waits for a server that does not answer
 EVENTS_AT_ONCE = 100
 # Error codes of answers that mean that MLflow will never accept these events
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
@@ -415,18 +417,12 @@ class Sender(threading.Thread):
                 pause = 1.0 if last else min(2 * pause, LONGEST_PAUSE_SECONDS)
             (self._given_up if last else self._stopping).wait(pause)
 
-    def stop(self, wait: Optional[float] = None) -> bool:
-        """Send the rest. Return whether everything has arrived. If not, a line names what is
-        missing.
-
-        It waits `wait` seconds. By default it waits 6 s if the server did not answer the last
-        request (mlflow_store says after how many seconds that is known), and otherwise ten minutes.
-        """
+    def stop(self, patience: float) -> bool:
+        """Send the rest, and wait as `Run.close` says. Return whether everything has arrived."""
         began = time.monotonic()
         self._stopping.set()
         while self.is_alive():
-            seconds = wait if wait is not None else 6.0 if self.error else 600.0
-            if time.monotonic() > began + seconds:
+            if time.monotonic() > began + (patience if self.error else LONGEST_CLOSE_SECONDS):
                 break
             self.join(0.1)
         # end the thread, and name what has not arrived
@@ -541,7 +537,7 @@ def resend(log: EventLog, to: Optional[str] = None) -> bool:
     states = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
     if not states[-1]:
         log.append({"end": "KILLED", "time": now_ms()})  # the process of the run is gone
-    return Run(log, to or tracking_uri(log)).close()
+    return Run(log, to or tracking_uri(log)).close(patience=RESEND_PATIENCE_SECONDS)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     runs = {}
     for training in ("old", "new"):
         runs[training] = open_run(tmp_path, training=training)
-        assert runs[training].close("KILLED", wait=PATIENCE)  # it has arrived
+        assert runs[training].close("KILLED", patience=PATIENCE)  # it has arrived
     with pytest.MonkeyPatch.context() as patch:  # as in the last job of a cluster
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'image.db'}")
         for training in ("old", "unknown", None):
@@ -205,7 +205,9 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(gate, sto
     assert len(list(tmp_path.glob("log-*.jsonl"))) == 1
 
 
-def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_path, capfd):
+def test_a_dead_server_holds_up_nothing_and_resend_sends_all(
+    gate, store, tmp_path, monkeypatch, capfd
+):
     (tmp_path / "page.html").write_text("a report")
     began = time.monotonic()
     run = open_run(tmp_path / "train")
@@ -219,7 +221,9 @@ def test_a_dead_server_holds_up_nothing_and_resend_sends_all(gate, store, tmp_pa
     said = capfd.readouterr().err
     assert "does not have 1002 entries, page.html" in said and "log.jsonl does" in said
     assert "python -m pipeline.tracking resend" in said
-    assert resend(tmp_path) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking, "RESEND_PATIENCE_SECONDS", 1.0)
+        assert resend(tmp_path) == 1
     gate.start()
     assert resend(tmp_path) == 0
     assert steps(store, "train/loss") == list(range(1000))
@@ -261,7 +265,7 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(gate, store, tm
     wait_until(lambda: run._sender.error)
     gate.mode = "up"
     log_steps(run, 200, 300)
-    assert run.close(wait=PATIENCE)
+    assert run.close(patience=PATIENCE)
     assert steps(store, "train/loss") == list(range(300))
 
 
@@ -385,7 +389,7 @@ def test_the_password_of_a_server_is_neither_printed_nor_stored(gate, tmp_path, 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
     run = open_run(tmp_path, tags={"remote": uri})
     wait_until(lambda: run._sender.error)
-    run.close(wait=0.1)
+    run.close(patience=0.1)
     said = capfd.readouterr()
     assert "does not answer" in said.err and "hunter22" not in said.err + said.out
     assert "hunter22" not in (tmp_path / "log.jsonl").read_text()
@@ -449,7 +453,7 @@ def test_a_store_whose_creation_was_killed_is_created_by_the_next_run(tmp_path, 
         process.kill()
     with open_run(tmp_path / "reports") as run:
         run.log({"train/loss": 1.0}, 1)
-        assert run.close(wait=PATIENCE)
+        assert run.close(patience=PATIENCE)
     assert [file.name for file in tmp_path.glob("*mlflow.db*")] == ["mlflow.db"]
 
 
@@ -459,7 +463,7 @@ def test_a_store_that_an_older_version_left_half_made_is_named(tmp_path, monkeyp
         half.execute("CREATE TABLE experiments (a)")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'half.db'}")
     run = open_run(tmp_path / "reports")
-    assert run.close(wait=PATIENCE) is False
+    assert run.close(patience=PATIENCE) is False
     said = capfd.readouterr().err
     assert f"{tmp_path}/half.db refuses" in said and "rename or delete it" in said
     assert (tmp_path / "half.db").is_file()
