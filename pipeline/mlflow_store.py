@@ -429,10 +429,10 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     if clusters.count < MIN_CLUSTERS:
         return False, f"too few photographs to compare: {clusters.count} of {MIN_CLUSTERS}"
     difference = clusters.mean(areas[0] - areas[1])
-    value, low, high = (f"{100 * difference[name]:+.1f}" for name in ("value", "low", "high"))
-    return difference["low"] > 0, (
-        f"AUC@{LIMIT} {value} points, 95 % interval {low} .. {high}, {difference['pairs']} pairs of"
-        f" {clusters.count} photographs"
+    value, low, high = (100 * (difference[name] or 0.0) for name in ("value", "low", "high"))
+    return low > 0, (
+        f"AUC@{LIMIT} {value:+.1f} points, 95 % interval {low:+.1f} .. {high:+.1f},"
+        f" {difference['pairs']} pairs of {clusters.count} photographs"
     )
 
 

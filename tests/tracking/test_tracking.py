@@ -36,7 +36,7 @@ def quick(monkeypatch):
     """Short pauses, and nothing inherited from the shell of the person who tests."""
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME", "DVC_EXP_NAME", "DVC_ROOT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "5")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     monkeypatch.setenv(SAMPLING, "3600")
     monkeypatch.setattr(tracking, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(tracking, "LONGEST_PAUSE_SECONDS", 0.2)
