@@ -473,6 +473,7 @@ class Sender(threading.Thread):
                 return
             if self._store is None:
                 self._store = Store(self._uri, self._log.header())
+                self.error = None
                 if self.place not in self._log.sent():
                     self._log.append({"sent": 0, "place": self.place})  # the server has answered
                 if self._store.is_new:  # a new run gets all events
