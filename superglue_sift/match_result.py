@@ -126,6 +126,7 @@ class MatchResult:
         The first array is int64, and -1 without a match. The second is float32, and 0 without a
         match. Both are (M,) for image 0, and (N,) for image 1.
         """
+        # For image 1, the columns of the indices change places.
         if image == 0:
             return self.found.to_dense(len(self.keypoints0))
         return Matches(self.matches[:, ::-1], self.scores).to_dense(len(self.keypoints1))
@@ -202,6 +203,7 @@ class MatchResult:
         """Fit a model once for each threshold, since a result does not change."""
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
+        # Fit in pixels of reduced images, for which limits were chosen, and convert the model back.
         to0, to1, points0, points1 = self._reduce()
         unit = to1[0, 0]
         limit = INLIER_PX if threshold_px is None else threshold_px * unit
@@ -265,6 +267,7 @@ class MatchResult:
 
         A model is left out if the matches do not support it (`Fit.supported`).
         """
+        # Two views of a scene fit one camera motion, and those of one surface also one plane.
         total = len(self.matches)
         motion = self.fundamental()
         plane = self.homography()

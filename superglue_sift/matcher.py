@@ -245,6 +245,7 @@ class Matcher:
             source = self.model.config.extractor
             reason = f"the model's keypoints come from {source}, code that runs only if allowed"
             raise RequestError(f"{reason}: extractor='{source}' (--extractor {source})")
+        # A keypoint must lie inside every mask.
         used = [mask for mask in masks if mask is not None]
         settings = self.max_keypoints, self.resize, self.extractor
         return extract(gray, *settings, used, name)._replace(frame=self.frame)
@@ -373,6 +374,7 @@ class Matcher:
             nearest.select_keypoints(*pair[:2], self.network_keypoints, each)
             for pair, each in zip(pairs, mutual)
         ]
+        # Threads take turns, since the network uses all cores by itself.
         with self._turn:
             found = match_pairs(self.model, pairs, self.device, selected)
         return list(zip(pairs, found, mutual, selected))

@@ -47,7 +47,7 @@ class Matches:
 
         index0 (m,), index1 (n,): which keypoints of each image were selected.
         """
-        own, other = self.indices.T
+        own, other = self.indices.T  # (K,) each, among the selected keypoints
         return Matches(np.stack([index0[own], index1[other]], axis=1), self.scores)
 
     @classmethod

@@ -25,6 +25,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
     Chunks of queries are computed one by one, and once more for the gradient. The shapes are those
     of `superglue.attention`.
     """
+    # So many queries at a time that their weights fit MAX_WEIGHTS
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
     chunks = [(part, k, v, visible) for part in q.split(rows, 2)]
     learns = torch.is_grad_enabled()

@@ -62,6 +62,7 @@ def guided_matches(
     others = others.only(~(used[0] | used[1]))
     if len(known) < AROUND or not len(others):
         return Matches.none()
+    # Known matches, and matches that are asked for, in both images
     places = positions_of(points, known)
     asked = positions_of(points, others)
     near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
@@ -89,6 +90,7 @@ def add_guided_matches(
     both = [np.isin(ends, index) for ends, index in zip(mutual.indices.T, selected)]
     more = guided_matches(found.above(threshold), mutual.only(~(both[0] & both[1])), points)
     replaced = [np.isin(ends, new) for ends, new in zip(found.indices.T, more.indices.T)]
+    # A guided match wins, since more matches speak for it.
     kept = found.only(~(replaced[0] | replaced[1]))
     indices = np.concatenate([kept.indices, more.indices])
     return Matches(indices, np.concatenate([kept.scores, more.scores])).sort()

@@ -143,6 +143,7 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     """
     scales = np.stack([records0["scale"], records1["scale"]])
     scales[:, (scales <= 0).any(0)] = 1.0
+    # The rotation by the difference of both angles, times the ratio of both scales
     ratio = (scales[1] / scales[0]).astype(np.float64)
     rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
     c = ratio * np.cos(rotation)
@@ -353,6 +354,7 @@ class _View:
         self.points, self.frame, self.octave = (
             to_tensor(values, device) for values in (points, frame, octave)
         )
+        # Place the levels one below another.
         pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
         for _ in range(levels):
             pictures.append(cv2.pyrDown(pictures[-1]))
@@ -362,6 +364,7 @@ class _View:
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
         self.picture = to_tensor(whole, device)[None, None]
+        # Units and positions of the levels in this picture
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
         self.last = to_tensor((sizes - 1) / scale[:, None], device)
@@ -454,6 +457,7 @@ class Template:
         Returns the shift (n, 2) to undo, and the correlation (n,) with the template.
         """
         samples = samples - self.mean
+        # (n, 4, s s) and (n, s s, 1) -> (n, 4): sums with both gradients, the template, the weights
         sums = (self.rows @ samples[..., None])[..., 0]
         spread = sqrt(((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0))
         flat = (spread < FLAT) | (self.spread < FLAT)
@@ -493,6 +497,7 @@ def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
     Returns offsets ((SIDE + 2)^2, 2) of samples with a margin of one; offsets (SIDE^2, 2) without
     it; and weights (SIDE^2,) of the latter, with sum 1.
     """
+    # Samples are one unit apart, around the keypoint in the middle.
     line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)
     x = line.expand(len(line), -1)
     square = torch.stack([x, x.t()], 2)
@@ -506,6 +511,7 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     and y.
     """
     square = samples.view(-1, SIDE + 2, SIDE + 2)
+    # Central differences need the margin of one sample.
     x = (square[:, 1:-1, 2:] - square[:, 1:-1, :-2]).flatten(1) / 2
     y = (square[:, 2:, 1:-1] - square[:, :-2, 1:-1]).flatten(1) / 2
     return square[:, 1:-1, 1:-1].flatten(1), x, y
@@ -525,7 +531,7 @@ def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
     """Invert (n, 2, 2), except along directions without structure; return also their
     number (n,).
     """
-    values, vectors = torch.linalg.eigh(hessian)
+    values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
     inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~kept, 0.0)
     return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)

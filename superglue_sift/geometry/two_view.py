@@ -87,6 +87,7 @@ def inverse(H: np.ndarray) -> np.ndarray:
 
 def normalize(H: np.ndarray) -> np.ndarray:
     """Scale homographies (..., 3, 3) float64 to a lower right entry of 1, unless it is 0."""
+    # A homography has no scale of its own. If the entry is 0, the origin lies on the horizon.
     scale = H[..., 2:, 2:]
     return H / np.where(np.abs(scale) > TINY, scale, 1.0)
 
@@ -120,6 +121,7 @@ def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (N, 2, 2) of a homography H (3, 3) at points (N, 2)."""
     mapped = transform(points, H)
     depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
+    # The derivative of a quotient: (first rows - mapped point * last row) / depth
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
@@ -129,6 +131,7 @@ def mirrored_part(maps: np.ndarray) -> float:
     No view of a surface does this. Where most maps do, only details that are symmetric themselves
     were matched.
     """
+    # The sign of the determinant is negative if a map mirrors.
     areas = maps[:, 0, 0] * maps[:, 1, 1] - maps[:, 0, 1] * maps[:, 1, 0]
     return np.count_nonzero(areas < 0) / max(len(maps), 1)
 
@@ -138,6 +141,7 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 
     before, after: (width, height) of both images in px.
     """
+    # Pixel centres have whole coordinates, so corners of the image are at -0.5.
     sx = after[0] / before[0]
     sy = after[1] / before[1]
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
@@ -293,6 +297,7 @@ def fit_ransac(
     H = cv2.findHomography(points0, points1, params)[0]
     if H is None:
         return None
+    # Fit the model of the best sample to all of its inliers.
     H = refine_homography(H, points0, points1, threshold_px, deviations)
     inliers = points0[_within(H, points0, points1, threshold_px)]
     return None if mirrored_part(jacobians(H, inliers)) > 0.5 else H
@@ -374,6 +379,7 @@ def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (2 N, 8) of mapped points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
+    # By the entries of a row, (x, y, 1) / depth; by those of the last row, times -mapped point
     linear = to_homogeneous(points) / depth[:, None]
     derivatives = np.zeros((len(points), 2, 8))
     derivatives[:, 0, :3] = derivatives[:, 1, 3:6] = linear
@@ -495,6 +501,7 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
         agreeing = planar | fit_fundamental(*given, GEOMETRY_PX).inliers
     if agreeing.sum() < MIN_AGREEING:
         return fallback
+    # On one plane the homography's own derivative is more exact than a fit to neighbours.
     maps = nearest_affine(points0, points1, agreeing)
     if H is not None and planar.sum() >= PLANAR * agreeing.sum():
         maps[planar] = jacobians(H, points0[planar])

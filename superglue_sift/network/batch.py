@@ -120,6 +120,7 @@ class PairBatch:
         """
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
+        # Each class becomes a batch of its own, which is padded less than all pairs together.
         classes = similar_sizes(self.counts0.tolist(), self.counts1.tolist(), MAX_PADDING)
         order = [pair for pairs in classes for pair in pairs]
         return order, [self.select(pairs) for pairs in classes]
@@ -142,6 +143,7 @@ class PairBatch:
         """Return (B, M) or (B, N) bool on the device, True for keypoints and False for padding."""
         counts = (self.counts0, self.counts1)[view]
         width = self.records(view).shape[1]
+        # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding.
         return to_device_async(torch.arange(width) < counts[:, None], self.device)
 
     def records(self, view: int) -> Tensor:
@@ -186,6 +188,7 @@ def similar_sizes(
     """
     classes: List[List[int]] = []
     width0 = width1 = keypoints = 0
+    # Neighbours in this order have similar sizes.
     for i in sorted(range(len(counts0)), key=lambda i: -(counts0[i] + counts1[i])):
         m = counts0[i]
         n = counts1[i]
@@ -237,12 +240,14 @@ class Images:
     def of(cls, batches: Sequence[PairBatch]) -> Images:
         """Return the images of these batches."""
         masks = [batch.mask(view) for batch in batches for view in (0, 1)]
+        # Counts are on the host, so that nothing here waits for the device.
         counts = [count for batch in batches for count in (batch.counts0, batch.counts1)]
         padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
         return cls(masks, padded, [bool((count == 0).any()) for count in counts])
 
     def split(self, tokens: Tensor) -> List[Tensor]:
         """Split (T, ...) into (B, N, ...) for images 0 and for images 1 of each batch."""
+        # (T, ...) -> (B N, ...) of each group -> (B, N, ...)
         parts = tokens.split([mask.shape[0] * mask.shape[1] for mask in self.masks])
         return [part.view(*mask.shape, *part.shape[1:]) for part, mask in zip(parts, self.masks)]
 
@@ -355,6 +360,7 @@ def choose_pair(pair: Pair) -> Pair:
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     chosen = choose_orientations(from_pairs([pair]))
+    # Bytes (1, N, 148) without padding -> records (n,)
     records0, records1 = (
         chosen.records(view)[0, : len(pair[view])].numpy().reshape(-1).view(KEYPOINT)
         for view in (0, 1)
@@ -368,4 +374,5 @@ def root_sift(descriptors: Tensor) -> Tensor:
     Zeros stay zeros.
     """
     values = descriptors.float()
+    # Whole numbers have a sum of at least 1, unless all are zero.
     return sqrt(values / values.sum(-1, keepdim=True).clamp(min=1.0))

@@ -76,6 +76,7 @@ def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
     points: (..., N, 2) px.
     """
     place = transform(points.double(), cell)
+    # Points on the horizon are nan, and not inside.
     return ((place >= 0.0) & (place <= 1.0)).all(-1)
 
 
@@ -122,6 +123,7 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
         torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
     best = sqrt(best)
     # Decide for each keypoint: match, unmatched or ignored.
+    # A match is mutual if the partner of the partner is the keypoint itself.
     itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_(

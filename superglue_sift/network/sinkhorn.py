@@ -97,6 +97,7 @@ def _problem(
     mass = m + n + nothing
     mu = torch.cat([ones0, n + nothing], 1) / mass  # 1 for each keypoint; the dustbin takes all n
     nu = torch.cat([ones1, m + nothing], 1) / mass
+    # True for two keypoints, False for dustbins and padding
     core = pad(mask0.unsqueeze(2) & mask1.unsqueeze(1), (0, 1, 0, 1))
     Z = torch.where(core, pad(scores, (0, 1, 0, 1)), dustbin.to(dtype))
     return Z, mu.unsqueeze(2), nu.unsqueeze(2), mass.log().unsqueeze(2)
@@ -183,10 +184,11 @@ def _iterate(
         M + 1, 1).
     """
     K, r = _kernel(Z)
-    K_t = K.transpose(1, 2)
+    K_t = K.transpose(1, 2)  # a view, which is not copied
     a: List[Tensor] = []
     # exp(v) of v = 0; padding has no part
     b: List[Tensor] = [(nu > 0).to(nu.dtype)]
+    # a <- mu / (K b), b <- nu / (K^T a)
     for _ in range(iterations):
         a.append(mu / torch.bmm(K, b[-1]))
         b.append(nu / (_transposed_product(K, a[-1]) if is_traced() else torch.bmm(K_t, a[-1])))

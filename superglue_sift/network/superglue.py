@@ -140,11 +140,14 @@ class SuperGlue(nn.Module):
         self.compiled = False  # see `compile_layers`
         dim = config.dim
         layer = functools.partial(AttentionalLayer, dim, config.heads, config.norm)
+        # Equation 2: the first state of a keypoint
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
         self.keypoint_encoder = _keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
+        # Equations 3 to 5: layers in pairs
         self.self_attention = nn.ModuleList(layer() for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(layer() for _ in range(config.layers))
+        # Equation 6: matching descriptors; equation 8: the score of the dustbins
         self.final_projection = nn.Linear(dim, dim)
         self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE))
         self._start_as_identity()
@@ -225,7 +228,8 @@ class SuperGlue(nn.Module):
         descriptors: (T, D), as from `describe`. The masks are (B, M) and (B, N) bool, True for
             keypoints.
         """
-        # (T, D) -> (B, M, D), (B, N, D), ... Each factor is divided by the root of sqrt(D).
+        # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
+        # divided by the root of sqrt(D).
         views = images.split(descriptors / self.config.dim**0.25)
         masks = images.masks
         return [
@@ -279,6 +283,7 @@ def _call(layer: nn.Module, *inputs: Any) -> Tensor:
 
 def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     """Create the encoder of geometry and neighbours. Its output starts at zero."""
+    # Inputs of a keypoint: `geometry_of`, then `neighbour_features`
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
@@ -505,7 +510,7 @@ class RotaryPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Compute cos and sin (2, T, d / 2) of positions (T, 2) of order one, for `rotate`."""
-        angles = positions @ self.frequencies
+        angles = positions @ self.frequencies  # (T, 2) and (2, d / 2) -> (T, d / 2)
         return torch.stack([angles.cos(), angles.sin()])
 
 
@@ -515,6 +520,7 @@ def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
     rotation: cos and sin of the angles, (2, ..., d / 2), broadcast. The result has the dtype of the
         vectors.
     """
+    # (..., d) -> two halves (..., d / 2), whose entries are the coordinates of d / 2 points
     a, b = vectors.chunk(2, -1)
     cos, sin = rotation.to(vectors.dtype).unbind(0)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
@@ -534,6 +540,7 @@ class MLP(nn.Sequential):
         first: Any = self[0]
         # The columns of the first map that belong to each input
         weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
+        # (T, C0), (T, C1), ... -> (T, hidden)
         x = nn.functional.linear(inputs[0], weights[0], first.bias)
         for each, weight in zip(inputs[1:], weights[1:]):
             x = torch.addmm(x, each, weight.t())
@@ -592,6 +599,7 @@ class TokenBatchNorm(nn.Module):
         with torch.no_grad():
             # The step is a tensor, so that the host does not wait for the device.
             step = self.momentum * (first[-1] > 0).to(first.dtype)
+            # As torch's BatchNorm does, with the unbiased variance
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
         return mean, var
@@ -649,6 +657,7 @@ def match_pairs(
     """
     if not pairs:
         return []
+    # Give the network the selected keypoints alone.
     few = [
         Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
         for pair, (index0, index1) in zip(pairs, selected)
@@ -660,6 +669,7 @@ def match_pairs(
         batches = [part.pad(len(part), size_class(part.width)) for part in batches]
     rows: List[Tuple[np.ndarray, np.ndarray]] = []
     for log_P in model.assign(batches)[0]:
+        # Keep every mutual match: callers apply their own thresholds.
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
         rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
     # Back to the order of the pairs, and to indices of all keypoints

@@ -39,6 +39,7 @@ class BadCheckpoint(RequestError):
 def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
     """Compute the hex SHA-256 of the description and of names, dtypes, shapes and values."""
     digest = hashlib.sha256(text.encode())
+    # Safetensors keeps no order, so sort by name.
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
         digest.update(array.tobytes())
@@ -60,6 +61,7 @@ def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping
     """
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
+    # The model comes last: where it exists, its description does.
     write_atomic(path.with_suffix(".json"), text)
     write_atomic(path, model_file(tensors, info))
 
@@ -102,6 +104,7 @@ def shipped_weights() -> Path:
 
     Raises RequestError if there are none.
     """
+    # An installed package contains the folder, and a clone has it next to the package.
     package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
@@ -165,6 +168,7 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
     fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
     layers: Any = fused.layers
     for layer in layers:
+        # The merge of the heads goes into the part of the first map that takes the message.
         first = layer.mlp[0]
         merge = layer.merge.double()
         dim = len(merge.weight)
@@ -183,6 +187,7 @@ def _without_batch_norm(mlp: MLP) -> MLP:
     modules: List[Any] = list(mlp)
     for before, norm in zip(modules, modules[1:]):
         if isinstance(norm, TokenBatchNorm):
+            # norm(W x + b) = (scale W) x + (scale b + shift)
             scale = norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
             shift = norm.bias.double() - norm.running_mean.double() * scale
             before.weight.data.copy_(scale[:, None] * before.weight.double())

@@ -22,7 +22,7 @@ from pipeline.train.loss import MatchingObjective, assignment_loss
 from superglue_sift import torch_compat
 from superglue_sift.network import batch as batches
 from superglue_sift.network import superglue
-from superglue_sift.network.batch import Images, Pair, from_pairs, root_sift
+from superglue_sift.network.batch import Images, Pair, from_pairs
 from superglue_sift.network.ground_truth import ground_truth
 from superglue_sift.network.superglue import (
     RotaryPositions,
@@ -156,12 +156,6 @@ def test_scale_and_angle_can_be_left_out():
                 model(from_pairs([one._replace(records0=r)]))[0] for r in (one.records0, turned)
             )
         assert torch.allclose(before, after) is not used
-
-
-def test_root_sift():
-    root = root_sift(torch.tensor([[4] + [0] * 126 + [12], [0] * 128], dtype=torch.uint8))
-    assert root[0, 0] == pytest.approx(0.5) and root[0, 127] == pytest.approx(math.sqrt(0.75))
-    assert torch.equal(root[1], torch.zeros(128))
 
 
 def test_mutual_matches():
