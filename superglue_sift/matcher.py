@@ -386,16 +386,17 @@ class Matcher:
         and verify.
         """
         looks = [verification.first_look(pair, self.resize) for pair in batch]
-        asked = [number for number, (agreeing, _) in enumerate(looks) if agreeing >= rules.likely]
-        # Leave out the keypoints of watermarks.
-        pairs = []
-        for number in asked:
-            one, other = (view.select(at) for view, at in zip(batch[number], looks[number][1]))
-            pairs.append((one, other))
+        # Leave out pairs with too few ratio matches, and the keypoints of watermarks.
+        asked = {
+            number: (batch[number][0].select(kept[0]), batch[number][1].select(kept[1]))
+            for number, (agreeing, kept) in enumerate(looks)
+            if agreeing >= rules.likely
+        }
         # Match and verify the pairs that are left. Skipped pairs have no matches.
         found = [(Matches.none(), verification.SKIPPED)] * len(batch)
         settings = self.threshold, self.resize, rules.accept
-        for number, pair, (_, own, mutual, _) in zip(asked, pairs, self.match_network(pairs)):
+        by_network = self.match_network(list(asked.values()))
+        for (number, pair), (_, own, mutual, _) in zip(asked.items(), by_network):
             matches, score = verification.match_one_place(pair, own, mutual, *settings)
             # Back to indices of all keypoints
             found[number] = matches.renumber(*looks[number][1]).sort(), score

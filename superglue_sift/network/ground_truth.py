@@ -41,7 +41,8 @@ def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: 
     points0, points1: (..., M, 2) and (..., N, 2), positions.
     mapped0, mapped1: the same points in the other view, without nan.
 
-    Returns (..., M, N) px^2.
+    Returns (..., M, N) px^2. The other matrix is freed at once, so that the next one is written to
+    the same memory.
     """
     forward = _squared_distance(mapped0, points1)
     back = _squared_distance(points0, mapped1)
@@ -57,17 +58,6 @@ def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
     # at 640 px, and `torch.cdist` without this form takes twice as long for 2D points.
     x, y = (a[..., :, None, axis] - b[..., None, :, axis] for axis in (0, 1))
     return x.square_().addcmul_(y, y)
-
-
-def _inverse(H: Tensor) -> Tensor:
-    """Invert homographies (..., 3, 3) by cross products, as `two_view.inverse` does.
-
-    There is no check for singular matrices, since on a GPU it would wait for the device.
-    """
-    rows = torch.cat([H, H], -2)
-    cofactors = torch.cross(rows[..., 1:4, :], rows[..., 2:5, :], dim=-1)
-    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
-    return (cofactors / determinants).transpose(-1, -2)
 
 
 def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
@@ -91,10 +81,16 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     assert batch.H_0to1 is not None
     # Map the keypoints of each view to the other one.
     H = batch.H_0to1.double()
+    # Invert by cross products, as `two_view.inverse` does. There is no check for singular matrices,
+    # since on a GPU it would wait for the device.
+    twice = torch.cat([H, H], -2)
+    cofactors = torch.cross(twice[..., 1:4, :], twice[..., 2:5, :], dim=-1)
+    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
+    back = (cofactors / determinants).transpose(-1, -2)
     M = batch.records0.shape[1]
     N = batch.records1.shape[1]
     points = _stack(batch.keypoints(0), batch.keypoints(1))  # (2, B, W, 2), W the larger of M, N
-    mapped = transform(points.double(), torch.stack([H, _inverse(H)]))
+    mapped = transform(points.double(), torch.stack([H, back]))
     sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
     # Find keypoints that the other view shows, and padding.
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
@@ -122,8 +118,8 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
         torch.min(squared, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
         torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
     best = sqrt(best)
-    # Decide for each keypoint: match, unmatched or ignored.
-    # A match is mutual if the partner of the partner is the keypoint itself.
+    # Decide for each keypoint: match, unmatched or ignored. A match is mutual if the partner of the
+    # partner is the keypoint itself.
     itself = torch.arange(partner.shape[2], device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_(
