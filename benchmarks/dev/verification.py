@@ -65,7 +65,8 @@ LIGHT = Photometric(brightness=0.2, contrast=0.3, gamma=0.2, blur=1.5, noise=0.0
 LARGE = (1024, 768)  # of a view of a court
 COURT = (960, 640)  # px, one of its walls
 FACADE = (2880, 640)  # px
-COURT_VIEWS, FACADE_VIEWS = 6, 5
+COURT_VIEWS = 6
+FACADE_VIEWS = 5
 WINDOW = (70, 160)  # px, the smallest and the largest
 PRIOR = 2 / 3  # part of the pairs with a geometry that are right in a collection
 PENALTY = 0.05  # of the squares of the weights, per deviation of the number that is weighed

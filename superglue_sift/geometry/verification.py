@@ -304,7 +304,8 @@ def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.nda
     """
     if len(points0) <= NEIGHBOURS:
         return np.zeros((0, 2, 2)), 0
-    there, back = (points0, points1), (points1, points0)
+    there = points0, points1
+    back = points1, points0
     maps, away1, spread1 = maps_around(there, _nearest(points0), there)
     _, away0, spread0 = maps_around(back, _nearest(points1), back)
     follows = (away0 <= AWAY * spread0 + AWAY_PX) & (away1 <= AWAY * spread1 + AWAY_PX)
