@@ -5,18 +5,18 @@ The groups are files, decoders and onnx.
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
-from typing import Iterator, List, Sequence, Tuple
+from typing import Iterator, Tuple
 
 import cv2
 import numpy as np
 
 from benchmarks.photographs import photographs
-from benchmarks.timing import Call, Row, Setting, row, skip
+from benchmarks.timing import Row, Setting, row, skip
 from pipeline.errors import RequestError
 from pipeline.fetch import decoders
-from pipeline.fetch.dataset import ImageSet, file_entry
 from superglue_sift import onnx
 from superglue_sift.features.images import decode_gray
 from superglue_sift.matcher import Matcher
@@ -28,32 +28,30 @@ def files(setting: Setting) -> Iterator[Row]:
     model = fuse_for_inference(setting.model())
     matcher = Matcher(model, setting.device, max_keypoints=setting.keypoints, resize=0)
     with tempfile.TemporaryDirectory() as folder:
-        paths = write_jpegs(Path(folder), two_views())
+        paths = [str(Path(folder) / name) for name in ("a.jpg", "b.jpg")]
+        for path, view in zip(paths, two_views()):
+            cv2.imwrite(path, view)
         taken = setting.time({"call": lambda: matcher.match(*paths)})
     yield row(f"two JPEG files to matches, {setting.keypoints} keypoints", taken["call"])
 
 
 def decoding(setting: Setting) -> Iterator[Row]:
     """Compare the decoders of `keypoints.decoder` with Pillow, on the GPU if there is one."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write_jpegs(Path(folder), photographs(8))
-        entries = [file_entry(Path(folder), path.name, container="here") for path in paths] * 8
-        images = ImageSet(entries, {"here": folder})
-
-        def decode(decoder: str) -> Call:
-            if decoder == "pillow":  # decodes in the workers of the stage
-                return lambda: [decode_gray(images.read(entry)) for entry in entries]
-            return lambda: list(decoders.decode_all(decoder, images, entries))
-
-        for decoder in ("torchvision", "dali"):
-            name = f"decoding a JPEG file of 640x480 by {decoder}"
-            try:
-                decoders.make_decoder(decoder)
-                ways = {each: decode(each) for each in (decoder, "pillow")}
-                taken = setting.time(ways, len(entries))
-                yield row(name, taken[decoder], taken["pillow"], "Pillow in one process")
-            except RequestError as error:
-                yield skip(name, error)
+    # one batch of files
+    jpegs = [cv2.imencode(".jpg", image)[1].tobytes() for image in photographs(8)] * 4
+    for decoder in ("torchvision", "dali"):
+        name = f"decoding a JPEG file of 640x480 by {decoder}"
+        try:
+            decode = decoders.make_decoder(decoder)
+        except RequestError as error:
+            yield skip(name, error)
+            continue
+        ways = {
+            decoder: functools.partial(decode, jpegs),
+            "pillow": lambda: [decode_gray(data) for data in jpegs],
+        }
+        taken = setting.time(ways, len(jpegs))
+        yield row(name, taken[decoder], taken["pillow"], "Pillow in one process")
 
 
 def onnx_runtime(setting: Setting) -> Iterator[Row]:
@@ -92,11 +90,3 @@ def two_views() -> Tuple[np.ndarray, np.ndarray]:
     height, width = image.shape
     rotation = cv2.getRotationMatrix2D((width / 2, height / 2), 10, 1.0)
     return image, cv2.warpAffine(image, rotation, (width, height))
-
-
-def write_jpegs(folder: Path, images: Sequence[np.ndarray]) -> List[Path]:
-    """Write images to JPEG files."""
-    paths = [folder / f"{number}.jpg" for number in range(len(images))]
-    for path, image in zip(paths, images):
-        cv2.imwrite(str(path), image)
-    return paths
