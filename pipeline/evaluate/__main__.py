@@ -441,7 +441,8 @@ def run(
                 own = {OURS: [each[OURS] for each in scored]}
                 values = metrics.values_of_pairs(metrics.make_table(rows), own)[[OURS, RATIO_TEST]]
                 means = pd.DataFrame({"value": values.mean(), "pairs": values.count()})
-                conditions.append(pd.concat({(name, level): means}, names=["condition", "level"]))
+                named = {"keys": [(name, level)], "names": ["condition", "level"]}
+                conditions.append(pd.concat([means], **named))
         # different photographs: every match is wrong
         counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
     # all metrics, computed from the table
