@@ -136,9 +136,7 @@ class Matcher:
         accept: Optional[float] = None,
         likely: Optional[int] = None,
     ) -> Matcher:
-        """Load a model file, with the settings of `Matcher`.
-
-        Raises RequestError for a file, a device or a setting that does not exist or fit.
+        """Load a model file. Raises RequestError for a file, a device or a setting that is wrong.
 
         Args:
             path: a trained model or any checkpoint. If None, take the shipped weights.
@@ -173,10 +171,13 @@ class Matcher:
             network.compile_layers()
         # Settings that are not given depend on whether there is a scene.
         sizes = zip((max_keypoints, network_keypoints, resize), USUAL_OF_SCENES if scene else USUAL)
+        most, selected, side = (usual if given is None else given for given, usual in sizes)
         matcher = cls(
             network,
             device,
-            *(usual if given is None else given for given, usual in sizes),
+            most,
+            selected,
+            side,
             match_threshold(info) if threshold is None else threshold,
             _extractor_of(model.config.extractor, extractor),
             refine and not scene,

@@ -92,7 +92,8 @@ class OnnxSuperGlue(nn.Module):
             views.append((keypoints, descriptors, size))
         images = Images(masks, padded=[True, True], empty=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        descriptors = self.model.describe(*map(images.join, zip(*views)), images)
+        keypoints, data, size = map(images.join, zip(*views))
+        descriptors = self.model.describe(keypoints, data, size, images)
         ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
         # The transport is in float64, whose range is sufficient for trained scores, since a graph
         # cannot fall back to the log domain.

@@ -108,7 +108,9 @@ class PairBatch:
         records = [
             batch.records(view)[:, : max([*count.tolist(), 1])] for view, count in enumerate(counts)
         ]
-        return PairBatch(*records, *counts, *list(vars(batch).values())[4:])
+        return dataclasses.replace(
+            batch, records0=records[0], records1=records[1], counts0=counts[0], counts1=counts[1]
+        )
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs of similar size.

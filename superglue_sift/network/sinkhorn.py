@@ -68,7 +68,8 @@ def log_optimal_transport(
     # Pairs that left the range of the dtype are computed once more, in the log domain.
     if wait and not bool(finite.all()):
         wrong = torch.nonzero(~finite)[:, 0]
-        exact = _log_domain(*(t[wrong] for t in problem), iterations)
+        Z, mu, nu, log_mass = (t[wrong] for t in problem)
+        exact = _log_domain(Z, mu, nu, log_mass, iterations)
         log_P = log_P.index_copy(0, wrong, exact)
     return log_P, finite
 
