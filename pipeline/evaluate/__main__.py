@@ -322,7 +322,10 @@ def draw_pictures(
     # numbers of pairs, from the best to the worst of the network
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
-    chosen = {"median": ranked[middle : middle + 3], "best": ranked[:2], "worst": ranked[::-1][:3]}
+    # The first screen shows the typical pair in which the network has most correct matches ahead.
+    ahead = values["correct"][OURS] - values["correct"][RATIO_TEST]
+    typical = sorted(ranked[middle : middle + 3], key=lambda number: -ahead[number])
+    chosen = {"median": typical, "best": ranked[:2], "worst": ranked[::-1][:3]}
     names: Dict[int, str] = {}
     for kind, group in chosen.items():
         for place, number in enumerate(group, 1):

@@ -297,6 +297,14 @@ def remarks(results: Results) -> List[str]:
             f"Two photographs with nothing in common have {ours['value']:.1f} matches, by the ratio"
             f" test {theirs['value']:.1f} ({ours['pairs']:.0f} pairs)."
         )
+    # a training that has not improved on the weights that it started from
+    values = results.values
+    models = [name for name in matchers_of(results) if name in results.protocol.get("models", {})]
+    lines += [
+        f"The trained model is the same as {name}: all its values are equal."
+        for name in models
+        if name != OURS and values[name].equals(values[OURS])
+    ]
     return [*lines, *results.notes]
 
 
@@ -319,8 +327,10 @@ def note(results: Results, folder: str) -> str:
     `folder` is the folder of the report in the artifacts of the run.
     """
     title = f"{results.title}, {len(results.values)} pairs"
-    table = duels_table(results).to_string()
-    return f"**{verdict(results)}** {title}: `{folder}/{PAGE}`.\n\n```\n{table}\n```"
+    table = duels_table(results).reset_index(names="in %")
+    cells = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
+    rows = "\n".join(f"| {' | '.join(row)} |" for row in cells)
+    return f"**{verdict(results)}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
 
 
 def shorten(value: Any) -> Any:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pandas as pd
 import pytest
 from made_evaluations import make_results
 from reading import read_json
@@ -12,6 +13,7 @@ from reading import read_json
 from pipeline import errors
 from pipeline import report as command
 from pipeline.evaluate import report
+from pipeline.evaluate.matchers import OURS
 
 HARD = np.linspace(0.5, 8, 12)
 BETTER = (
@@ -39,6 +41,28 @@ def test_text_shows_the_verdict_first_and_every_table_within_100_columns():
     ours = [line.split() for line in lines if line.startswith("SuperGlue ")]
     assert ours[0] == ["SuperGlue", "10", "50.0", "50.0", "0.0"]
     assert ours[1][1:5] == ["4.2", "16.4", "28.6", "57.5"]
+
+
+def test_the_description_of_a_run_is_a_markdown_table_of_four_rows():
+    first, table = report.note(make_results(HARD, HARD + 4), "test").split("\n\n")
+    assert first.startswith(f"**{BETTER}**") and first.endswith("`test/index.html`.")
+    head, line, *rows = table.splitlines()
+    assert head.split(" | ")[1:3] == ["SuperGlue", "ratio test"] and set(line) <= set("|- ")
+    assert len(rows) == 4 and rows[0].startswith(
+        "| correct matches, of the matches | 50.0 | 50.0 |"
+    )
+
+
+@pytest.mark.parametrize("improved", [0.0, 0.1])
+def test_one_line_says_that_a_model_is_the_one_it_started_from(improved):
+    results = make_results(HARD, HARD + 4)
+    start = pd.concat({"shipped": results.values[OURS] - improved}, axis=1)
+    table = pd.concat([results.table, results.table.assign(matcher="shipped")])
+    protocol = {"models": {OURS: {}, "shipped": {}}}
+    values = pd.concat([results.values, start], axis=1)
+    changed = results._replace(values=values, table=table, protocol=protocol)
+    said = "The trained model is the same as shipped: all its values are equal."
+    assert (said in report.remarks(changed)) == (not improved)
 
 
 @pytest.mark.parametrize(
