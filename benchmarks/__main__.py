@@ -26,6 +26,7 @@ GROUPS: Dict[str, Callable[[Setting], Iterable[Row]]] = {
     "files": images.files,
     "modes": training.modes,
     "decoders": images.decoding,
+    "views": images.views,
     "onnx": images.onnx_runtime,
     "parity": network.parity,
     "memory": network.memory,

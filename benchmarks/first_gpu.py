@@ -189,7 +189,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
             for name, limit, groups in (
                 ("parity", 50, "parity"),
                 ("speed", 90, "step,sinkhorn,latency,files"),
-                ("decoders", 60, "decoders"),
+                ("decoders", 60, "decoders,views"),
                 ("modes", 200, "modes"),
                 ("memory", 90, "memory"),
                 ("onnx", 120, "onnx"),

@@ -1,6 +1,6 @@
 """Rows that begin with pixels.
 
-The groups are files, decoders and onnx.
+The groups are files, decoders, views and onnx.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Iterator, Tuple
 import cv2
 import numpy as np
 
+from benchmarks import dali_views
 from benchmarks.photographs import photographs
 from benchmarks.timing import Row, Setting, row, skip
 from pipeline.errors import RequestError
@@ -52,6 +53,18 @@ def decoding(setting: Setting) -> Iterator[Row]:
         }
         taken = setting.time(ways, len(jpegs))
         yield row(name, taken[decoder], taken["pillow"], "Pillow in one process")
+
+
+def views(setting: Setting) -> Iterator[Row]:
+    """Compare DALI with OpenCV in loading pairs of views of 320x240 from JPEG files."""
+    jpegs = [cv2.imencode(".jpg", image)[1].tobytes() for image in photographs(8)] * 8
+    gpu = setting.device.index or 0 if setting.device.type == "cuda" else None
+    ways = {
+        "opencv": lambda: list(dali_views.opencv_views(jpegs, (320, 240))),
+        "dali": lambda: list(dali_views.dali_views(jpegs, (320, 240), gpu)),
+    }
+    taken = setting.time(ways, len(jpegs))
+    yield row("JPEG files to pairs of views by DALI", taken["dali"], taken["opencv"], "OpenCV")
 
 
 def onnx_runtime(setting: Setting) -> Iterator[Row]:

@@ -1,12 +1,13 @@
 """The speed table: equal work on both sides, and rows that cannot run say why."""
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
-from benchmarks import images, pack, plain, timing, training
+from benchmarks import dali_views, images, pack, plain, timing, training
 from benchmarks.photographs import make_batch
 from benchmarks.timing import Row, Setting
 from pipeline.errors import RequestError
@@ -54,6 +55,28 @@ def test_the_interval_holds_the_ratio():
     text = timing.speed_up(3 * fast * random.uniform(0.98, 1.02, 15), fast)
     value, low, high = (float(word.strip("x[],")) for word in text.split())
     assert 2.9 < low <= value <= high < 3.1
+
+
+def test_views_by_dali_are_those_of_opencv(photo):
+    """External source, decoding, resizing, cropping, mirroring, iterator, and a partial batch."""
+    try:
+        import nvidia.dali  # noqa: F401
+    except ImportError:
+        (row,) = benchmark.run("views", SETTING)
+        assert row.problem.startswith("SKIP: NVIDIA DALI is not installed: pip install nvidia-dali")
+        pytest.skip("needs NVIDIA DALI")
+    quality = [cv2.IMWRITE_JPEG_QUALITY, 95]
+    file = cv2.imencode(".jpg", photo, quality)[1].tobytes()
+    files = [file] * (dali_views.BATCH + 3)
+    found = list(dali_views.dali_views(files, (160, 120), None))
+    assert [len(H) for _, _, H in found] == [dali_views.BATCH, 3]
+    views = [torch.cat([batch[place] for batch in found]).numpy() for place in (0, 1)]
+    for i, (view0, view1, H) in enumerate(dali_views.opencv_views(files, (160, 120))):
+        batch = found[i // dali_views.BATCH][2]
+        assert np.allclose(batch[i % dali_views.BATCH], H[0])
+        for own, theirs in zip(views, (view0, view1)):
+            # other decoders and interpolations round otherwise; another view differs by tens
+            assert np.abs(own[i].astype(float) - theirs[0]).mean() < 3.0
 
 
 @pytest.mark.slow
