@@ -204,5 +204,5 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
     known = training_overlap.read(root / SHIPPED)
     assert known is not None and not known & {
-        one.photograph for one in dataset.copy_sample(tmp_path)
+        one.photograph for one in dataset.copy_sample(tmp_path / "images")
     }
