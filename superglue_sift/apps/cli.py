@@ -42,8 +42,8 @@ from superglue_sift.apps import folder, pairing
 from superglue_sift.apps.pairing import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import ENLARGED_TO
-from superglue_sift.features.images import FRAMES
-from superglue_sift.files import check_writable, write_atomic
+from superglue_sift.features.images import FRAMES, find_mask
+from superglue_sift.files import check_writable, name_below, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.network.weights import shipped_weights
@@ -72,7 +72,8 @@ GOES_WITH = {
     "colmap": (FOLDER, LIST, DATABASE),
     "dry_run": (DATABASE,),
     "camera_per": ("--colmap",),
-    **dict.fromkeys(("features", "masks", "pictures", "json_files", "overwrite"), ("--out-dir",)),
+    "masks": (TWO, FILES, FOLDER, LIST),
+    **dict.fromkeys(("features", "pictures", "json_files", "overwrite"), ("--out-dir",)),
     **dict.fromkeys(("accept", "likely"), ("--scene",)),
 }
 
@@ -111,7 +112,12 @@ def match_two(args: argparse.Namespace) -> int:
     """Match two images, print a summary and write the requested files; return the exit code."""
     matcher = load(args)
     started = time.perf_counter()
-    features = matcher.extract_all(args.inputs)
+    images = args.inputs
+    if args.masks:
+        root = pairing.root_of(args)
+        masks = [find_mask(args.masks, name_below(path, root)) for path in images]
+        images = list(map(matcher.extract, images, masks))
+    features = matcher.extract_all(images)
     extracted = time.perf_counter()
     # Match, say what the matches fit, and write what is asked for.
     found = matcher.match(*features)
