@@ -236,8 +236,11 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
     arguments = bench.training("run", keys)
     checkpoints = bench.folder / "run"
-    job = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{free_port()}", "SG_TIMEOUT": "20"}
+    port = free_port()
+    job = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{port}", "SG_TIMEOUT": "20"}
     one = launcher(arguments, NPROC_PER_NODE="2", **job)
+    # the node that listens first has the endpoint, and it must not be the one that is lost
+    wait_until(lambda: listens(port), PATIENCE)
     other = launcher(arguments, NPROC_PER_NODE="1", **job)
     wait_until(lambda: newest_step(checkpoints) >= 20, PATIENCE)
     other.send_signal(signal.SIGKILL)
@@ -255,6 +258,11 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     worlds = [world for world, _ in itertools.groupby(sizes)]
     assert worlds == ["3", "2", "3"]
     assert newest_step(checkpoints) == 600
+
+
+def listens(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def newest_step(checkpoints):
