@@ -1,9 +1,11 @@
 """Load photographs as pairs of views with their homography, by NVIDIA DALI and by OpenCV.
 
-DALI does it as its guides feed a training: external source, decode, resize, crop and mirror in one
-pipeline, and PyTorch's iterator with a partial last batch. The stage `keypoints` makes other views
-(`pipeline.keypoints.views`). This loader shows that geometry can be kept: resize, crop and mirror
-of a view are one 3x3 matrix, and the homography of a pair follows from the matrices of both views.
+The DALI loader follows DALI's guides for training: one pipeline with an external source, decode,
+resize, crop and mirror, and PyTorch's iterator with a partial last batch. The stage `keypoints`
+makes other views (`pipeline.keypoints.views`). This loader shows that geometry can be kept. The
+resize,
+crop and mirror of a view are one 3x3 matrix, and the homography of a pair follows from the matrices
+of both views.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Ite
         raise RequestError(f"NVIDIA DALI is not installed: pip install {package}") from None
 
     def feed(iteration: int) -> List[Any]:
-        """Return the bytes of a batch and the numbers of both views. The last one is padded."""
+        """Return the bytes of a batch and the numbers of both views. The last batch is padded."""
         first = iteration * BATCH
         if first >= len(files):
             raise StopIteration

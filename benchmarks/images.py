@@ -25,7 +25,7 @@ from superglue_sift.network.weights import fuse_for_inference
 
 
 def files(setting: Setting) -> Iterator[Row]:
-    """Time two JPEG files of 640x480 to matches, with SIFT of both in two threads."""
+    """Time the way from two JPEG files of 640x480 to matches, with SIFT in two threads."""
     model = fuse_for_inference(setting.model())
     matcher = Matcher(model, setting.device, max_keypoints=setting.keypoints, resize=0)
     with tempfile.TemporaryDirectory() as folder:

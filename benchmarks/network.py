@@ -121,7 +121,10 @@ def sinkhorn_call(setting: Setting, way: str) -> Call:
 
 
 def step_call(setting: Setting, way: str) -> Call:
-    """Return a training step of four pairs, after a small one. way: plain, or a precision."""
+    """Return a training step of four pairs. A small step has run before it.
+
+    way: "plain", or a precision.
+    """
     model = setting.model()
     trained = plain.plain_from(model).to(setting.device) if way == "plain" else model
     # the small step allocates the optimizer's moments, which are not measured

@@ -23,7 +23,7 @@ Call = Callable[[], object]
 
 
 class Row(NamedTuple):
-    """A measurement, or the problem why there is none: it begins with SKIP or FAILED."""
+    """A measurement, or the `problem` that prevented it, which begins with SKIP or FAILED."""
 
     name: str
     value: float = 0.0
@@ -65,7 +65,7 @@ class Setting:
 
         The order reverses each round. At least two rounds run, and none starts after `seconds`.
 
-        Returns the seconds of each way, (rounds,), divided by `count`, the pairs of a call.
+        Returns the seconds of one pair for each way, (rounds,). A call computes `count` pairs.
         """
         for way in ways.values():
             self.time_once(way)
@@ -94,7 +94,8 @@ class Setting:
 def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other: str = "") -> Row:
     """Return a row of the median milliseconds with their range.
 
-    With `base`, the seconds of the way that `other` names, it has the ratio in place of the range.
+    `base` has the seconds of another way, and `other` is its name. If `base` is given, the row has
+    the ratio of both ways in place of the range.
     """
     low, middle, high = 1e3 * np.percentile(seconds, [0, 50, 100])
     note = f"{low:.4g} to {high:.4g}"

@@ -41,7 +41,7 @@ VARIABLES = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # seconds for a rank to save after SIGTERM (torch 1.10: always 30)
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
-    # a rank that waits for a dead one must fail; the name changed with torch 2.2
+    # A rank that waits for a dead one must fail. The name changed with torch 2.2.
     "NCCL_ASYNC_ERROR_HANDLING": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }

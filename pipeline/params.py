@@ -114,8 +114,8 @@ class KeypointsParams(Section):
 class RunParams(Section):
     """How a training is computed.
 
-    No stage of DVC depends on this section, so another way to compute does not by itself train
-    anything again. Unlike the keys of other sections, these have defaults.
+    No stage of DVC depends on this section, so a change of it alone does not repeat a training.
+    Unlike the keys of other sections, these have defaults.
     """
 
     # memory, speed and reproducibility

@@ -70,8 +70,9 @@ class EventLog:
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._stream = open(self.path, "a+b")  # noqa: SIM115 (kept open)
-            # opened when there is something to write, so that a run of another rank leaves no file;
-            # the lock tells `resend` that this process writes; a network folder may have none
+            # The file is opened when there is something to write, so that a run of another rank
+            # leaves no file. The lock tells `resend` that this process writes. A network folder
+            # may have no locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             size = self.path.stat().st_size
@@ -277,7 +278,7 @@ def tracking_uri(log: Optional[EventLog] = None) -> str:
     places = [*log.sent()] if log else []
     if log and current == OWN_STORE:
         places.append(log.header().get("tracking_uri", OWN_STORE))
-    # the first place that exists; it is the current one with its password, or another
+    # Take the first place that exists. It may be the current one, which then keeps its password.
     exists = (place for place in places if (database(place) or Path("/")).exists())
     place = next(exists, current)
     if place != place_of(current):

@@ -70,7 +70,7 @@ class Matcher:
 
     Equal input gives equal bytes on one device. Threads may share a matcher: they extract features
     in parallel and take turns at the network, which uses all cores by itself. Processes must be
-    spawned, not forked; a matcher is pickled as the name of its file and its settings. Raises
+    spawned, not forked. A matcher is pickled as the name of its file and its settings. Raises
     RequestError for a setting out of range.
 
     model: the network for inference on `device`, as `fuse_for_inference` returns it.
@@ -141,8 +141,8 @@ class Matcher:
         Args:
             path: a trained model or any checkpoint. If None, take the shipped weights.
             device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1".
-            max_keypoints, network_keypoints, resize: if None, 4,096, 1,024 and 1,024; with `scene`
-                8,192, 512 and 1,600.
+            max_keypoints, network_keypoints, resize: if None, take 4,096, 1,024 and 1,024. With
+                `scene`, None means 8,192, 512 and 1,600.
             threshold: if None, take the model's own, or 0.2 if it has none.
             precision: precision of the layers: float32, bfloat16 (for GPUs, and CPUs with AMX) or
                 float16.
@@ -361,9 +361,11 @@ class Matcher:
     ) -> List[Tuple[Pair, Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
         """Match pairs by the network alone.
 
-        Returns, for each pair: its keypoints as the network gets them, in pixels of the reduced
-        images; all matches of the network, whatever their scores; the mutual nearest neighbours of
-        all keypoints; and the indices (m,) and (n,) of the selected keypoints.
+        Returns for each pair:
+        - its keypoints as the network gets them, in pixels of the reduced images,
+        - all matches of the network, whatever their scores,
+        - the mutual nearest neighbours of all keypoints,
+        - the indices (m,) and (n,) of the selected keypoints.
         """
         # Give the network positions and scales in pixels of the reduced images. In pixels of the
         # files, it would see a zoom that is not there.

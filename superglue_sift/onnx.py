@@ -116,8 +116,12 @@ class ColmapSuperGlue(nn.Module):
     scales: (1, N), sigma in px.
     oris: (1, N), radians.
 
-    The outputs are matches0 (N,) int64, the index in image 1 or -1; and mscores0 (N,) float32, the
-    probability of the match, or 0 without one. Two orientations of a point are two keypoints.
+    The outputs are:
+
+    matches0: (N,) int64, the index of the match in image 1, or -1 without a match.
+    mscores0: (N,) float32, the probability of the match, or 0 without a match.
+
+    Two orientations of a point are two keypoints.
     """
 
     def __init__(

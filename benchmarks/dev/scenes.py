@@ -3,17 +3,24 @@
     python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
     python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways superglue
 
-Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. Ways to build it:
-`superglue` is the command `superglue-match --colmap`; `colmap` is COLMAP's SIFT and exhaustive
-matcher; `held` is the same, limited to 1,024 features; `stored` is COLMAP's SIFT, matched by
-`superglue-match --colmap` into that database.
+Photographs are first reduced to 1,024 px. Every database is mapped by pycolmap. The ways to build a
+database are:
 
-The columns are the photographs registered in the largest model; its points, their mean track length
-and reprojection error; the mean error of camera centres (in cm if FILE is in metres, and in percent
-of the largest distance between two cameras) and of rotations (in degrees) after a similarity; the
-verified pairs, and how many of them are false, which means that fewer than half of their matches
-lie within 4 px of the true epipolar lines; and wall and processor seconds of extraction and
-matching.
+- `superglue`: the command `superglue-match --colmap`
+- `colmap`: COLMAP's SIFT and its exhaustive matcher
+- `held`: the same as `colmap`, limited to 1,024 features
+- `stored`: COLMAP's SIFT, matched by `superglue-match --colmap` into that database
+
+The columns are:
+
+- the photographs registered in the largest model
+- the points of this model, their mean track length and reprojection error
+- the mean error of camera centres after a similarity, in cm if FILE is in metres, and in percent
+  of the largest distance between two cameras
+- the mean error of rotations, in degrees
+- the verified pairs, and how many of them are false: fewer than half of the matches of a false
+  pair lie within 4 px of the true epipolar lines
+- wall and processor seconds of extraction and matching
 """
 
 from __future__ import annotations
@@ -179,8 +186,8 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
 def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
 
-    Returns the mean distance of the centres, in the units of `cameras`; the same in percent of the
-    largest distance between two true cameras; and the mean angle of rotations in degrees.
+    Returns the mean distance of the centres in the units of `cameras`, the same in percent of the
+    largest distance between two true cameras, and the mean angle of rotations in degrees.
     """
     poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
     centres = np.array([pose.inverse().translation for pose in poses.values()])

@@ -2,17 +2,22 @@
 
     python -m benchmarks.dev.verification coco/val coco/train
 
-A photograph of the first folder and one of the second make places of three kinds: both halves of
-the first photograph (`halves`); a court whose four walls have equal windows (`court`); and a long
-facade with equal windows (`facade`). Behind the windows, the walls show the second photograph,
-often so faintly that hardly anything but the windows is seen. Any two views of a place are a pair.
-They may show one half, wall or part of the facade, or two. A pair is right if most matches that
+A photograph of the first folder and one of the second make places of three kinds:
+
+- `halves`: both halves of the first photograph
+- `court`: a court whose four walls have equal windows
+- `facade`: a long facade with equal windows
+
+Behind the windows, the walls show the second photograph, often so faintly that hardly anything but
+the windows is seen. Any two views of a place are a pair. Both may show the same half, wall or part
+of the facade, or each may show another one. A pair is right if most matches that
 agree with its geometry are right, and wrong otherwise.
 
-Printed are the constants of the module, learned from nine places of each kind; and for each kind,
-how many right pairs are refused and how many wrong ones are accepted at several limits: first of
-these places, then of four others, which taught nothing. Pairs that the first look skips, and those
-without a geometry, are always refused. They teach nothing and are left out.
+The command prints the constants of the module, learned from nine places of each kind. For each
+kind, it prints how many right pairs are refused and how many wrong pairs are accepted at several
+limits. It counts first on these places, then on four others from which nothing was learned. Pairs
+that the first look skips, and pairs without a geometry, are always refused. They are left out when
+the weights are learned.
 
     python -m benchmarks.dev.verification --check /data/strecha /data/strecha/cameras_gt.txt
 
@@ -112,7 +117,7 @@ def court(rng: Random, photo: Gray, other: Gray) -> List[View]:
 
 
 def facade(rng: Random, photo: Gray, other: Gray) -> List[View]:
-    """Take views along a facade with equal windows, on which the other photograph is stretched."""
+    """Take views along a facade with equal windows. The other photograph is its background."""
     walls = hang_windows(rng, photo, [other], FACADE)
     frame = np.column_stack([[1, 0, 0], [0, 0, 1], [-FACADE[0] / 2, 0, -FACADE[1] / 2]])
     views = []
@@ -156,8 +161,9 @@ def look(
 ) -> View:
     """Take a view of walls.
 
-    frames: for each wall, the directions (3,) of its x and its y and the place of its first pixel,
-        as columns. A pixel of a wall is the unit of length, and the third axis points down.
+    frames: for each wall, a matrix (3, 3). Its columns are the direction of x, the direction of y,
+        and the place of the first pixel. A pixel of a wall is the unit of length, and the third
+        axis points down.
     eye, ahead: (3,), place and direction of the camera.
     """
     focal = LARGE[0] * rng.uniform(0.7, 1.2)

@@ -313,7 +313,7 @@ def draw_pictures(
 ) -> List[Tuple[str, str, np.ndarray]]:
     """Draw median, best and worst pairs. Return name, caption and pixels of each picture.
 
-    Of equal errors, more correct matches are better.
+    If errors are equal, the pair with more correct matches is better.
     """
     # matches, correct matches and the leading estimator's error, by matcher and pair
     lead = table.loc[table["metric"] == "error", "estimator"].iloc[0]

@@ -61,14 +61,16 @@ class KnownPair(NamedTuple):
     images: Optional[Tuple[np.ndarray, np.ndarray]] = None
 
 
-# The images of a scene, (H, W) uint8 gray, and its pairs: name, indices of both images, ground
-# truth
+# A scene has images, (H, W) uint8 gray, and pairs. A pair has a name, the indices of both images,
+# and the ground truth.
 Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, Pose]]]]
 
 
 class Source:
-    """Scenes, each with a name and a number of pairs. `unit` is the word for them, in the
-    plural."""
+    """Scenes, each with a name and a number of pairs.
+
+    `unit` is the plural noun with which tables name the scenes.
+    """
 
     scenes: Sequence[Tuple[str, int]]
     unit = "scenes"

@@ -29,8 +29,8 @@ from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
 CORRECT_PX = 3.0
 
 Row = Tuple[str, str, str, str, bool, str, float]
-# All matches of a network on a pair, whatever their scores: their scores, whether they are correct,
-# and whether they are found, (K,) each; and the number of true matches
+# All matches of a network on a pair, whatever their scores. Three arrays (K,) hold their scores,
+# whether they are correct and whether they are found. The number is the count of true matches.
 Scored = Tuple[np.ndarray, np.ndarray, np.ndarray, int]
 
 

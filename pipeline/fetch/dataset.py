@@ -366,11 +366,11 @@ def _composed(name: str) -> str:
 
 
 def _annotated(path: Path) -> List[str]:
-    """Return the image files that a COCO annotation file names, also one of another program.
+    """Return the image files that a COCO annotation file names. Files of other programs work too.
 
     Label Studio writes backslashes, `../` and addresses of its server. LVIS writes `coco_url` in
     place of `file_name`. Programs on Windows write a byte order mark. Raises RequestError if it is
-    no such file.
+    no COCO annotation file.
     """
     try:
         content = json.loads(path.read_bytes())  # UTF-8, UTF-16 or UTF-32
@@ -491,9 +491,10 @@ def split_names(
     contents: Mapping[str, str],
     held_out: Optional[Sequence[str]] = None,
 ) -> Splits:
-    """Split names into train, val and test. `held_out` has the last two, None: a part of `train`.
+    """Split names into train, val and test.
 
-    `contents` tells different images apart, by name; names that it lacks are different images.
+    `held_out` has the names for val and test. If it is None, a part of `train` is held out.
+    `contents` tells by name which images are equal. Each name that it lacks is an image of its own.
     """
 
     def different(names: Sequence[str]) -> int:

@@ -48,8 +48,8 @@ class Augmentation(NamedTuple):
     negatives: fraction of pairs from different images, which have no match.
     min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the limit.
         If 0, n is the limit.
-    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other images;
-        the factor is log-uniform in the range ZOOM.
+    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other images.
+        The factor is log-uniform in the range ZOOM.
     zoom_far: fraction of the zoomed pairs whose factor is in the range FAR_ZOOM instead.
     score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
     """

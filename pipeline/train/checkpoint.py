@@ -244,7 +244,7 @@ def find_start(
         writes: whether this rank writes the checkpoints in `args.out`.
 
     Returns:
-        The folder; the description of its best model if the training is finished, or None; and the
+        The folder, the description of its best model if the training is finished, or None, and the
         checkpoint to start from, or None.
     """
     # the folder: a restarted training has its new folder already, so `--fresh` must not make

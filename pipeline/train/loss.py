@@ -142,7 +142,8 @@ class Validation:
     ) -> None:
         """Prepare the pairs `samples` of `store`.
 
-        max_keypoints is the largest number of keypoints of a view; augmentation as in `load_batch`.
+        max_keypoints: the largest number of keypoints of a view.
+        augmentation: as in `load_batch`.
         """
         self.store = store
         self.samples = samples

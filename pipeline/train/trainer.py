@@ -110,8 +110,8 @@ def build(
         store: the training keypoints. If None, build the network for SIFT keypoints.
 
     Returns:
-        The objective; its parallel wrapper, which a step calls; the state to save; the match
-        threshold of `train.init_from`, or None; and lines to print.
+        The objective, its parallel wrapper, which a step calls, the state to save, the match
+        threshold of `train.init_from` or None, and lines to print.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
     # model: fresh, initial, or partly frozen weights
@@ -189,7 +189,7 @@ def train_step(
 
     Returns:
         This rank's sums by name (see MatchingObjective), with its number of `pairs`. Then the norm
-        of the gradient before clipping; if it is finite, the gradient was applied.
+        of the gradient before clipping. The gradient was applied if this norm is finite.
     """
     # The running statistics of `norm: batch`. A gradient that is not finite must not change them.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
@@ -386,8 +386,8 @@ class Training:
     def _loop(self) -> bool:
         """Train to the last step.
 
-        Returns True when the last step is done. Returns False when a signal stopped the training;
-        its checkpoint is then saved.
+        Returns True when the last step is done. Returns False, with a saved checkpoint, when a
+        signal stopped the training.
         """
         state = self.state
         train = self.train

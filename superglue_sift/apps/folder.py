@@ -87,9 +87,9 @@ def _prepare(
 ) -> Tuple[List[Item], Dict[str, str], Iterable[Pair], int]:
     """Extract all features, and choose the pairs.
 
-    Returns the readable photographs, the reasons by path of the others, the pairs, and the number
-    of pairs. Raises RequestError for a list that cannot be read, and for pairs by similarity
-    without SIFT.
+    Returns the photographs that can be read, the reason for each path that cannot be read, the
+    pairs, and the number of pairs. Raises RequestError for a list that cannot be read, and for
+    pairs by similarity without SIFT.
     """
     if args.pairs:
         listed = pairing.listed_pairs(args.pairs, pairing.root_of(args))
@@ -109,8 +109,8 @@ def _prepare(
 
 
 def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
-    """Extract missing features; return the readable photographs, and the reasons by path
-    of others.
+    """Extract missing features. Return the photographs that can be read, and, for each path that
+    cannot be read, the reason.
     """
 
     def reason(photo: Item) -> str:
@@ -193,9 +193,9 @@ def _write_pair(
 
 
 def _row(root: Path, item0: Item, item1: Item, found: MatchResult) -> Tuple[Any, ...]:
-    """Return the row of a pair of a scene in pairs.csv, PAIR_COLUMNS.
+    """Return the row of pairs.csv for one pair of a scene. Its columns are PAIR_COLUMNS.
 
-    It has the score of the pair, or the reason why the pair has none.
+    The row has the score of the pair, or the reason why the pair has no score.
     """
     score = f"{found.pair_score:.4f}"
     reason = "" if found.accepted else "not accepted"

@@ -137,9 +137,10 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
 
 
 def _names(line: str) -> List[str]:
-    """Return the names in a line, without numbers that follow two names.
+    """Return the names in a line. Numbers that follow the first two names are left out.
 
-    They stand between tabs if there are any. Otherwise they are words, with spaces if quoted.
+    If the line has tabs, they separate the names. Otherwise spaces do, and a name with spaces is
+    quoted.
     """
     between = "\t" if "\t" in line else " "
     try:

@@ -65,7 +65,7 @@ def make_app(matcher: Matcher) -> Any:
     lock = threading.Lock()  # only one match at a time, to save memory
 
     def steps(images: Sequence[bytes], threshold: float) -> Iterator[Dict[str, Any]]:
-        """Yield what is done next, and at the end the answer."""
+        """Yield each step before it begins, and finally the answer."""
         with lock:
             features = []
             for number, (data, name) in enumerate(zip(images, NAMES)):

@@ -182,11 +182,12 @@ def read_photo(path: FileName, frame: str) -> Photo:
 
 
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
-    """Read the mask of a photograph as stored; return (H, W) uint8, which is 0 where it is black.
+    """Read a mask, which has the size of the stored pixels of its photograph.
 
-    size: (width, height) of the photograph, after it was rotated by the EXIF orientation `turned`.
-        Raises RequestError for an unreadable mask, or one whose size is not that of the stored
-        pixels.
+    size: (width, height) of the photograph after it was rotated by the EXIF orientation `turned`.
+
+    Returns the rotated mask, (H, W) uint8. It is 0 where the mask is black, and 255 elsewhere.
+    Raises RequestError if the mask cannot be read or has another size than the stored pixels.
     """
     image = open_image(read(path), str(path))
     stored = turn_size(size, turned)
@@ -346,8 +347,8 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
 def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert a PIL image to pixels and a mask.
 
-    Returns pixels, (H, W) uint8 gray or (H, W, 3) uint8 BGR; and the mask, (H, W) uint8, which is 0
-    where the image is transparent or has no data. The mask is None if there is no such pixel.
+    Returns the pixels, (H, W) uint8 gray or (H, W, 3) uint8 BGR, and the mask, (H, W) uint8. The
+    mask is 0 where the image is transparent or has no data. It is None if there is no such pixel.
     """
     if image.mode[0] in "IF":
         return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))

@@ -47,8 +47,8 @@ def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarra
 
     Several rows may have the same neighbour. Without a second neighbour the score is 0.
 
-    Returns n matches, or none if m is 0; and (n,) bool, whether the row is the nearest of its
-    neighbour.
+    Returns n matches, or none if m is 0, and an array (n,) bool. It says whether the row is also
+    the nearest one of its neighbour.
     """
     if len(rows) == 0 or len(others) == 0:
         return Matches.none(), np.zeros(0, bool)
@@ -63,10 +63,14 @@ def compare(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Find the nearest of `others` (m, D) for each of `rows` (n, D), unit vectors, by one product.
 
-    Returns four arrays (n,): the index of the nearest, int64; the cosine of both; the second
-    largest cosine of the row; and the rival, the largest cosine of the nearest one with any other
-    row. The rival is infinite where another row is nearer to it. If several rows are equally near,
-    only the first has a finite rival.
+    Returns four arrays (n,):
+    - the index of the nearest neighbour, int64,
+    - the cosine of the row and this neighbour,
+    - the second largest cosine of the row,
+    - the rival, the largest cosine of this neighbour with any other row.
+
+    The rival is infinite where another row is nearer to the neighbour. If several rows are equally
+    near, only the first has a finite rival.
     """
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)

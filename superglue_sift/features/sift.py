@@ -90,7 +90,7 @@ def rank(records: np.ndarray) -> np.ndarray:
 def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
     """Keep the `max_keypoints` of (n,) keypoints with the highest `rank`, in this order.
 
-    Of keypoints at one position, only the one of highest score counts.
+    If several keypoints have one position, only the keypoint with the highest score is kept.
     """
     order, first = _by_position(records)
     distinct = records[order[first]]

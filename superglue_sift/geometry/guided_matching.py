@@ -30,8 +30,10 @@ def maps_around(
     known, points: positions in both images of the known matches, (m, 2), and of the k matches, (k,
         2).
 
-    Returns maps (k, 2, 2); the distance in px (k,) of each match from where its map says it is; and
-    the spread in px (k,) of its neighbours in image 1.
+    Returns three arrays:
+    - (k, 2, 2), the maps,
+    - (k,), the distance in px of each match from the place that its map predicts,
+    - (k,), the spread in px of its neighbours in image 1.
     """
     # (m, 2) -> (k, n, 2) neighbours -> (k, 2), their centres
     middle0, middle1 = (each[near].mean(1) for each in known)

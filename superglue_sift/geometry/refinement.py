@@ -193,7 +193,9 @@ class _Work:
     plain: (K,), the deviation without regard to added blur.
     blur: deviation of the blur that was added to one image, in samples of the finest level.
     steps: (K,) for each image, the distance of two samples in px.
-    correlation: (K,), of both patches. The last three are NaN where they are not known.
+    correlation: (K,), the correlation of both patches.
+
+    `deviation`, `plain` and `correlation` are NaN where they are not known.
     """
 
     def __init__(
@@ -402,8 +404,10 @@ class _View:
         return sampled[0, 0]
 
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
-        """Find the patches (K, n, 2), px of the image, that lie inside on level (K,); return (K,)
-        bool.
+        """Test whether each patch lies inside the image on its level. Return (K,) bool.
+
+        points: (K, n, 2), the samples of each patch, in px of the image.
+        level: (K,), the level of each patch.
         """
         width = round(points.shape[1] ** 0.5)
         points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # four corners
@@ -494,8 +498,10 @@ class Template:
 def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
     """Return where the samples of a patch lie, and their weights.
 
-    Returns offsets ((SIDE + 2)^2, 2) of samples with a margin of one; offsets (SIDE^2, 2) without
-    it; and weights (SIDE^2,) of the latter, with sum 1.
+    Returns three arrays:
+    - ((SIDE + 2)^2, 2), the offsets of the samples with a margin of one sample,
+    - (SIDE^2, 2), the offsets without the margin,
+    - (SIDE^2,), the weights of the samples without the margin. Their sum is 1.
     """
     # Samples are one unit apart, around the keypoint in the middle.
     line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)

@@ -379,7 +379,8 @@ def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (2 N, 8) of mapped points (N, 2) by the first eight entries of H."""
     mapped = transform(points, H)
     depth = points @ H[2, :2] + H[2, 2]
-    # By the entries of a row, (x, y, 1) / depth; by those of the last row, times -mapped point
+    # The derivative is (x, y, 1) / depth for the first two rows. For the last row, this is
+    # multiplied by the negative mapped point.
     linear = to_homogeneous(points) / depth[:, None]
     derivatives = np.zeros((len(points), 2, 8))
     derivatives[:, 0, :3] = derivatives[:, 1, 3:6] = linear
@@ -437,7 +438,7 @@ def to_homogeneous(points: np.ndarray) -> np.ndarray:
 
 
 class Pose(NamedTuple):
-    """The pose of camera 1 relative to camera 0: x1 = R x0 + s t. The scale s is not known.
+    """Pose of camera 1 relative to camera 0: x1 = R x0 + s t. The scale s is not known.
 
     R: (3, 3) rotation, or None.
     t: (3,) of length 1, or None.

@@ -117,8 +117,8 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
 
     resize: longer side in pixels to which the photographs were reduced.
 
-    Returns the number of ratio matches that agree with one fundamental matrix; and, for each
-    photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
+    Returns the number of ratio matches that agree with one fundamental matrix. Also returns, for
+    each photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
     # Match the first keypoints by the ratio test.
     orders = [np.argsort(-rank(view.records), kind="stable") for view in pair]

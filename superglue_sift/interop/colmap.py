@@ -254,8 +254,8 @@ class StoredFeatures:
     def _read_image(self, name: str) -> Tuple[Features, np.ndarray, np.ndarray]:
         """Read the features of an image.
 
-        Returns the features; their rows in the database; and the positions (n, 2) float64 of all
-        rows, in COLMAP's coordinates.
+        Returns the features, their rows in the database, and the positions of all rows. Positions
+        are (n, 2) float64 in COLMAP's coordinates.
         """
         image = self._images[name]
         camera = self._database.read_camera(image.camera_id)

@@ -47,9 +47,12 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     """Convert SIFT features of one image to the input of LightGlue and glue-factory, a batch of
     one, float32.
 
-    keypoints (1, N, 2) pixels; descriptors (1, N, 128) RootSIFT; keypoint_scores, scales (pixels)
-    and oris (radians) (1, N); image_size (1, 2) width, height. Raises RequestError for other
-    features than SIFT.
+    keypoints: (1, N, 2) pixels.
+    descriptors: (1, N, 128) RootSIFT.
+    keypoint_scores, scales, oris: (1, N). Scales are in pixels, and oris in radians.
+    image_size: (1, 2), width and height.
+
+    Raises RequestError for other features than SIFT.
     """
     records = features.records
     if kind_of(records.dtype)[0] != "sift":
@@ -94,8 +97,9 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
 def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
     """Convert to the output of LightGlue for a batch of one.
 
-    matches0 (1, M), matches1 (1, N) int64, -1 without a match; matching_scores0, matching_scores1
-    float32, 0 without; matches [(K, 2)] and scores [(K,)], a list.
+    matches0, matches1: (1, M) and (1, N) int64. An entry is -1 if the keypoint has no match.
+    matching_scores0, matching_scores1: (1, M) and (1, N) float32. An entry is 0 without a match.
+    matches, scores: lists of one array, (K, 2) and (K,).
     """
     output: Dict[str, Any] = {
         "matches": [torch.from_numpy(result.matches)],

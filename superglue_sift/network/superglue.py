@@ -174,7 +174,7 @@ class SuperGlue(nn.Module):
                 float16. For inference, `weights.fuse_for_inference` casts their weights once.
 
         Returns:
-            log P (B, M + 1, N + 1) of each batch; and (pairs,) bool, whether each pair is finite.
+            log P (B, M + 1, N + 1) of each batch, and (pairs,) bool, whether each pair is finite.
         """
         # A keypoint with two orientations keeps one of them.
         keypoints = join_keypoints([choose_orientations(batch) for batch in batches])
@@ -336,10 +336,13 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         images: the images of the keypoints.
 
     Returns:
-        (T, 8): the distance of the descriptors; its ratio to the distance of the second nearest
-        neighbour (1 if there is none); whether both are mutual nearest neighbours; the position of
-        the neighbour (2 numbers); the log ratio of the scales; cos and sin of the angle between the
-        orientations. All are zero if the other image is empty.
+        (T, 8). All are zero if the other image is empty. The columns are:
+        - the distance of the descriptors,
+        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
+        - whether both are mutual nearest neighbours,
+        - the position of the neighbour (2 columns),
+        - the log ratio of the scales,
+        - cos and sin of the angle between the orientations.
     """
     units = images.split(descriptors)
     places = images.split(geometry)

@@ -160,9 +160,9 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
     """Return a faster copy of `model` for matching. In float32 its results are equal up to
     rounding.
 
-    Maps that follow each other without a nonlinearity are multiplied: the merge of the heads and
-    the first map of the MLP; and a BatchNorm and the map before it. The layers' weights are cast
-    once to `precision`: float32, bfloat16 or float16.
+    Maps that follow each other without a nonlinearity are multiplied. This fuses the merge of the
+    heads with the first map of the MLP, and each BatchNorm with the map before it. The layers'
+    weights are cast once to `precision`: float32, bfloat16 or float16.
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
     fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
