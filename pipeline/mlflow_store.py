@@ -53,7 +53,7 @@ _OPTION = re.compile(r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig)[\w.-]*
 def redact(value: Any) -> Any:
     """Return a text without logins in addresses and without the secrets of the environment.
 
-    A JSON value is returned with all its texts treated so.
+    In a JSON value, every text is treated like this.
     """
     if isinstance(value, dict):
         return {key: redact(inner) for key, inner in value.items()}
@@ -83,8 +83,10 @@ def say(text: str) -> None:
 
 
 def database(uri: str) -> Optional[Path]:
-    """Return the file of a SQLite address, which is relative to the user's clone. None for a
-    server."""
+    """Return the file of a SQLite address, which is relative to the user's clone.
+
+    Return None for the address of a server.
+    """
     scheme, _, path = uri.partition(":///")
     return provenance.main_root() / path if scheme == "sqlite" and path else None
 

@@ -241,7 +241,7 @@ class Container:
     names: List[str]  # names of the images, sorted, relative to it
     # What source.json says about it, such as the SHA-256 of an archive
     facts: Dict[str, Any] = field(default_factory=dict)
-    # members of a zip by name; None for a folder
+    # The members of a zip by name. It is None for a folder.
     members: Optional[Dict[str, zipfile.ZipInfo]] = None
 
     _read: Dict[str, Entry] = field(default_factory=dict)  # entries that were read so far, by name

@@ -19,9 +19,9 @@ by chance, or because windows repeat. A logistic regression weighs them (`probab
   repeat, the matches that are left fit another geometry nearly as well. A match counts if it is
   also where its neighbours say, in both images. So wrong matches that merely lie near their
   epipolar lines do not count.
-- support: the part of the ratio test's matches around those that agree that agree, too. It does not
-  depend on the network, which is as confident of an equal window as of the right one. The ratio
-  test finds little there, and what it finds by chance disagrees with its neighbours.
+- support: among the ratio test's matches around the agreeing matches, the part that agrees, too.
+  It does not depend on the network, which is as confident of an equal window as of the right one.
+  The ratio test finds little there, and what it finds by chance disagrees with its neighbours.
 
 The matches of a photograph and its mirror image fit one fundamental matrix, too. But the maps
 around them reverse orientation, and such a pair is never one place.

@@ -10,7 +10,7 @@ In a program that uses hloc, `register()` adds the matcher `superglue_sift` to
     match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}},
     pairs, ...)
 
-hloc reads pixels as COLMAP does, as stored: of photographs with EXIF data take
+hloc reads pixels as they are stored, as COLMAP does. For photographs with EXIF data, use
 `Matcher.load(frame="stored")`. With `"scene": True` in the model's settings, pairs are matched as
 by `superglue-match --colmap`.
 """
