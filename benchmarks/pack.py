@@ -44,7 +44,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     photos = [path for folder in args.folders for path in list_photos(folder)]
     if len({path.stem for path in photos}) < len(photos) or not photos:
         raise RequestError(f"{args.folders[0]}: no photographs, or two of one name")
-    # the first quality with which a sample fits; the rest may be a little larger
+    # Take the first quality with which a sample fits. The rest may be a little larger.
     some = photos[:: max(len(photos) // SAMPLE, 1)]
     room = args.mib * 2**20 / len(photos) / 1.03
     sizes = ((each, np.mean([len(encode(path, each)) for path in some])) for each in QUALITIES)

@@ -234,7 +234,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
     """
     if not several():
         return work(rows)
-    # every rank gets `count` rows, K / ranks rounded up; the last rows may be padding
+    # Every rank gets `count` rows, K / ranks rounded up. The last rows may be padding.
     count = -(-len(rows) // dist.get_world_size())
     part = rows[dist.get_rank() * count :][:count]
     done = rows.new_zeros((count, *rows.shape[1:]))
@@ -260,7 +260,7 @@ def writes(folder: Path, context: Context) -> bool:
     node that has a folder of its own under this name. Raises OSError if rank 0 cannot write there.
     """
     name = broadcast(uuid.uuid4().hex)  # a new name, which no file system has cached as missing
-    # each rank leaves a mark; whoever sees the mark of a lower rank shares its folder
+    # Each rank leaves a mark. A rank that sees the mark of a lower rank shares its folder.
     marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)

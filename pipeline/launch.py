@@ -127,7 +127,7 @@ def run_torchrun(words: List[str]) -> Tuple[int, int]:
     try:
         run.run(run.parse_args(words))
     except ChildFailedError as error:
-        # failures are in the order in which they were seen; torchrun ended the later ranks itself
+        # Failures are in the order in which they were seen. Torchrun ended the later ranks itself.
         rank, failure = next(iter(error.failures.items()))
         return rank, failure.exitcode
     except RendezvousError as error:

@@ -251,7 +251,7 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
         return float("inf")
     R, t = estimated
     true_t = truth.T_0to1[:3, 3]
-    # cosines of both angles; the sign of t cannot be observed
+    # Compute the cosines of both angles. The sign of t cannot be observed.
     rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
     direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0

@@ -160,7 +160,7 @@ class HeldOutPairs(Source):
         """Return the view in colour: the brightness of `gray`, the colours of the photograph."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
-        # the same draw gives the same homography; light and noise are taken from `gray`
+        # The same draw gives the same homography. Light and noise are taken from `gray`.
         H, _ = self.sample(image_size(photograph), entry.name, image)
         view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
@@ -261,7 +261,7 @@ class ZoomedPairs(HeldOutPairs):
 def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
-    # half the size of the part; what remains of the view is the room for its centre
+    # This is half the size of the part. The centre moves in the rest of the view.
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
     H = np.diag([zoom, zoom, 1.0])
     H[:2, 2] = middle - H[:2, :2] @ centre

@@ -114,7 +114,8 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
             raise both
         held_out = dataset.divide(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
-    # the chosen images of a remote archive are copied into a zip; one archive may hold all splits
+    # The chosen images of a remote archive are copied into a zip. One archive may hold all
+    # splits.
     held = {}
     for key, source in sources.items():
         if isinstance(source, Remote):

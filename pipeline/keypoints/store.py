@@ -164,7 +164,7 @@ class Store:
         self.scale_angle: bool = about.get("scale_angle", True)
         self.min_scale = MIN_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
         self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
-        # every shard must exist and have its size; some of them, or all, are hashed
+        # Every shard must exist and have its size. Some of the shards, or all, are hashed.
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(about["shards"]):
             check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)

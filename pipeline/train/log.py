@@ -66,7 +66,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     # report. They are readable on a light and on a dark page.
     parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
     ink: Dict[Any, Any] = dict.fromkeys(parts, GRAY)
-    # above the losses, below F1; the same steps in both
+    # The losses are above and F1 is below, over the same steps.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}):
         figure = Figure(figsize=(7, 4.5), layout=None)
         losses, scores = figure.subplots(2, 1, sharex=True)
@@ -191,7 +191,7 @@ class TrainingLogger:
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
         self.timed_steps += 1
-        # the line of progress; the baseline comes last, because a terminal cuts the end
+        # The baseline comes last in the line of progress, because a terminal cuts the end.
         loss = self.sums["loss"] / max(self.sums["pairs"], 1.0)
         self.bar.show(f"loss {loss:.2f}, {self._validation}{self._baseline}")
         self.bar.update(1)

@@ -283,7 +283,7 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
     for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
-        # m and n are the numbers of real keypoints of this pair; the rest is padding
+        # m and n are the numbers of real keypoints of this pair. The rest is padding.
         found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
         dense = found.only(mutual).to_dense(m)
         matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)

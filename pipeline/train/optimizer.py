@@ -199,7 +199,7 @@ class Muon(torch.optim.Optimizer):
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
             nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.width))
-        # (K, width, width): squares of all shapes together; each rank orthogonalises a part of them
+        # (K, width, width): the squares of all shapes together. Each rank orthogonalises a part.
         steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
         sizes = [len(squares) for squares in directions]
         for alike, squares in zip(by_shape.values(), steps.split(sizes)):

@@ -244,7 +244,7 @@ def compute_gradient(
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
-    # one tensor, so that the host reads the GPU once; (V, B) with all micro-batches
+    # Join all micro-batches to one tensor (V, B), so that the host reads the GPU once.
     joined = torch.cat([value for each in values.values() for value in each]).view(len(values), -1)
     return list(values), torch.cat([norm.reshape(1), joined.sum(1)]).double()
 
@@ -500,8 +500,7 @@ class Training:
 
     def _save(self) -> None:
         """Write a checkpoint. All ranks call this together."""
-        # the sums of the next point of the curves, over all ranks; then one rank in each folder
-        # writes
+        # Sum the next point of the curves over all ranks. Then one rank in each folder writes.
         window = distributed.sum_over_ranks(self.logger.sums)
         if self.writes:
             info = {
