@@ -149,8 +149,8 @@ class Matcher:
             compile: compile the layers by torch 2, once for each of a few sizes of images.
             extractor: `module:function` of a model that was not trained on SIFT, which lets this
                 code run. Without it, such a model matches `Features` only.
-            scene: follow `verification.Rules`. Positions are then not refined, unless you set
-                `refine` of the matcher.
+            scene: follow `verification.Rules`. Positions are then refined only if `match` is asked
+                for it.
             accept, likely: settings of `verification.Rules`.
         """
         # Check the settings before the model is loaded.
@@ -260,13 +260,22 @@ class Matcher:
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(features_of, images))
 
-    def match(self, image0: Union[Image, Features], image1: Union[Image, Features]) -> MatchResult:
+    def match(
+        self,
+        image0: Union[Image, Features],
+        image1: Union[Image, Features],
+        *,
+        refine: Optional[bool] = None,
+    ) -> MatchResult:
         """Match two images, each a file, its pixels or its features from `extract`.
+
+        refine: whether to refine positions by the pixels. If None, do what the matcher was loaded
+            with.
 
         An image without keypoints has no matches. Features without pixels (`Features.of`) have no
         refined positions. Raises RequestError for an image that cannot be read.
         """
-        (result,) = self.match_batch([(image0, image1)])
+        (result,) = self.match_batch([(image0, image1)], refine=refine)
         return result
 
     def match_many(
@@ -275,35 +284,42 @@ class Matcher:
         others: Iterable[Union[Image, Features]],
         batch_size: int = 8,
         *,
+        refine: Optional[bool] = None,
         accepted_only: bool = False,
     ) -> Iterator[MatchResult]:
         """Match one image, whose features are computed once, with each of the others in order.
 
+        refine: as for `match`.
         accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
-        results = self.match_batch(((features, other) for other in others), batch_size)
+        pairs = ((features, other) for other in others)
+        results = self.match_batch(pairs, batch_size, refine=refine)
         return (result for result in results if result.accepted or not accepted_only)
 
     def match_batch(
         self,
         pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
         batch_size: int = 8,
+        *,
+        refine: Optional[bool] = None,
     ) -> Iterator[MatchResult]:
         """Match each pair, in order. `batch_size` pairs are read and matched at a time.
 
+        refine: as for `match`.
         Batches are faster on a GPU. Their scores differ from those of single pairs by rounding.
         Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
+        refine = self.refine if refine is None else refine
         for group in _groups(pairs, batch_size):
             features = self.extract_all(itertools.chain.from_iterable(group))
             # The images of pair i are entries 2 i and 2 i + 1.
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
-                yield from self._match(batch)
+                yield from self._match(batch, refine)
             else:  # side by side, each pair is a batch of its own
-                yield from self._map(lambda pair: self._match([pair])[0], batch)
+                yield from self._map(lambda pair: self._match([pair], refine)[0], batch)
 
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
@@ -337,7 +353,7 @@ class Matcher:
             self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
-    def _match(self, batch: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+    def _match(self, batch: Sequence[Tuple[Features, Features]], refine: bool) -> List[MatchResult]:
         """Match a batch of pairs. The network takes them all at once."""
         self._check_process()
         for pair in batch:
@@ -352,7 +368,7 @@ class Matcher:
                 # Add matches of keypoints that the network did not get, then drop doubtful ones.
                 found = add_guided_matches(found, mutual, selected, points, self.threshold)
                 results.append(MatchResult.of(*features, found).above(self.threshold))
-        if self.refine:
+        if refine:
             results = [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
         return results
 

@@ -48,6 +48,17 @@ def test_matches_of_pixels_are_pairs_of_keypoints_that_correspond(matcher, photo
     assert (error < 3).mean() > 0.8
 
 
+def test_each_call_may_ask_for_refined_positions_or_not(matcher, photo, turned):
+    images = matcher.extract(photo), matcher.extract(turned)
+    for asked in (True, False):
+        found = [
+            matcher.match(*images, refine=asked),
+            *matcher.match_many(images[0], [images[1]], refine=asked),
+            *matcher.match_batch([images], refine=asked),
+        ]
+        assert [one.deviations is not None for one in found] == [asked] * 3
+
+
 def test_files_pixels_and_features_give_the_same_matches(
     matcher, photo, turned, tmp_path, monkeypatch
 ):
