@@ -3,9 +3,8 @@
 The DALI loader follows DALI's guides for training: one pipeline with an external source, decode,
 resize, crop and mirror, and PyTorch's iterator with a partial last batch. The stage `keypoints`
 makes other views (`pipeline.keypoints.views`). This loader shows that geometry can be kept. The
-resize,
-crop and mirror of a view are one 3x3 matrix, and the homography of a pair follows from the matrices
-of both views.
+resize, crop and mirror of a view are one 3x3 matrix, and the homography of a pair follows from the
+matrices of both views.
 """
 
 from __future__ import annotations
