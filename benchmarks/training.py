@@ -26,7 +26,7 @@ from pipeline.train import trainer
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision
 from superglue_sift.environment import usable_cores
-from superglue_sift.network.batch import ON_HOST, PairBatch
+from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import no_compiler
 
@@ -154,10 +154,9 @@ class _FromTensors(nn.Module):
         super().__init__()
         self.objective = objective
 
-    def forward(self, *tensors: Tensor, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
-        batch = PairBatch(*tensors)
-        counts = {name: getattr(batch, name).cpu() for name in ON_HOST}
-        return self.objective(dataclasses.replace(batch, **counts), wait)
+    def forward(self, *values: Any, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
+        batch = PairBatch(*values)
+        return self.objective(dataclasses.replace(batch, counts=batch.counts.cpu()), wait)
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ class OnnxSuperGlue(nn.Module):
             size = named["image_size" + view].unsqueeze(1).expand(-1, keypoints.shape[1], -1)
             masks.append(pad(torch.ones_like(named["scores" + view], dtype=torch.bool), (0, 1)))
             views.append((keypoints, descriptors, size))
-        images = Images(masks, padded=[True, True], empty=[True, True])
+        images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
         keypoints, data, size = map(images.join, zip(*views))
         descriptors = self.model.describe(keypoints, data, size, images)

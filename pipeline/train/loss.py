@@ -282,7 +282,7 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, device=batch.device)
-    for i, (m, n) in enumerate(zip(batch.counts0.tolist(), batch.counts1.tolist())):
+    for i, (m, n) in enumerate(batch.counts.tolist()):
         # m and n are the numbers of real keypoints of this pair. The rest is padding.
         found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
         dense = found.only(mutual).to_dense(m)

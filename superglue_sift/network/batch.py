@@ -32,7 +32,6 @@ from superglue_sift.geometry.two_view import Size
 from superglue_sift.torch_compat import floats_of_bytes, sqrt
 
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
-ON_HOST = ("counts0", "counts1")  # these fields always stay in host memory
 MAX_PADDING = 1 / 32  # maximum padding of a size class on a CPU, per keypoint
 MAX_BYTES = 256 << 20  # maximum memory for the cosines of descriptors
 ONE = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
@@ -56,39 +55,31 @@ class PairBatch:
     """B pairs of views. The keypoints of a view come first, then padding.
 
     Attributes:
-        records0, records1: (B, M, R), (B, N, R) uint8, the bytes of the keypoints. M and N are at
-            least 1. Padding is zero.
-        counts0, counts1: (B,) int64 numbers of keypoints, always on the host, since they decide
-            shapes. Reading them from a GPU would make the host wait.
-        image_size0, image_size1: (B, 2) float32, width and height in px.
+        records: (B, M, R) and (B, N, R) uint8, the bytes of the keypoints of both views. M and N
+            are at least 1. Padding is zero.
+        counts: (B, 2) int64 numbers of keypoints, always on the host, since they decide shapes.
+            Reading them from a GPU would make the host wait.
+        image_sizes: (B, 2, 2) float32, width and height in px of both views.
         H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1. None if it is not known.
         cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the
             photograph that both show. Other photographs may lie outside the square. If None, each
             view shows one photograph only.
     """
 
-    records0: Tensor
-    records1: Tensor
-    counts0: Tensor
-    counts1: Tensor
-    image_size0: Tensor
-    image_size1: Tensor
+    records: Tuple[Tensor, Tensor]
+    counts: Tensor
+    image_sizes: Tensor
     H_0to1: Optional[Tensor] = None
     cells: Optional[Tensor] = None
 
     def __len__(self) -> int:
         """Return the number of pairs, B."""
-        return self.counts0.shape[0]
+        return len(self.counts)
 
     @property
     def device(self) -> torch.device:
         """Return the device of the keypoints."""
-        return self.records0.device
-
-    @property
-    def width(self) -> int:
-        """Return the larger of M and N."""
-        return max(self.records0.shape[1], self.records1.shape[1])
+        return self.image_sizes.device
 
     def to(self, device, non_blocking: bool = True) -> PairBatch:
         """Copy the batch to `device`. The counts stay on the host."""
@@ -102,15 +93,13 @@ class PairBatch:
         """Return a batch of the given pairs, in this order, padded to their longest images."""
         chosen = torch.tensor(pairs, dtype=torch.int64)
         there = to_device_async(chosen, self.device)
+        counts = self.counts[chosen]
         batch = self._with(lambda t: t.index_select(0, there))
-        counts = self.counts0[chosen], self.counts1[chosen]
         # (b, M, R) -> (b, m, R), where m is the longest of these images, at least 1
-        records = [
-            batch.records(view)[:, : max([*count.tolist(), 1])] for view, count in enumerate(counts)
-        ]
-        return dataclasses.replace(
-            batch, records0=records[0], records1=records[1], counts0=counts[0], counts1=counts[1]
+        records0, records1 = (
+            view[:, : max([*count, 1])] for view, count in zip(batch.records, counts.T.tolist())
         )
+        return dataclasses.replace(batch, records=(records0, records1), counts=counts)
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs of similar size.
@@ -123,51 +112,42 @@ class PairBatch:
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
         # Each class becomes a batch of its own, which is padded less than all pairs together.
-        classes = similar_sizes(self.counts0.tolist(), self.counts1.tolist(), MAX_PADDING)
+        classes = similar_sizes(self.counts.tolist(), MAX_PADDING)
         order = [pair for pairs in classes for pair in pairs]
         return order, [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
         """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others."""
-        changes = {}
-        for name, value in vars(self).items():
-            if value is None:
-                continue
-            if name.startswith("records"):
-                value = pad(value, (0, 0, 0, keypoints - value.shape[1]))
-            # The sizes of images without keypoints are 1, since positions are divided by them.
-            fill = 1.0 if name.startswith("image_size") else 0.0
-            last = (0, 0) * (value.dim() - 1)
-            changes[name] = pad(value, (*last, 0, pairs - len(self)), value=fill)
-        return dataclasses.replace(self, **changes)
+        missing = pairs - len(self)
+
+        def pad_pairs(t: Tensor, value: float = 0.0) -> Tensor:
+            return pad(t, (*(0, 0) * (t.dim() - 1), 0, missing), value=value)
+
+        records0, records1 = (pad(t, (0, 0, 0, keypoints - t.shape[1])) for t in self.records)
+        # The sizes of images without keypoints are 1, since positions are divided by them.
+        sizes = pad_pairs(self.image_sizes, 1.0)
+        wider = dataclasses.replace(self, records=(records0, records1))._with(pad_pairs)
+        return dataclasses.replace(wider, counts=pad_pairs(self.counts), image_sizes=sizes)
 
     def mask(self, view: int) -> Tensor:
         """Return (B, M) or (B, N) bool on the device, True for keypoints and False for padding."""
-        counts = (self.counts0, self.counts1)[view]
-        width = self.records(view).shape[1]
         # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding.
-        return to_device_async(torch.arange(width) < counts[:, None], self.device)
-
-    def records(self, view: int) -> Tensor:
-        """Return `records0` or `records1`."""
-        return self.records1 if view else self.records0
+        places = torch.arange(self.records[view].shape[1])
+        return to_device_async(places < self.counts[:, view, None], self.device)
 
     def keypoints(self, view: int) -> Tensor:
         """Return positions (B, M, 2) or (B, N, 2) float32, px."""
-        return floats_of_bytes(self.records(view)[..., :DESCRIPTOR_AT])[..., :2]
+        return floats_of_bytes(self.records[view][..., :DESCRIPTOR_AT])[..., :2]
 
     def descriptors(self, view: int) -> Tensor:
         """Return the bytes of the descriptors, (B, M, R - 20) or (B, N, R - 20) uint8."""
-        return self.records(view)[..., DESCRIPTOR_AT:]
+        return self.records[view][..., DESCRIPTOR_AT:]
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to all tensors except the counts."""
-        changes = {
-            name: function(value)
-            for name, value in vars(self).items()
-            if value is not None and name not in ON_HOST
-        }
-        return dataclasses.replace(self, **changes)
+        records0, records1 = map(function, self.records)
+        known = [t if t is None else function(t) for t in (self.H_0to1, self.cells)]
+        return PairBatch((records0, records1), self.counts, function(self.image_sizes), *known)
 
 
 def to_device_async(values: Tensor, device: torch.device) -> Tensor:
@@ -181,28 +161,23 @@ def size_class(keypoints: int) -> int:
     return max(128, -(-keypoints // unit) * unit)
 
 
-def similar_sizes(
-    counts0: Sequence[int], counts1: Sequence[int], padding: float
-) -> List[List[int]]:
+def similar_sizes(counts: Sequence[Tuple[int, int]], padding: float) -> List[List[int]]:
     """Return the indices of the pairs of each size class, from the largest pair to the smallest.
 
+    counts: the numbers of keypoints (M, N) of each pair.
     padding: maximum number of padded rows of a class per keypoint. A class has at least one pair.
     """
     classes: List[List[int]] = []
-    width0 = width1 = keypoints = 0
     # Neighbours in this order have similar sizes.
-    for i in sorted(range(len(counts0)), key=lambda i: -(counts0[i] + counts1[i])):
-        m = counts0[i]
-        n = counts1[i]
-        padded = (max(width0, m) + max(width1, n)) * (len(classes[-1]) + 1) if classes else 0
+    for i in sorted(range(len(counts)), key=lambda i: -sum(counts[i])):
+        together = [*classes[-1], i] if classes else [i]
+        sides = list(zip(*(counts[j] for j in together)))
+        rows = len(together) * sum(max(side) for side in sides)
         # Begin a new class if this pair would need too much padding in the present one.
-        if not classes or padded > (1 + padding) * (keypoints + m + n):
-            classes.append([])
-            width0 = width1 = keypoints = 0
-        classes[-1].append(i)
-        width0 = max(width0, m)
-        width1 = max(width1, n)
-        keypoints += m + n
+        if not classes or rows > (1 + padding) * sum(sum(side) for side in sides):
+            classes.append([i])
+        else:
+            classes[-1] = together
     return classes
 
 
@@ -214,38 +189,26 @@ class Images:
     each of these groups of B images with N keypoints:
 
     masks: (B, N) bool, True for keypoints.
-    visible: (B, 1, 1, N) bool, the keypoints to which others attend. None if they attend to all.
-    occupied: (B, 1, 1, 1) bool, whether there is any keypoint. None if every image has keypoints.
-    valid: (T,) bool, True for keypoints. None if there is no padding.
+    visible: (B, 1, 1, N) bool, the keypoints to which others attend. None without padding.
+    occupied: (B, 1, 1, 1) bool, whether there is any keypoint. None without padding.
+    valid: (T,) bool, True for keypoints. None without any padding.
     """
 
-    def __init__(
-        self, masks: Sequence[Tensor], padded: Sequence[bool], empty: Sequence[bool]
-    ) -> None:
+    def __init__(self, masks: Sequence[Tensor], padded: Sequence[bool]) -> None:
         """Create the masks of attention from the masks of keypoints, (B, N) each.
 
         padded: whether some image of a group has padding.
-        empty: whether some image of a group has no keypoints.
         """
         self.masks = list(masks)
         self.visible: List[Optional[Tensor]] = []
         self.occupied: List[Optional[Tensor]] = []
-        for mask, has_padding, has_empty in zip(masks, padded, empty):
-            some = mask.any(1, keepdim=True) if has_empty else None
+        for mask, has_padding in zip(masks, padded):
+            occupied = mask.any(1, keepdim=True)
             # An image without keypoints shows its padding, because a softmax over nothing is nan.
-            visible = mask if some is None else mask | ~some
+            visible = mask | ~occupied
             self.visible.append(visible[:, None, None] if has_padding else None)
-            self.occupied.append(None if some is None else some[:, :, None, None])
+            self.occupied.append(occupied[:, :, None, None] if has_padding else None)
         self.valid = torch.cat([mask.flatten() for mask in masks]) if any(padded) else None
-
-    @classmethod
-    def of(cls, batches: Sequence[PairBatch]) -> Images:
-        """Return the images of these batches."""
-        masks = [batch.mask(view) for batch in batches for view in (0, 1)]
-        # Counts are on the host, so that nothing here waits for the device.
-        counts = [count for batch in batches for count in (batch.counts0, batch.counts1)]
-        padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
-        return cls(masks, padded, [bool((count == 0).any()) for count in counts])
 
     def split(self, tokens: Tensor) -> List[Tensor]:
         """Split (T, ...) into (B, N, ...) for images 0 and for images 1 of each batch."""
@@ -267,33 +230,18 @@ def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[Tensor, Tensor, Tensor
         Width and height in px of the image of each keypoint, (T, 2) float32.
         The images that the keypoints belong to.
     """
-    images = Images.of(batches)
-    records = images.join([batch.records(view) for batch in batches for view in (0, 1)])  # (T, R)
+    masks = [batch.mask(view) for batch in batches for view in (0, 1)]
+    # Counts are on the host, so that nothing here waits for the device.
+    counts = [count for batch in batches for count in batch.counts.T]
+    padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
+    images = Images(masks, padded)
+    records = images.join([view for batch in batches for view in batch.records])  # (T, R)
     # (B, 2) -> (T, 2): each keypoint gets the size of its image.
-    sizes = [size for batch in batches for size in (batch.image_size0, batch.image_size1)]
+    sizes = [size for batch in batches for size in batch.image_sizes.unbind(1)]
     size = images.join(
         [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
     )
     return floats_of_bytes(records[:, :DESCRIPTOR_AT]), records[:, DESCRIPTOR_AT:], size, images
-
-
-def _pack(records: Sequence[np.ndarray], dtype: np.dtype) -> Tuple[Tensor, Tensor]:
-    """Copy the keypoints of all views to one padded buffer (B, N, R) uint8.
-
-    Returns the buffer, and the numbers of keypoints (B,) int64. Raises TypeError for keypoints of
-    another dtype than `dtype`.
-    """
-    counts = [len(r) for r in records]
-    # There is at least one column, so that empty views need no special case.
-    buffer = torch.zeros((len(records), max([*counts, 1]), dtype.itemsize), dtype=torch.uint8)
-    for row, r in zip(buffer.numpy(), records):
-        if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
-            raise TypeError(
-                f"records of dtype {r.dtype}: must be {dtype}, like others of the batch"
-            )
-        size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
-        row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
-    return buffer, torch.tensor(counts, dtype=torch.int64)
 
 
 def from_pairs(
@@ -312,14 +260,34 @@ def from_pairs(
     if dtype is None:
         dtypes = [records.dtype for pair in pairs for records in pair[:2]]
         dtype = ORIENTED if not dtypes or ORIENTED in dtypes else dtypes[0]
-    records0, counts0 = _pack([p.records0 for p in pairs], dtype)
-    records1, counts1 = _pack([p.records1 for p in pairs], dtype)
-    sizes = [
-        torch.tensor(size, dtype=torch.float32).reshape(-1, 2)
-        for size in ([p.size0 for p in pairs], [p.size1 for p in pairs])
-    ]
+    records0, records1 = (_pack([pair[view] for pair in pairs], dtype) for view in (0, 1))
+    counts = [(len(pair.records0), len(pair.records1)) for pair in pairs]
+    sizes = [(pair.size0, pair.size1) for pair in pairs]
     known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]
-    return PairBatch(records0, records1, counts0, counts1, *sizes, *known)
+    return PairBatch(
+        (records0, records1),
+        torch.tensor(counts, dtype=torch.int64).reshape(-1, 2),
+        torch.tensor(sizes, dtype=torch.float32).reshape(-1, 2, 2),
+        *known,
+    )
+
+
+def _pack(views: Sequence[np.ndarray], dtype: np.dtype) -> Tensor:
+    """Copy the keypoints (n,) of each view to one padded buffer (B, N, R) uint8.
+
+    Raises TypeError for keypoints of another dtype than `dtype`.
+    """
+    # There is at least one column, so that empty views need no special case.
+    width = max([*map(len, views), 1])
+    buffer = torch.zeros((len(views), width, dtype.itemsize), dtype=torch.uint8)
+    for row, r in zip(buffer.numpy(), views):
+        if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
+            raise TypeError(
+                f"records of dtype {r.dtype}: must be {dtype}, like others of the batch"
+            )
+        size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
+        row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
+    return buffer
 
 
 @torch.no_grad()
@@ -328,9 +296,9 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
 
     Batches of other keypoints are returned unchanged.
     """
-    if batch.records0.shape[-1] != ORIENTED.itemsize:
+    if batch.records[0].shape[-1] != ORIENTED.itemsize:
         return batch
-    both = [_orientations(records) for records in (batch.records0, batch.records1)]
+    both = [_orientations(records) for records in batch.records]
     # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are zero,
     # so that their cosine is the minimum, 0.
     units = [root_sift(each[..., DESCRIPTOR_AT:]).flatten(1, 2) for each in both]
@@ -345,7 +313,7 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
         # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
         first, second = torch.cat(largest).unflatten(1, (-1, 2)).unbind(2)
         chosen.append(torch.where((second > first).unsqueeze(2), each[:, :, 1], each[:, :, 0]))
-    return dataclasses.replace(batch, records0=chosen[0], records1=chosen[1])
+    return dataclasses.replace(batch, records=(chosen[0], chosen[1]))
 
 
 def _orientations(records: Tensor) -> Tensor:
@@ -362,10 +330,10 @@ def choose_pair(pair: Pair) -> Pair:
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     chosen = choose_orientations(from_pairs([pair]))
-    # Bytes (1, N, 148) without padding -> records (n,)
+    # Bytes (1, N, 148) -> records (N, 1) -> records (n,) without padding
     records0, records1 = (
-        chosen.records(view)[0, : len(pair[view])].numpy().reshape(-1).view(KEYPOINT)
-        for view in (0, 1)
+        records[0].numpy().view(KEYPOINT)[: len(given), 0]
+        for records, given in zip(chosen.records, pair)
     )
     return Pair(records0, records1, pair.size0, pair.size1)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.batch import PairBatch
+from superglue_sift.network.batch import PairBatch, to_device_async
 from superglue_sift.torch_compat import sqrt
 
 UNMATCHED = -1  # the keypoint has no counterpart and belongs in the dustbin
@@ -87,14 +87,18 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     cofactors = torch.cross(twice[..., 1:4, :], twice[..., 2:5, :], dim=-1)
     determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
     back = (cofactors / determinants).transpose(-1, -2)
-    M = batch.records0.shape[1]
-    N = batch.records1.shape[1]
-    points = _stack(batch.keypoints(0), batch.keypoints(1))  # (2, B, W, 2), W the larger of M, N
+    M, N = (records.shape[1] for records in batch.records)
+    # (B, M, 2) and (B, N, 2) -> (2, B, W, 2), W the larger of M and N
+    W = max(M, N)
+    points = torch.stack(
+        [pad(batch.keypoints(view), (0, 0, 0, W - n)) for view, n in enumerate((M, N))]
+    )
     mapped = transform(points.double(), torch.stack([H, back]))
-    sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
+    # (B, 2, 2) -> (2, B, 1, 2): the size of the other view
+    sizes = batch.image_sizes.flip(1).transpose(0, 1).double().unsqueeze(2)
     # Find keypoints that the other view shows, and padding.
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
-    padded = ~_stack(batch.mask(0).unsqueeze(2), batch.mask(1).unsqueeze(2)).squeeze(3)
+    padded = to_device_async(torch.arange(W) >= batch.counts.T.unsqueeze(2), batch.device)
     alone = padded
     if batch.cells is not None:
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
@@ -120,16 +124,10 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     best = sqrt(best)
     # Decide for each keypoint: match, unmatched or ignored. A match is mutual if the partner of the
     # partner is the keypoint itself.
-    itself = torch.arange(partner.shape[2], device=batch.device)
+    itself = torch.arange(W, device=batch.device)
     positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
     matches = torch.full_like(partner, UNMATCHED).masked_fill_(
         (best < negative_px) & inside, IGNORED
     )
     matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
     return Truth(matches[0, :, :M], matches[1, :, :N])
-
-
-def _stack(view0: Tensor, view1: Tensor) -> Tensor:
-    """Stack (B, M, C) and (B, N, C) to (2, B, W, C), W the larger of M and N. Padding is zero."""
-    width = max(view0.shape[1], view1.shape[1])
-    return torch.stack([pad(view, (0, 0, 0, width - view.shape[1])) for view in (view0, view1)])

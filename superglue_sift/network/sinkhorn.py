@@ -32,6 +32,7 @@ from superglue_sift.torch_compat import is_traced, sqrt
 # multiplies them further, overflows. The factor also excludes the range where exp(Z - r) is
 # subnormal.
 GRADIENT_HEADROOM = 1e12
+Iterates = Tuple[List[Tensor], List[Tensor], Tensor]  # all a, all b, and the row maxima r
 
 
 def log_optimal_transport(
@@ -64,12 +65,11 @@ def log_optimal_transport(
     if torch.is_grad_enabled() and problem[0].requires_grad:
         log_P, finite = _Sinkhorn.apply(*problem, iterations)
     else:
-        log_P, finite, _ = _solve(*problem, iterations, learning=False)
+        log_P, finite, _ = _solve(*problem, iterations)
     # Pairs that left the range of the dtype are computed once more, in the log domain.
     if wait and not bool(finite.all()):
         wrong = torch.nonzero(~finite)[:, 0]
-        Z, mu, nu, log_mass = (t[wrong] for t in problem)
-        exact = _log_domain(Z, mu, nu, log_mass, iterations)
+        exact = _log_domain(*(t[wrong] for t in problem), iterations)
         log_P = log_P.index_copy(0, wrong, exact)
     return log_P, finite
 
@@ -110,8 +110,15 @@ class _Sinkhorn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int):
         """Solve the problem, and keep all iterates for the gradient."""
-        log_P, finite, iterates = _solve(Z, mu, nu, log_mass, iterations, learning=True)
-        ctx.save_for_backward(Z, mu, nu, *iterates)
+        log_P, finite, parts = _solve(Z, mu, nu, log_mass, iterations)
+        # (T, B, M + 1, 1) and (T + 1, B, N + 1, 1)
+        a, b = (torch.cat([torch.stack(part[i]) for part in parts], 1) for i in (0, 1))
+        # The gradient multiplies a and b, which may overflow although both are finite.
+        reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
+        finite = finite & (reach < math.inf).squeeze(1)
+        for iterates in (a, b):  # a pair that is not finite gets a gradient of zero
+            iterates.masked_fill_(~finite[:, None, None], 1.0)
+        ctx.save_for_backward(Z, mu, nu, a, b)
         ctx.mark_non_differentiable(finite)
         return log_P, finite
 
@@ -135,31 +142,20 @@ def _chunks(Z: Tensor) -> Iterator[slice]:
 
 
 def _solve(
-    Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int, learning: bool
-) -> Tuple[Tensor, Tensor, Tuple[Tensor, Tensor]]:
-    """Compute log P, whether each pair is finite, and the iterates.
-
-    learning: whether to return all iterates, a (T, B, M + 1, 1) and b (T + 1, B, N + 1, 1), which
-        the gradient needs. If not, only the last ones are returned.
-    """
-    parts = [_iterate(Z[c], mu[c], nu[c], iterations, learning) for c in _chunks(Z)]
-    a, b, r = (torch.cat(part, part[0].dim() - 3) for part in zip(*parts))
+    Z: Tensor, mu: Tensor, nu: Tensor, log_mass: Tensor, iterations: int
+) -> Tuple[Tensor, Tensor, List[Iterates]]:
+    """Compute log P, whether each pair is finite, and the iterates of each chunk of pairs."""
+    parts = [_iterate(Z[c], mu[c], nu[c], iterations) for c in _chunks(Z)]
     # Back to the potentials of the log domain
-    u = a[-1].log() - r
-    v = b[-1].log()
+    u = torch.cat([a[-1].log() - r for a, _, r in parts])
+    v = torch.cat([b[-1].log() for _, b, _ in parts])
     # Potentials without mass do not count; nan stays nan, and is not below infinity.
     largest = [
         each.masked_fill(mass == 0, 0.0).abs().amax((1, 2)) for each, mass in ((u, mu), (v, nu))
     ]
     finite = (largest[0] < math.inf) & (largest[1] < math.inf)
-    if learning:
-        # The gradient multiplies a and b, which may overflow although both are finite.
-        reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
-        finite = finite & (reach < math.inf).squeeze(1)
-        for iterates in (a, b):  # a pair that is not finite gets a gradient of zero
-            iterates.masked_fill_(~finite[:, None, None], 1.0)
     log_P = (Z + (u + log_mass)).add_(v.transpose(1, 2))
-    return log_P, finite, (a, b)
+    return log_P, finite, parts
 
 
 def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
@@ -176,14 +172,8 @@ def _kernel(Z: Tensor) -> Tuple[Tensor, Tensor]:
     return torch.sub(Z, r, out=K).exp_(), r
 
 
-def _iterate(
-    Z: Tensor, mu: Tensor, nu: Tensor, iterations: int, learning: bool
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """Iterate a and b; return a (T or 1, B, M + 1, 1), b (T + 1 or 1, B, N + 1, 1) and r.
-
-    learning: whether to keep the iterates of all T iterations, and not only the last ones. r is (B,
-        M + 1, 1).
-    """
+def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Iterates:
+    """Iterate a and b; return T iterates a (B, M + 1, 1), T + 1 of b (B, N + 1, 1), and r."""
     K, r = _kernel(Z)
     K_t = K.transpose(1, 2)  # a view, which is not copied
     a: List[Tensor] = []
@@ -193,9 +183,7 @@ def _iterate(
     for _ in range(iterations):
         a.append(mu / torch.bmm(K, b[-1]))
         b.append(nu / (_transposed_product(K, a[-1]) if is_traced() else torch.bmm(K_t, a[-1])))
-    if not learning:
-        return a[-1].unsqueeze(0), b[-1].unsqueeze(0), r
-    return torch.stack(a), torch.stack(b), r
+    return a, b, r
 
 
 def _transposed_product(K: Tensor, a: Tensor) -> Tensor:

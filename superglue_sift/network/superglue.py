@@ -85,7 +85,6 @@ SPREAD = 2.0
 
 # No number of a configuration may be larger, since a model file may come from anyone.
 LARGEST = 65536
-NORMS = ("layer", "batch")
 KINDS = ("sift", "float")
 # A function of this type sums a tensor over all ranks, and has a gradient.
 Reduce = Callable[[Tensor], Tensor]
@@ -117,13 +116,13 @@ class SuperGlueConfig:
                 raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {LARGEST}")
         if self.neighbours and not self.scale_angle:
             raise ValueError("neighbours needs scale_angle")
-        if self.dim % self.heads:
-            raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
-        if self.norm not in NORMS or self.descriptor not in KINDS:
+        # Rotary positions take the channels of a head in pairs.
+        if self.dim % (self.heads * (1 + self.rotary)):
             raise ValueError(
-                f"norm {self.norm!r}, descriptor {self.descriptor!r}: must be of {NORMS} and of"
-                f" {KINDS}"
+                f"heads = {self.heads}: must divide dim ({self.dim}), with rotary into even parts"
             )
+        if self.descriptor not in KINDS:
+            raise ValueError(f"descriptor {self.descriptor!r}: must be of {KINDS}")
 
     def to_dict(self) -> dict:
         """Return plain values for JSON. `SuperGlueConfig(**values)` reads them back."""
@@ -145,8 +144,8 @@ class SuperGlue(nn.Module):
         self.keypoint_encoder = _keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
         # Equations 3 to 5: layers in pairs
-        self.self_attention = nn.ModuleList(layer() for _ in range(config.layers))
-        self.cross_attention = nn.ModuleList(layer() for _ in range(config.layers))
+        self.self_attention = nn.ModuleList(layer(cross=False) for _ in range(config.layers))
+        self.cross_attention = nn.ModuleList(layer(cross=True) for _ in range(config.layers))
         # Equation 6: matching descriptors; equation 8: the score of the dustbins
         self.final_projection = nn.Linear(dim, dim)
         self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE))
@@ -216,10 +215,10 @@ class SuperGlue(nn.Module):
         # Layers of self- and cross-attention (equations 3 to 5). Gradient checkpointing keeps only
         # the input of each layer, and computes the rest again.
         autocast = None if precision == "float32" else getattr(torch, precision)
-        run = checkpoint if self.recompute and self.training else _call
-        for to_itself, to_other in zip(self.self_attention, self.cross_attention):
-            x = run(to_itself, x, images, autocast, False, rotation)
-            x = run(to_other, x, images, autocast, True)
+        recompute = self.recompute and self.training
+        for layer in self.layers:
+            inputs = (x, images, autocast, rotation)
+            x = checkpoint(layer, *inputs) if recompute else layer(*inputs)
         return self.final_projection(x)  # equation 6
 
     def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
@@ -273,11 +272,6 @@ class SuperGlue(nn.Module):
             self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
 
 
-def _call(layer: nn.Module, *inputs: Any) -> Tensor:
-    """Call a layer without gradient checkpointing."""
-    return layer(*inputs)
-
-
 # Equation 2: the first state of a keypoint
 
 
@@ -287,7 +281,7 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
-        layers += [nn.Linear(width, wider), token_norm(config.norm, wider), nn.ReLU()]
+        layers += [nn.Linear(width, wider), NORMS[config.norm](wider), nn.ReLU()]
         width = wider
     last = nn.Linear(width, config.dim)
     nn.init.zeros_(last.weight)
@@ -345,58 +339,46 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         - cos and sin of the angle between the orientations.
     """
     units = images.split(descriptors)
-    places = images.split(geometry)
-    features: List[Tensor] = []
-    # Images 2 k and 2 k + 1 are the two sides of one batch.
-    for i in range(0, len(units), 2):
-        mask0, mask1 = images.masks[i : i + 2]
-        cosines = torch.bmm(units[i], units[i + 1].transpose(1, 2))  # (B, M, N)
+    # For each image: its cosines (B, M, N) with the other one, and their maxima over N and over M
+    compared: List[Any] = []
+    for unit0, unit1, mask0, mask1 in zip(
+        units[::2], units[1::2], images.masks[::2], images.masks[1::2]
+    ):
+        cosines = torch.bmm(unit0, unit1.transpose(1, 2))
         cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
-        best = [cosines.max(2), cosines.max(1)]
-        features.append(_features_of(cosines, best, places[i], places[i + 1], mask1))
-        # The same from image 1: (B, M, N) -> (B, N, M)
-        cosines = cosines.transpose(1, 2)
-        features.append(_features_of(cosines, best[::-1], places[i + 1], places[i], mask0))
+        best0 = cosines.max(2)
+        best1 = cosines.max(1)
+        compared += [(cosines, best0, best1), (cosines.transpose(1, 2), best1, best0)]
+    places = images.split(geometry)  # (B, M, 6) each
+    features: List[Tensor] = []
+    for i, (cosines, (values, nearest), (_, back)) in enumerate(compared):
+        # The second nearest is the maximum without the nearest. In an image of one keypoint there
+        # is none, and the nearest takes its place, so that the ratio is 1.
+        second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
+        second = torch.where(second == -torch.inf, values, second)
+        # Distances of unit vectors: |a - b|^2 = 2 - 2 cos
+        both = torch.stack([values, second]).clamp(-1.0, 1.0)
+        distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
+        itself = torch.arange(nearest.shape[1], device=nearest.device)
+        mutual = back.gather(1, nearest) == itself
+        # Images 2 k and 2 k + 1 are a pair. (B, N, 6) -> (B, M, 6): each nearest neighbour
+        theirs = places[i ^ 1].gather(1, nearest.unsqueeze(2).expand(-1, -1, geometry.shape[1]))
+        _, _, _, scale0, cos0, sin0 = places[i].unbind(2)
+        x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
+        columns = [
+            distance,
+            (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0),
+            mutual.to(distance.dtype),
+            x1,
+            y1,
+            scale1 - scale0,
+            cos0 * cos1 + sin0 * sin1,
+            cos0 * sin1 - sin0 * cos1,
+        ]
+        # The maximum over an empty image is padding, so its features are set to zero.
+        occupied = images.masks[i ^ 1].any(1)[:, None, None]
+        features.append(torch.stack(columns, 2).masked_fill(~occupied, 0.0))
     return images.join(features)
-
-
-def _features_of(
-    cosines: Tensor, best: List[Any], ours: Tensor, theirs: Tensor, mask: Tensor
-) -> Tensor:
-    """Compute `neighbour_features` (B, M, 8) of images with M keypoints, whose geometry is `ours`.
-
-    cosines: (B, M, N) between the descriptors of both images, -inf for padding.
-    best: the maxima of the cosines over N and over M.
-    ours: (B, M, 6), geometry of these images.
-    theirs, mask: (B, N, 6) and (B, N), geometry and mask of the other images.
-    """
-    values, nearest = best[0]
-    # The second nearest is the maximum without the nearest. In an image of one keypoint there is
-    # none, and the nearest takes its place, so that the ratio is 1.
-    second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
-    second = torch.where(second == -torch.inf, values, second)
-    # Distances of unit vectors: |a - b|^2 = 2 - 2 cos
-    both = torch.stack([values, second]).clamp(-1.0, 1.0)
-    distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
-    itself = torch.arange(nearest.shape[1], device=nearest.device)
-    mutual = best[1].indices.gather(1, nearest) == itself
-    # (B, N, 6) -> (B, M, 6), the geometry of each nearest neighbour
-    theirs = theirs.gather(1, nearest.unsqueeze(2).expand(-1, -1, ours.shape[2]))
-    _, _, _, scale0, cos0, sin0 = ours.unbind(2)
-    x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
-    columns = [
-        distance,
-        (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0),
-        mutual.to(distance.dtype),
-        x1,
-        y1,
-        scale1 - scale0,
-        cos0 * cos1 + sin0 * sin1,
-        cos0 * sin1 - sin0 * cos1,
-    ]
-    # The maximum over an empty image is padding, so its features are set to zero.
-    occupied = mask.any(1)[:, None, None]
-    return torch.stack(columns, 2).masked_fill(~occupied, 0.0)
 
 
 # Equations 3 to 5: attention between keypoints
@@ -405,53 +387,50 @@ def _features_of(
 class AttentionalLayer(nn.Module):
     """The layer updates every keypoint once: x <- x + MLP([x, message]) (equation 3)."""
 
-    def __init__(self, dim: int, heads: int, norm: str) -> None:
+    def __init__(self, dim: int, heads: int, norm: str, cross: bool) -> None:
+        """Create a layer that starts as the identity.
+
+        cross: whether each image attends to the other image of its pair. If not, it attends to
+            itself.
+        """
         super().__init__()
         self.heads = heads
+        self.cross = cross
         self.query_key_value = nn.Linear(dim, 3 * dim)
         self.merge: nn.Module = nn.Linear(dim, dim)
         first = nn.Linear(2 * dim, 2 * dim)
         last = nn.Linear(2 * dim, dim)
-        self.mlp = MLP(first, token_norm(norm, 2 * dim), nn.ReLU(inplace=True), last)
-        # The layer starts as the identity. The untrained network is then a soft nearest-neighbour
-        # matcher.
+        self.mlp = MLP(first, NORMS[norm](2 * dim), nn.ReLU(inplace=True), last)
         nn.init.zeros_(last.weight)
         nn.init.zeros_(last.bias)
 
     def forward(
-        self,
-        x: Tensor,
-        images: Images,
-        dtype: Optional[torch.dtype],
-        cross: bool,
-        rotation: Optional[Tensor] = None,
+        self, x: Tensor, images: Images, dtype: Optional[torch.dtype], rotation: Optional[Tensor]
     ) -> Tensor:
         """Update the states x (T, D) of all keypoints; return (T, D).
 
         dtype: precision of the products by autocast. If None, it is the precision of the weights.
             The residual stream is not rounded to it.
-        cross: whether each image attends to the other image of its pair. If not, it attends to
-            itself.
-        rotation: (2, T, d / 2) of queries and keys, see `rotate`.
+        rotation: (2, T, d / 2) of queries and keys in self-attention, see `rotate`.
         """
         state = x.to(dtype or self.query_key_value.weight.dtype)
         # Autocast is inside the layer, because gradient checkpointing runs the layer again.
         with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
-            message = self.attend(state, images, cross, rotation)
+            message = self.attend(state, images, rotation)
             return x + self.mlp([state, message], images.valid)
 
-    def attend(self, x: Tensor, images: Images, cross: bool, rotation: Optional[Tensor]) -> Tensor:
+    def attend(self, x: Tensor, images: Images, rotation: Optional[Tensor]) -> Tensor:
         """Compute the messages (T, D) from the merged heads (equations 4 and 5)."""
         heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
         # Queries and keys are rotated by their positions, values are not.
-        if rotation is not None:
+        if rotation is not None and not self.cross:
             heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
         # (T, 3, H, d) -> query, key and value (B, H, N, d) of images 0 and 1 of each batch
         views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
         messages = []
         for i, (query, _, _) in enumerate(views):
             # The partner of image 2 k is image 2 k + 1, and the reverse.
-            source = i ^ 1 if cross else i
+            source = i ^ 1 if self.cross else i
             _, key, value = views[source]
             message = attention(query, key, value, images.visible[source])
             occupied = images.occupied[source]
@@ -500,15 +479,8 @@ class RotaryPositions(nn.Module):
     """
 
     def __init__(self, channels: int) -> None:
-        """Draw the frequencies at random. channels: d of each head, which must be even.
-
-        Raises ValueError for an odd number.
-        """
+        """Draw the frequencies at random. channels: d of each head, which must be even."""
         super().__init__()
-        if channels % 2:
-            raise ValueError(
-                f"rotary positions need an even number of channels per head, not {channels}"
-            )
         self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
 
     def forward(self, positions: Tensor) -> Tensor:
@@ -581,7 +553,7 @@ class TokenBatchNorm(nn.Module):
 
         valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
         """
-        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         mean, var = (
             self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
         )
@@ -608,9 +580,7 @@ class TokenBatchNorm(nn.Module):
         return mean, var
 
 
-def token_norm(kind: str, channels: int) -> nn.Module:
-    """Create the norm of a hidden layer, of kind "layer" or "batch"."""
-    return LayerNorm(channels) if kind == "layer" else TokenBatchNorm(channels)
+NORMS = {"layer": LayerNorm, "batch": TokenBatchNorm}  # norms of hidden layers
 
 
 def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
@@ -669,7 +639,7 @@ def match_pairs(
     order, batches = from_pairs(few).to(device).size_classes()
     if model.compiled:
         # CUDA graphs need few shapes, so widths are rounded up.
-        batches = [part.pad(len(part), size_class(part.width)) for part in batches]
+        batches = [part.pad(len(part), size_class(int(part.counts.max()))) for part in batches]
     rows: List[Tuple[np.ndarray, np.ndarray]] = []
     for log_P in model.assign(batches)[0]:
         # Keep every mutual match: callers apply their own thresholds.

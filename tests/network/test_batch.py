@@ -24,7 +24,7 @@ SIZE = (320, 240)
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=20), st.floats(0, 1))
 def test_size_classes_hold_each_pair_once_with_little_padding(counts, padding):
-    classes = similar_sizes([m for m, _ in counts], [n for _, n in counts], padding)
+    classes = similar_sizes(counts, padding)
     assert sorted(i for pairs in classes for i in pairs) == list(range(len(counts)))
     for pairs in classes:
         widths = [max(counts[i][side] for i in pairs) for side in (0, 1)]
@@ -97,7 +97,7 @@ def test_pairs_that_are_computed_one_by_one_choose_as_together(monkeypatch):
     monkeypatch.setattr(batches, "MAX_BYTES", 1)
     alone = choose_orientations(batch)
     for view in (0, 1):
-        assert torch.equal(together.records(view), alone.records(view))
+        assert torch.equal(together.records[view], alone.records[view])
 
 
 def test_a_turned_view_turns_both_angles():

@@ -74,15 +74,13 @@ def test_rotary_positions_are_relative():
     has moved.
     """
     torch.manual_seed(0)
-    layer = superglue.AttentionalLayer(16, 2, "layer").double()
+    layer = superglue.AttentionalLayer(16, 2, "layer", cross=False).double()
     rotary = RotaryPositions(8).double()
-    images = Images([masks([9], 9)], [False], [False])
+    images = Images([masks([9], 9)], [False])
     x = torch.randn(9, 16, dtype=torch.float64)
     positions = torch.randn(9, 2, dtype=torch.float64)
     one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
-    found = [
-        layer.attend(x, images, False, rotary(p)) for p in (positions, positions + 0.7, one_moved)
-    ]
+    found = [layer.attend(x, images, rotary(p)) for p in (positions, positions + 0.7, one_moved)]
     assert torch.allclose(found[0], found[1], atol=1e-12)
     assert (found[0] - found[2]).abs().max() > 1e-3
 
@@ -218,7 +216,7 @@ def neighbours_of(degrees0, degrees1):
     geometry = torch.zeros(len(descriptors), 6, dtype=torch.float64)
     geometry[:, 0] = torch.cat([torch.arange(len(side)) for side in sides])
     masks = [torch.ones(1, len(side), dtype=torch.bool) for side in sides]
-    found = neighbour_features(descriptors, geometry, Images(masks, [False] * 2, [False] * 2))
+    found = neighbour_features(descriptors, geometry, Images(masks, [False] * 2))
     return found.split([len(side) for side in sides])
 
 

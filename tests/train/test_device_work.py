@@ -46,7 +46,7 @@ ONE_DIMENSION = ("scatter_add", "scatter_add_")  # before torch 1.13 only these 
 # values that are read from the device from those of counts, which are on the host: the tests on
 # `meta` find those, and here their number is fixed.
 WAITING = {"nonzero", "masked_select", "equal", "_unique2", "unique_dim"}
-FLAGS = 4  # of the counts, in each micro-batch: whether images are empty, whether there is padding
+FLAGS = 2  # of the counts, in each micro-batch: whether there is padding
 
 WAYS = [
     {},
@@ -142,9 +142,9 @@ def step_on_meta(optimizer_of, scaler):
     counts = [64, 48, 16]
     shape = (len(counts), max(counts), ORIENTED.itemsize)
     records = [torch.empty(shape, dtype=torch.uint8, device=META) for _ in "01"]
-    sizes = [torch.empty((len(counts), 2), device=META) for _ in "01"]
+    sizes = torch.empty((len(counts), 2, 2), device=META)
     H = torch.empty((len(counts), 3, 3), dtype=torch.float64, device=META)
-    batch = PairBatch(*records, torch.tensor(counts), torch.tensor(counts), *sizes, H)
+    batch = PairBatch(tuple(records), torch.tensor([counts, counts]).T, sizes, H)
     model = SuperGlue(SuperGlueConfig(neighbours=True)).to(META).train()
     work = (MatchingObjective(model), optimizer_of(model), scaler, [batch], 1.0, False)
     # clipping works on lists of tensors on a GPU, on `meta` one by one
