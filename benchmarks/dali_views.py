@@ -14,8 +14,8 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import cv2
 import numpy as np
 
-from pipeline import compat
 from pipeline.errors import RequestError
+from superglue_sift import torch_compat
 from superglue_sift.geometry import two_view
 
 BATCH = 32
@@ -82,7 +82,7 @@ def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Ite
     try:
         from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
     except ImportError:
-        package = compat.dali_package()
+        package = torch_compat.dali_package()
         raise RequestError(f"NVIDIA DALI is not installed: pip install {package}") from None
 
     def feed(iteration: int) -> List[Any]:

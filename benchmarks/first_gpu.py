@@ -33,7 +33,7 @@ from ruamel.yaml import YAML
 from benchmarks.command import make_parser
 from pipeline import params, presets
 from pipeline.errors import STOPPED
-from pipeline.files import write_atomic
+from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import shipped_weights
 from superglue_sift.torch_compat import no_compiler
 

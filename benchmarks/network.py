@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from benchmarks import plain
 from benchmarks.photographs import make_batch
 from benchmarks.timing import Call, Row, Setting, row
-from pipeline import compat
 from pipeline.train.loss import MatchingObjective
+from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.ground_truth import ground_truth
@@ -39,7 +39,7 @@ def training_call(model: nn.Module, batch: PairBatch, precision: str = "float32"
     """
     objective = MatchingObjective(model, precision) if isinstance(model, SuperGlue) else None
     # both are updated in one pass over all parameters
-    optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **compat.fused_adam())
+    optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **torch_compat.fused_adam())
 
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)

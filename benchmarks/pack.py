@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.command import make_parser
 from pipeline import errors
 from pipeline.errors import RequestError
-from pipeline.files import format_bytes, write_atomic
 from superglue_sift.features.images import UPRIGHT, list_photos, read_gray, reduce
+from superglue_sift.files import format_bytes, write_atomic
 from superglue_sift.progress import Progress
 
 LONGEST = 640  # px of the longer side

@@ -61,7 +61,8 @@ def program(command: str, rest: List[str]) -> List[str]:
     if command == "ui":
         return [sys.executable, "-m", "pipeline.tracking", "ui", "--host", "0.0.0.0", *rest]
     if command in MODULES:
-        module = "benchmarks" if command == "benchmark" else f"pipeline.{command}"
+        others = {"benchmark": "benchmarks", "match": "superglue_sift"}
+        module = others.get(command, f"pipeline.{command}")
         return [sys.executable, "-m", module, *rest]
     name = "bash" if command == "shell" else command
     if not shutil.which(name):

@@ -7,7 +7,6 @@ params.yaml and a stage of dvc.yaml:
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
     presets, doctor, report                      write params.yaml; check the machine; show results
-    match                                        matches two images
 
 What stages share:
 
@@ -15,12 +14,13 @@ What stages share:
     keypoints.views    random homographies without borders, rendering, photometric distortion
     keypoints.store    the keypoints of all views, which training maps into memory
     params        params.yaml: its keys, limits and messages
-    distributed, signals, prefetch    ranks; requests to stop; work done ahead of time
-    provenance, training_overlap      code and versions; the photographs that a model has seen
+    distributed   the ranks of a training
+    workers       work done ahead of time by threads and processes, and requests to stop
+    provenance    code and versions, and the photographs that a model has seen
     tracking      the local log of a run; mlflow_store sends it to MLflow, served_model is the
                   registered model
     bootstrap     means over pairs and their confidence intervals
-    errors, files, compat    errors that a person reads; atomic writes; the two torch stacks
+    errors        errors that a person reads
 """
 
 from __future__ import annotations

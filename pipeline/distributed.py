@@ -27,8 +27,9 @@ import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
-from pipeline import compat, signals
+from pipeline import workers
 from pipeline.errors import RequestError, WorkError, read_number
+from superglue_sift import torch_compat
 
 # Seconds for all ranks to meet at the start (SG_START_TIMEOUT), and later for the slowest rank to
 # come to a collective (SG_TIMEOUT). It may have to write a checkpoint or to compile first.
@@ -112,7 +113,7 @@ def start() -> Context:
     if by_torchrun:
         # Without torchrun this rank would hold its GPU for ever. It would also write into the
         # folder of the next run.
-        signals.end_with_parent()
+        workers.end_with_parent()
     _adopt_slurm()
 
     # one device for each rank of this machine
@@ -140,7 +141,7 @@ def start() -> Context:
                 f" {meeting.seconds} s (SG_START_TIMEOUT): {reason}"
             ) from error
         dist.init_process_group(
-            compat.backend(device.type),
+            torch_compat.backend(device.type),
             store=store,
             rank=rank,
             world_size=world_size,

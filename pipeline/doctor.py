@@ -20,7 +20,7 @@ from typing import Iterator, Optional, Sequence, Tuple
 
 from pipeline import errors, launch, params, provenance
 from pipeline.fetch import coco, dataset
-from pipeline.files import GIB, format_bytes
+from superglue_sift.files import GIB, format_bytes
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
 BEFORE_OUTPUTS = ("data", "checkpoints", "reports")  # folders in which stages have outputs

@@ -12,11 +12,11 @@ import argparse
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, params, provenance, tracking, training_overlap
+from pipeline import errors, params, provenance, tracking
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256, read_json
 from pipeline.params import flatten
 from superglue_sift import __version__
+from superglue_sift.files import file_sha256, read_json
 from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
 WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
@@ -49,7 +49,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     """
     try:
         stored = {name: info[name] for name in ("model", "step", "training", "validation")}
-        stored[training_overlap.KEY] = info[training_overlap.KEY]
+        stored[provenance.PHOTOGRAPHS_KEY] = info[provenance.PHOTOGRAPHS_KEY]
         data = info["data"]
         trained_with = {f"train.{key}": value for key, value in info["train"].items()}
     except KeyError as error:
@@ -91,7 +91,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     weights = model.state_dict()
     if args.half:
         weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
-    training_overlap.write(path, training_overlap.read(args.model))
+    provenance.write_photographs(path, provenance.read_photographs(args.model))
     save_model_file(path, weights, description)
     # the run in MLflow gets the description
     if args.mlflow_run is not None:

@@ -24,7 +24,7 @@ import signal
 import sys
 from typing import Dict, List, Optional, Sequence, Tuple
 
-from pipeline import errors, signals
+from pipeline import errors, workers
 from pipeline.errors import RESTARTS, STOPPED, RequestError, read_number
 from superglue_sift.environment import usable_cores, wait_passively
 
@@ -187,10 +187,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         module.check(rest, least_nodes() * processes)
     # If dvc is killed, end with a checkpoint before it starts another run
     if "DVC_STAGE" in os.environ:
-        signals.end_with_parent(signal.SIGTERM)
+        workers.end_with_parent(signal.SIGTERM)
     code = run_stage(name, rest, processes)
     # From here on a signal ends the launcher at once, so that DVC does not start the next stage
-    for number in signals.STOP_SIGNALS:
+    for number in workers.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     return code
 

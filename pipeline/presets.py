@@ -18,8 +18,8 @@ from ruamel.yaml.error import YAMLError
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, spell_command
-from pipeline.files import json_digest, write_atomic
 from pipeline.params import flatten
+from superglue_sift.files import json_digest, write_atomic
 
 FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"

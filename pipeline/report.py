@@ -41,7 +41,7 @@ def next_steps() -> List[str]:
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
     lines.append(f"  runs      {spell_command('ui')}  {where}")
     if MODEL.exists():
-        match = spell_command("match") if in_image() else ".venv/bin/python -m pipeline.match"
+        match = spell_command("match") if in_image() else ".venv/bin/python -m superglue_sift"
         lines.append(f"  use it    {match} A.jpg B.jpg --model {MODEL}")
     return lines
 

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tuple
 
 from pipeline import errors, mlflow_store, provenance
-from pipeline.files import json_digest
 from pipeline.mlflow_store import (
     EVALUATION,  # noqa: F401 (the prefix of the stage `evaluate`)
     OWN_STORE,
@@ -42,6 +41,7 @@ from pipeline.mlflow_store import (
     shorten,
 )
 from pipeline.params import flatten
+from superglue_sift.files import json_digest
 
 # --- the log
 

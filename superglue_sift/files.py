@@ -1,4 +1,7 @@
-"""Read and write files. They are written whole or not at all."""
+"""Read and write files. They are written whole or not at all.
+
+Text, JSON, CSV, digests, and lists of names.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import csv
 import errno
 import hashlib
 import io
+import json
+import math
 import os
 import tempfile
 import threading
@@ -18,6 +23,8 @@ from typing import Any, Iterable, List, Optional, Tuple, Union
 from superglue_sift.errors import RequestError
 
 FileName = Union[str, Path]
+GIB = 1 << 30
+MIB = 1 << 20
 TRIES = 5  # Windows refuses to replace a file that another program has open, so try again
 
 
@@ -151,3 +158,30 @@ def spelled_as_file(folder: FileName, name: str) -> Optional[str]:
             if os.path.lexists(os.path.join(folder, form)):
                 return form
     return None
+
+
+def read_json(path: Path, missing: str) -> Any:
+    """Read a JSON file. Raises RequestError, with the text `missing` if there is no such file."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RequestError(f"{path}: {missing}") from None
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot be read: {error}") from None
+
+
+def write_json(path: Path, content: Any, indent: int = 1) -> None:
+    """Write indented JSON with a final newline, atomically."""
+    write_atomic(path, json.dumps(content, indent=indent) + "\n")
+
+
+def json_digest(values: Any) -> str:
+    """Return a digest (16 hexadecimal digits) of JSON values, the same for any order of keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def format_bytes(count: float) -> str:
+    """Return bytes as text, such as "64 MiB" or "1.5 GiB"."""
+    if count >= GIB:
+        return f"{count / GIB:.1f} GiB"
+    return f"{math.ceil(count / MIB)} MiB"

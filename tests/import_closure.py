@@ -18,16 +18,14 @@ PACKAGES = ("pipeline", "superglue_sift")
 # value.
 CHANGES_NO_OUTPUT = (
     "pipeline.errors",
-    "pipeline.files",  # a file is written whole or not at all, with the bytes it is given
     "pipeline.launch",
     "pipeline.mlflow_store",
     "pipeline.params",
-    "pipeline.prefetch",  # results of others, in their order
-    "pipeline.signals",
     "pipeline.served_model",
     "pipeline.tracking",
+    "pipeline.workers",  # results of others, in their order
     "superglue_sift.errors",
-    "superglue_sift.files",
+    "superglue_sift.files",  # a file is written whole or not at all, with the bytes it is given
     # The same on every processor: tests/golden/test_processor.py holds its effect
     "superglue_sift.environment",
     "superglue_sift.progress",

@@ -21,9 +21,8 @@ FILES = sorted(
 TREES = {name: ast.parse((ROOT / name).read_text(), feature_version=(3, 9)) for name in FILES}
 
 STAGES = {"fetch", "keypoints", "train", "evaluate", "export"}
-# What every package may import: errors, writing files, types of parameters, differences between the
-# stacks.
-GROUND = {"errors", "files", "params", "compat"}
+# What every package may import: errors, and types of parameters.
+GROUND = {"errors", "params"}
 # What the library may import: nothing of the project but itself, and of others these alone.
 LIBRARY = {"PIL", "cv2", "numpy", "safetensors", "scipy", "superglue_sift", "torch", "tqdm"}
 LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
@@ -35,33 +34,21 @@ EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolma
 # commands, which may import every package.
 MAY_IMPORT = {
     "errors": set(),
-    "files": set(),
-    "compat": set(),
     "bootstrap": set(),
     "params": set(),
     "provenance": set(),
-    "training_overlap": set(),
-    "distributed": {"signals"},
-    "signals": set(),
-    "prefetch": set(),
+    "distributed": {"workers"},
+    "workers": set(),
     "mlflow_store": {"bootstrap", "provenance", "served_model"},
     "served_model": set(),
     "tracking": {"mlflow_store", "provenance"},
     # A stage may read what an earlier stage writes with that stage's own code: the list of images,
     # the store of keypoints, and the views that are also evaluated.
     "fetch": {"provenance"},
-    "keypoints": {"fetch.dataset", "fetch.decoders", "prefetch", "signals", "provenance"},
-    "train": {
-        "keypoints.store",
-        "distributed",
-        "prefetch",
-        "signals",
-        "tracking",
-        "provenance",
-        "training_overlap",
-    },
-    "evaluate": {"fetch.dataset", "keypoints.views", "prefetch", "tracking"}
-    | {"provenance", "training_overlap", "bootstrap"},
+    "keypoints": {"fetch.dataset", "fetch.decoders", "provenance", "workers"},
+    "train": {"keypoints.store", "distributed", "tracking", "provenance", "workers"},
+    "evaluate": {"fetch.dataset", "keypoints.views", "tracking"}
+    | {"bootstrap", "provenance", "workers"},
 }
 
 

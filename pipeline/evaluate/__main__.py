@@ -31,7 +31,7 @@ import cv2
 import numpy as np
 import pandas as pd
 
-from pipeline import errors, provenance, tracking, training_overlap
+from pipeline import errors, provenance, tracking
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import charts, estimators, matchers, metrics, report, scoring
 from pipeline.evaluate.folders import HPatchesPairs, PosePairs
@@ -48,14 +48,14 @@ from pipeline.evaluate.report import Results
 from pipeline.evaluate.scoring import Settings, score_pair
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry
-from pipeline.files import file_sha256
 from pipeline.params import EvaluateParams
-from pipeline.prefetch import prefetch
+from pipeline.workers import prefetch
 from superglue_sift import drawing
 from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.images import BadImage
+from superglue_sift.files import file_sha256
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import choose_device, shipped_weights
@@ -219,7 +219,7 @@ def choose_photographs(
         photographs = [entry.photograph for entry in left]
         title = "ours" if name == OURS else name
         keep = args.allow_training_images
-        places, line = training_overlap.leave_out(network.file, photographs, keep, title)
+        places, line = provenance.leave_out_photographs(network.file, photographs, keep, title)
         if places:
             notes += [f"{line}."] if line else []
             left = [left[place] for place in places]

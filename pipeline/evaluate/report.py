@@ -23,8 +23,8 @@ from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
 from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, name_of, recall_of
-from pipeline.files import write_atomic, write_json
 from superglue_sift import drawing
+from superglue_sift.files import write_atomic, write_json
 
 TEXT = "report.txt"
 PAGE = "index.html"

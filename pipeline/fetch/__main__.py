@@ -15,8 +15,7 @@ from typing import Any, Dict, Optional, Sequence
 from pipeline import errors, params
 from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container
-from pipeline.files import write_json
-from superglue_sift.files import check_writable
+from superglue_sift.files import check_writable, write_json
 
 SAMPLE = "sample"  # container and folder of the bundled photographs
 

@@ -31,10 +31,9 @@ from types import MappingProxyType
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from pipeline.errors import RequestError
-from pipeline.files import write_csv
 from pipeline.params import FetchParams
 from superglue_sift.features.images import EXTENSIONS, BadImage, is_photo, list_photos
-from superglue_sift.files import read_lines, spelled_as_file
+from superglue_sift.files import read_lines, spelled_as_file, write_csv
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 

@@ -65,7 +65,7 @@ def make_decoder(decoder: str) -> Optional[Decode]:
 
     Raises RequestError, which names the package to install, if the decoder is missing.
     """
-    from pipeline import compat
+    from superglue_sift import torch_compat
 
     if decoder == "pillow":
         return None
@@ -73,7 +73,9 @@ def make_decoder(decoder: str) -> Optional[Decode]:
         return _torchvision() if decoder == "torchvision" else _dali()
     # torchvision for another torch: torch 1.10 raises RuntimeError, torch 2 AttributeError
     except (ImportError, RuntimeError, AttributeError) as error:
-        package = compat.dali_package() if decoder == "dali" else "torchvision (for this torch)"
+        package = (
+            torch_compat.dali_package() if decoder == "dali" else "torchvision (for this torch)"
+        )
         raise RequestError(
             f"keypoints.decoder = {decoder}: cannot be used ({str(error).splitlines()[0]}); install"
             f" {package}, or set keypoints.decoder: pillow"

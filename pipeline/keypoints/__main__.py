@@ -21,12 +21,11 @@ from pipeline import errors, params
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
-from pipeline.files import write_csv, write_json
 from pipeline.keypoints import shards
 from pipeline.keypoints.shards import Shard
 from pipeline.keypoints.store import Store
 from superglue_sift.environment import usable_cores
-from superglue_sift.files import check_writable
+from superglue_sift.files import check_writable, write_csv, write_json
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")  # the splits that training reads

@@ -28,13 +28,12 @@ import cv2
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import Entry, ImageSet
-from pipeline.files import write_atomic, write_json
 from pipeline.keypoints import store, views
 from pipeline.keypoints.store import ImageViews
-from pipeline.prefetch import in_order
-from pipeline.signals import end_with_parent
+from pipeline.workers import end_with_parent, in_order
 from superglue_sift.features import extractors
 from superglue_sift.features.images import STORED, BadImage, decode
+from superglue_sift.files import write_atomic, write_json
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # images per worker

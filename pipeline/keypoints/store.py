@@ -28,10 +28,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256, read_json, write_atomic
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.sift import MIN_SCALE, ORIENTED
+from superglue_sift.files import file_sha256, read_json, write_atomic
 
 FORMAT = "superglue-sift-keypoints"
 VERSION = 2

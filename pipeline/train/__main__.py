@@ -30,7 +30,7 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from pipeline import distributed, errors, signals
+from pipeline import distributed, errors, workers
 from pipeline.keypoints.store import Store
 from pipeline.train import checkpoint, trainer
 
@@ -71,7 +71,7 @@ def prepare(
     args: argparse.Namespace,
     sections: params.Params,
     context: distributed.Context,
-    stop: signals.Stop,
+    stop: workers.Stop,
 ) -> trainer.Training:
     """Open the stores and describe the training, without building the network."""
     how = "all" if args.verify else "sample"
@@ -86,14 +86,14 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     """
     args, sections = parse(argv)
     context = distributed.Context(0, world_size, torch.device("cpu"))
-    training = prepare(args, sections, context, signals.Stop())
+    training = prepare(args, sections, context, workers.Stop())
     if args.continued:
         checkpoint.load_to_continue(args.continued, training.fingerprint)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse(argv)
-    with signals.defer() as stop, distributed.process_group() as context:
+    with workers.defer_signals() as stop, distributed.process_group() as context:
         training = prepare(args, sections, context, stop)
         code = training.validate_only() if args.validate_only else training.run()
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`

@@ -23,11 +23,12 @@ from typing import Any, Dict, List, Optional, Tuple
 import torch
 from torch import Tensor
 
-from pipeline import compat, distributed, training_overlap
+from pipeline import distributed, provenance
 from pipeline.errors import RequestError
-from pipeline.files import file_sha256, json_digest, write_atomic
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.optimizer import optimizer_tensors, restore_optimizer
+from superglue_sift import torch_compat
+from superglue_sift.files import file_sha256, json_digest, write_atomic
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
@@ -104,7 +105,7 @@ class TrainState:
         else:
             # by name: a checkpoint gives its tensors back in another order
             means = [self.average[name] for name in weights]
-            compat.lerp_(means, list(weights.values()), 1 / self.averaged)
+            torch_compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
     def keep_best(self, metrics: Metrics) -> bool:
         """Keep a copy of the weights if this validation is the best so far. Return whether it
@@ -166,7 +167,7 @@ def save_best(folder: Path, out: Path, tensors: Tensors, info: Info) -> None:
 def publish(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, its description and its list of photographs to `out`."""
     best = folder / BEST
-    for source in (training_overlap.list_of(best), best.with_suffix(".json"), best):
+    for source in (provenance.photographs_file(best), best.with_suffix(".json"), best):
         write_atomic(out / source.name, source.read_bytes())
 
 

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from pipeline import signals
+from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import read_number
-from pipeline.files import GIB
 from pipeline.keypoints.store import Store, View
 from pipeline.params import RunParams, TrainParams
-from pipeline.prefetch import prefetch
 from pipeline.train.augmentation import NO_AUGMENTATION, NO_CHANGE, Augmentation
+from pipeline.workers import prefetch
+from superglue_sift.files import GIB
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
@@ -241,11 +241,11 @@ class StepBatches(Dataset):
             # The processes inherit the mapped store and start in milliseconds. Python 3.14's
             # default is forkserver, whose server dies of a SIGTERM to all processes.
             multiprocessing_context="fork",
-            worker_init_fn=functools.partial(signals.serve, parent=os.getpid()),
+            worker_init_fn=functools.partial(workers.ignore_signals, parent=os.getpid()),
             # A draw from the global generator would change the state that a checkpoint holds
             generator=torch.Generator(),
         )
-        with signals.block():
+        with workers.block_signals():
             batches: Any = iter(loader)  # Any: `_shutdown_workers` is not in the stubs
         try:
             yield from batches

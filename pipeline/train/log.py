@@ -19,9 +19,9 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 import numpy as np
 
 from pipeline import distributed, params, tracking
-from pipeline.files import write_atomic
 from pipeline.keypoints.store import Store
 from pipeline.train.checkpoint import Info, Metrics, Saved, TrainState
+from superglue_sift.files import write_atomic
 from superglue_sift.progress import Progress
 
 # Names of the files in reports/train/curves

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline import distributed, training_overlap
+from pipeline import distributed, provenance
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.params import TrainParams
@@ -238,7 +238,7 @@ def choose_pairs(
     left = list(range(len(store)))
     messages = []
     if model:
-        left, message = training_overlap.leave_out(
+        left, message = provenance.leave_out_photographs(
             model, store.photographs, allow_training_images, str(model)
         )
         messages += [f"validation: {message}"] if message else []

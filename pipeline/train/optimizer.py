@@ -17,9 +17,10 @@ from typing import Any, Dict, List, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline import compat, distributed
+from pipeline import distributed
 from pipeline.errors import RequestError
 from pipeline.params import RunParams, TrainParams
+from superglue_sift import torch_compat
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import sqrt
 
@@ -99,7 +100,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
         return Muon(model, train.lr)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
-    options: Any = compat.fused_adam()
+    options: Any = torch_compat.fused_adam()
     return torch.optim.Adam(parameters, lr=train.lr, **options)
 
 
@@ -193,7 +194,7 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault(p.shape, []).append(p)
         # Nesterov's momentum, cut into squares
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
-        compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
+        torch_compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
         for alike in by_shape.values():  # one group for each shape needs fewer kernel launches
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
@@ -218,7 +219,7 @@ class Muon(torch.optim.Optimizer):
             # The step is a tensor after `load_state_dict`
             state["step"] = float(state["step"]) + 1
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        compat.lerp_(means, gradients, 1 - BETAS[0])
+        torch_compat.lerp_(means, gradients, 1 - BETAS[0])
         FOREACH._foreach_mul_(squares, BETAS[1])
         FOREACH._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
         denominators = FOREACH._foreach_div(
@@ -253,7 +254,7 @@ def choose_precision(asked: str, device: torch.device) -> Precision:
         # processors and take 1.65 times as long on others. This is a rule and no measurement at the
         # start: on a busy machine a measurement comes out differently each time, and so would the
         # weights.
-        amx = compat.has_amx()
+        amx = torch_compat.has_amx()
         fast = "bfloat16" if amx else "float32"
         reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
     else:

@@ -14,9 +14,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor, nn
 
-from pipeline import compat, distributed, provenance, signals, tracking, training_overlap
+from pipeline import distributed, provenance, tracking, workers
 from pipeline.errors import STOPPED, RequestError, WorkError
-from pipeline.files import write_atomic
 from pipeline.keypoints.store import Store
 from pipeline.params import Params, RunParams, TrainParams
 from pipeline.train import checkpoint, log
@@ -32,7 +31,9 @@ from pipeline.train.optimizer import (
     learning_rate,
     make_optimizer,
 )
+from superglue_sift import torch_compat
 from superglue_sift.features.extractors import kind_of
+from superglue_sift.files import write_atomic
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
@@ -131,7 +132,7 @@ def build(
         # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
         pairs = -(-global_batch(train, run, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
-    scaler = compat.grad_scaler(precision == "float16")
+    scaler = torch_compat.grad_scaler(precision == "float16")
     state = TrainState(model, make_optimizer(train, model), scaler)
     return objective, distributed.wrap(objective), state, threshold, messages
 
@@ -259,7 +260,7 @@ class Training:
         args: argparse.Namespace,
         sections: Params,
         context: distributed.Context,
-        stop: signals.Stop,
+        stop: workers.Stop,
         store: Store,
         held_out: Store,
     ) -> None:
@@ -287,7 +288,7 @@ class Training:
         )
         # the photographs of the training and of the initial weights, None if either is unknown
         own = frozenset(store.photographs) - {""}
-        before = training_overlap.read(initial) if initial else frozenset()
+        before = provenance.read_photographs(initial) if initial else frozenset()
         self.trained_on = own | before if own and before is not None else None
         self.fingerprint = checkpoint.fingerprint(train, run, store.digest, context.world_size)
         self.name = checkpoint.name_of(self.fingerprint)
@@ -538,10 +539,10 @@ class Training:
             "training": self.name,
             "versions": [{"step": 0, **self.versions}],
             "train": checkpoint.describe(self.train),
-            training_overlap.KEY: training_overlap.digest(self.trained_on or ()),
+            provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.trained_on or ()),
             **{k: v for k, v in self.fingerprint.items() if k in decided},
         }
-        training_overlap.write(self.folder / BEST, self.trained_on)
+        provenance.write_photographs(self.folder / BEST, self.trained_on)
         checkpoint.save_best(self.folder, self.args.out, state.best_weights, info)
 
     def _publish_finished(self, best: Info) -> None:

@@ -7,7 +7,7 @@ import torch
 
 from pipeline import doctor
 from pipeline.doctor import FAIL, NOTE, OK, WARN
-from pipeline.files import GIB, MIB
+from superglue_sift.files import GIB, MIB
 
 
 def test_no_gpu_is_a_note_and_one_that_torch_cannot_use_a_failure(tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ from made_params import file_of
 from made_scenes import write_model
 from reading import read_json
 
-from pipeline import errors, export, params, training_overlap
+from pipeline import errors, export, params, provenance
 from superglue_sift.network.weights import load_model, load_model_file, save_model_file
 
 
@@ -17,7 +17,7 @@ def write_best(folder, **about):
     info = {
         "train": {"lr": 0.1},
         "validation": {"f1": 0.5},
-        "trained_on": training_overlap.digest(()),
+        "trained_on": provenance.photographs_digest(()),
     }
     write_model(folder / "best.safetensors", about={**info, **about})
 

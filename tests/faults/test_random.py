@@ -27,8 +27,8 @@ from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import shards
-from pipeline.signals import STOP_SIGNALS
 from pipeline.train import __main__ as train
+from pipeline.workers import STOP_SIGNALS
 from superglue_sift.apps import cli
 
 COUNT = int(os.environ.get("RANDOM_FAULTS", "3"))

@@ -14,13 +14,13 @@ import torch
 from made_pairs import of_pair, rounding
 from made_views import SIZE, made_image, made_store
 
-from pipeline.compat import grad_scaler
 from pipeline.keypoints.store import Store
 from pipeline.train.data import load_batch, training_pairs
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.trainer import train_step
 from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
 from superglue_sift.network.weights import fuse_for_inference, shipped_weights
+from superglue_sift.torch_compat import grad_scaler
 
 FILE = Path(__file__).with_name("golden.json")
 # Scores reach 40, and so do the shipped weights', in 18 layers of four products of 128 terms.

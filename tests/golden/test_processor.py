@@ -20,8 +20,8 @@ import pytest
 from ruamel.yaml import YAML
 
 from pipeline import provenance
-from pipeline.files import file_sha256
 from superglue_sift import environment
+from superglue_sift.files import file_sha256
 from superglue_sift.network.weights import load_model_file
 
 ROOT = Path(__file__).resolve().parents[2]

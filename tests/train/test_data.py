@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from made_views import SIZE, made_records, made_store
 from waiting import ended, wait_until
 
-from pipeline import signals
+from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
-from pipeline.files import GIB, MIB
 from pipeline.keypoints.store import Store, View
-from pipeline.prefetch import prefetch
 from pipeline.train import data
 from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
 from pipeline.train.data import Sample, load_batch, rank_slice, training_pairs, validation_pairs
+from pipeline.workers import prefetch
+from superglue_sift.files import GIB, MIB
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
 from superglue_sift.network.superglue import TYPICAL_SCORE
@@ -269,7 +269,7 @@ class Slow(data.StepBatches):
         return [torch.tensor(os.getpid())]
 
 
-@pytest.mark.parametrize("number", signals.STOP_SIGNALS)
+@pytest.mark.parametrize("number", workers.STOP_SIGNALS)
 def test_they_leave_signals_to_the_training(store, make_params, monkeypatch, number):
     monkeypatch.setenv("SG_LOADER_PROCESSES", "2")
     source = batches_of(store, make_params).prefetch(range(20))

@@ -12,8 +12,7 @@ from made_pairs import scrambled
 from made_views import made_store
 from processes import in_group
 
-from pipeline import compat, distributed, params
-from pipeline.compat import grad_scaler
+from pipeline import distributed, params
 from pipeline.keypoints.store import Store
 from pipeline.train import trainer
 from pipeline.train.data import load_batch, split_evenly, training_pairs
@@ -24,6 +23,7 @@ from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.torch_compat import grad_scaler
 
 META = torch.device("meta")
 
@@ -162,7 +162,7 @@ def step_on_meta(optimizer_of, scaler):
 def test_a_step_reads_nothing_back(make_params, monkeypatch, optimizer, scaled):
     """float16's scaler, too, knows from the norm of the gradient whether the step is applied."""
     train = make_params("train", optimizer=optimizer)
-    monkeypatch.setattr(compat, "fused_adam", dict)  # the fused kernel does not know `meta`
+    monkeypatch.setattr(torch_compat, "fused_adam", dict)  # the fused kernel does not know `meta`
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     totals = step_on_meta(lambda model: make_optimizer(train, model), scaler)
     with pytest.raises((RuntimeError, NotImplementedError)):  # as any read before would have been

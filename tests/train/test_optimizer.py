@@ -5,10 +5,10 @@ import pytest
 import torch
 from processes import in_group
 
-from pipeline import compat
 from pipeline.errors import RequestError
 from pipeline.train import optimizer
 from pipeline.train.optimizer import Muon, blocks, orthogonalize
+from superglue_sift import torch_compat
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
 pytestmark = pytest.mark.cu111
@@ -20,7 +20,7 @@ def choose(monkeypatch):
 
     def call(asked, capability, amx=False):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(compat, "has_amx", lambda: amx)
+        monkeypatch.setattr(torch_compat, "has_amx", lambda: amx)
         device = torch.device("cuda" if capability else "cpu")
         return optimizer.choose_precision(asked, device)
 

@@ -13,7 +13,6 @@ from processes import in_group
 from reading import read_json
 
 from pipeline import distributed, errors
-from pipeline.compat import grad_scaler
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import Store
 from pipeline.train import __main__ as train
@@ -22,6 +21,7 @@ from pipeline.train.loss import MatchingObjective, Validation
 from pipeline.train.trainer import train_step
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import save_model_file
+from superglue_sift.torch_compat import grad_scaler
 
 ROOT = Path(__file__).resolve().parents[2]
 

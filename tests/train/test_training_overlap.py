@@ -9,7 +9,7 @@ from made_scenes import write_image_set, write_model
 from made_trainings import request_maker
 from reading import read_json
 
-from pipeline import errors, export, training_overlap
+from pipeline import errors, export, provenance
 from pipeline.errors import RequestError
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry
@@ -51,7 +51,7 @@ def work(tmp_path, photo):
     one.
     """
     (tmp_path / "params.yaml").write_text(PARAMS)
-    training_overlap.write(write_model(tmp_path / "model.safetensors"), ["42"])
+    provenance.write_photographs(write_model(tmp_path / "model.safetensors"), ["42"])
     pieces = (photo[:300, :400], photo[100:, 150:], photo[50:350, :450])
     write_image_set(tmp_path / "images", dict(zip(COCO, pieces)), "test")
     return tmp_path
@@ -71,7 +71,7 @@ def evaluated(folder):
 
 
 def test_what_ours_was_trained_on_is_left_out(work, capsys):
-    training_overlap.write(work / "model.safetensors", ["139", "42"])
+    provenance.write_photographs(work / "model.safetensors", ["139", "42"])
     assert run(work) == 0
     assert all(scenes == set(COCO[1:]) for scenes in evaluated(work).values())
     line = "1 of 3 photographs left out: ours was trained on them"
@@ -82,7 +82,7 @@ def test_what_ours_was_trained_on_is_left_out(work, capsys):
 @pytest.mark.parametrize("seen, left", [(["285"], (0, 2)), (["139", "285", "632"], (0, 1, 2))])
 def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, left):
     other = write_model(work / "other.safetensors", layers=2)
-    training_overlap.write(other, seen)
+    provenance.write_photographs(other, seen)
     assert run(work, "--also", f"shipped={other}") == 0
     printed = capsys.readouterr().out
     found = evaluated(work)
@@ -96,7 +96,7 @@ def test_another_model_is_shown_only_on_what_it_never_saw(work, capsys, seen, le
 
 
 def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
-    training_overlap.write(work / "model.safetensors", ["139", "285", "632"])
+    provenance.write_photographs(work / "model.safetensors", ["139", "285", "632"])
     assert run(work) == 2
     said = capsys.readouterr().err
     assert (
@@ -106,7 +106,7 @@ def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
 
 
 def test_what_is_kept_on_request_is_marked(work, capsys):
-    training_overlap.write(work / "model.safetensors", ["139", "285"])
+    provenance.write_photographs(work / "model.safetensors", ["139", "285"])
     assert run(work, "--allow-training-images") == 0
     assert evaluated(work)["superglue"] == set(COCO)
     marked = "3 held-out images (test), 2 of 3 photographs are from the training of ours"
@@ -115,7 +115,7 @@ def test_what_is_kept_on_request_is_marked(work, capsys):
 
 def test_a_model_without_a_list_is_named_and_nothing_left_out(work, capsys):
     # a training from weights without a list
-    training_overlap.write(work / "model.safetensors", None)
+    provenance.write_photographs(work / "model.safetensors", None)
     assert run(work) == 0
     printed = capsys.readouterr().out
     assert "model.safetensors was trained on is not known" in printed and "left out:" not in printed
@@ -123,12 +123,12 @@ def test_a_model_without_a_list_is_named_and_nothing_left_out(work, capsys):
 
 
 def test_the_list_of_another_model_is_refused(work, capsys):
-    about = {training_overlap.KEY: training_overlap.digest(["139"])}
+    about = {provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(["139"])}
     write_model(work / "model.safetensors", about)
     assert run(work) == 2
     assert "model.trained_on.txt: is not the list of model.safetensors" in capsys.readouterr().err
-    training_overlap.write(work / "model.safetensors", ["139"])
-    assert training_overlap.read(work / "model.safetensors") == {"139"}
+    provenance.write_photographs(work / "model.safetensors", ["139"])
+    assert provenance.read_photographs(work / "model.safetensors") == {"139"}
 
 
 @pytest.fixture
@@ -160,22 +160,29 @@ def begun_from(tmp_path):
 def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
     training, begun_from, tmp_path, capsys
 ):
-    training_overlap.write(begun_from, ["7777", "101"])
+    provenance.write_photographs(begun_from, ["7777", "101"])
     assert train.main(training(begun_from)) == 0
     said = capsys.readouterr().out
     assert f"validation: 1 of 3 photographs left out: {begun_from} was trained on them" in said
     own = {str(number) for number in range(5)}
-    assert training_overlap.read(tmp_path / "run/best.safetensors") == {*own, "7777", "101"}
+    seen = {*own, "7777", "101"}
+    assert provenance.read_photographs(tmp_path / "run/best.safetensors") == seen
     metrics = read_json(tmp_path / "run/best.json")
-    assert metrics[training_overlap.KEY] == training_overlap.digest({*own, "7777", "101"})
+    assert metrics[provenance.PHOTOGRAPHS_KEY] == provenance.photographs_digest(
+        {*own, "7777", "101"}
+    )
 
     words = ["--model", tmp_path / "run/best.safetensors", "--out", tmp_path / "models"]
     assert export.main([*map(str, words)]) == 0
-    assert training_overlap.read(tmp_path / "models/superglue.safetensors") == {*own, "7777", "101"}
+    assert provenance.read_photographs(tmp_path / "models/superglue.safetensors") == {
+        *own,
+        "7777",
+        "101",
+    }
 
 
 def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys):
-    training_overlap.write(begun_from, ["100", "102"])
+    provenance.write_photographs(begun_from, ["100", "102"])
     said = []
     for allowed in (False, True):
         words = training(begun_from, "--validate-only", allow_training_images=allowed)
@@ -184,14 +191,14 @@ def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys)
     assert f"validation: 2 of 3 photographs left out: {begun_from} was trained on them" in said[0]
     assert f"validation: 2 of 3 photographs are from the training of {begun_from}" in said[1]
     assert said[0].splitlines()[-1] != said[1].splitlines()[-1]
-    training_overlap.write(begun_from, ["100", "101", "102"])
+    provenance.write_photographs(begun_from, ["100", "101", "102"])
     with pytest.raises(RequestError, match="was trained on all of the 3 validation photographs"):
         train.check(training(begun_from), 1)
     assert errors.run(train.main, training(begun_from, "--validate-only")) == 2
 
 
 def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, shared_data):
-    known = training_overlap.read(root / SHIPPED)
+    known = provenance.read_photographs(root / SHIPPED)
     assert known is not None and len(known) == 2999
     for folder in ("train", "extra_gray", "extra_gray_512"):
         images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
@@ -202,7 +209,7 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
 
 
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
-    known = training_overlap.read(root / SHIPPED)
+    known = provenance.read_photographs(root / SHIPPED)
     assert known is not None and not known & {
         one.photograph for one in dataset.copy_sample(tmp_path / "images")
     }

@@ -1,18 +1,65 @@
-"""Signals: a request to stop between two steps, and the end of a process with its parent."""
+"""Threads and processes that work for others: results in advance, signals, the end of a parent.
+
+`prefetch` computes results in advance and yields them in the order of their items. The number of
+results that wait is limited. Signals become a request to stop between two steps.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
 import threading
-from typing import Iterator, Optional
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional, TypeVar
 
 # Signals that containers, Ctrl-C, and SLURM before preemption send
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
+
+Result = TypeVar("Result")
+
+
+def in_order(
+    submit: Callable[[Any], Future[Result]], items: Iterable[Any], ahead: int
+) -> Generator[Result, None, None]:
+    """Yield the result of each item. `submit` gets the items, up to `ahead` of them in advance.
+
+    An exception of the work is raised here, when its item comes. Closing the iterator cancels the
+    work that has not started.
+    """
+    waiting: Deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            # Submit first, so that up to `ahead` items are computed while the caller works
+            waiting.append(submit(item))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        # all items are submitted
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        # the caller has closed the iterator, or an item has failed
+        for future in waiting:
+            future.cancel()
+
+
+def prefetch(
+    make: Callable[[Any], Result], items: Iterable[Any], ahead: int = 2, threads: int = 1
+) -> Generator[Result, None, None]:
+    """Yield `make(item)` for each item. Threads compute it up to `ahead` items in advance.
+
+    Closing the iterator ends the threads, when each has finished the item that it works on.
+    """
+    with ThreadPoolExecutor(threads, "prefetch") as pool:
+        yield from in_order(functools.partial(pool.submit, make), items, ahead)
+
+
+# --- signals
 
 
 def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) -> None:
@@ -29,8 +76,8 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
 
 
 @contextlib.contextmanager
-def block() -> Iterator[None]:
-    """Block the signals, also in processes started in this context, until they call `serve`."""
+def block_signals() -> Iterator[None]:
+    """Block the signals, also in processes started here, until they call `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -38,7 +85,7 @@ def block() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def serve(worker: int, parent: int) -> None:
+def ignore_signals(worker: int, parent: int) -> None:
     """Let a process that loads batches ignore the signals, and end with the training `parent`.
 
     A signal may go to all processes of a job. The training needs the batches of its last step.
@@ -67,7 +114,7 @@ class Stop:
 
 
 @contextlib.contextmanager
-def defer() -> Iterator[Stop]:
+def defer_signals() -> Iterator[Stop]:
     """Let the signals only set the flag in this context. Their handlers are restored afterwards."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
