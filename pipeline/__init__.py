@@ -19,7 +19,6 @@ What stages share:
     provenance    code and versions, and the photographs that a model has seen
     tracking      the local log of a run; mlflow_store sends it to MLflow, served_model is the
                   registered model
-    bootstrap     means over pairs and their confidence intervals
     errors        errors that a person reads
 """
 

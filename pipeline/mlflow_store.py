@@ -19,12 +19,12 @@ from typing import Any, Dict, List, Optional, Tuple
 from urllib.parse import unquote, urlsplit
 
 from pipeline import errors, provenance
-from pipeline.bootstrap import MIN_CLUSTERS, Clusters, auc_by_pair
 
 EXPERIMENT = "superglue-sift"
 MODEL = "superglue-sift"  # name of the model in the registry
 CHAMPION = "champion"  # alias of the best version
 EVALUATION = "test"  # for the stage `evaluate`: prefix of its metrics, and folder of its files
+MIN_SCENES = 6  # photographs that a comparison needs, as in the evaluation
 LIMIT = 5  # px, the limit of the AUC that decides
 SEPARATOR = " · "  # stands between the name of a run and its result
 TAGS = "superglue."  # how names of the project's tags begin
@@ -164,7 +164,7 @@ ABOUT_MODEL = (
     "SuperGlue on SIFT keypoints. Each version is the best model of one training. The alias"
     f" `{CHAMPION}` belongs to the first version, until another one is better on the same pairs of"
     " photographs: the 95 % interval of the difference of AUC@5 lies above 0, over"
-    f" {MIN_CLUSTERS} photographs or more. A version's tag `{CHAMPION}` says how it compared."
+    f" {MIN_SCENES} photographs or more. A version's tag `{CHAMPION}` says how it compared."
 )
 
 
@@ -416,6 +416,8 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     """
     import pandas
 
+    from pipeline.evaluate import metrics
+
     if theirs is None:
         return True, "that version was never evaluated"
     tables = [pandas.read_csv(path, dtype=str) for path in (ours, theirs)]
@@ -426,15 +428,15 @@ def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
     if not nearest[0].equals(nearest[1]):  # the same keypoints give the same nearest neighbours
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
-    areas = [auc_by_pair([float(text) for text in table[error]], LIMIT) for table in rows]
-    clusters = Clusters(list(rows[0].scene))
-    if clusters.count < MIN_CLUSTERS:
-        return False, f"too few photographs to compare: {clusters.count} of {MIN_CLUSTERS}"
-    difference = clusters.mean(areas[0] - areas[1])
-    value, low, high = (100 * (difference[name] or 0.0) for name in ("value", "low", "high"))
-    return low > 0, (
-        f"AUC@{LIMIT} {value:+.1f} points, 95 % interval {low:+.1f} .. {high:+.1f},"
-        f" {difference['pairs']} pairs of {clusters.count} photographs"
+    areas = [metrics.auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
+    scenes = pandas.Index(rows[0].scene, name="scene")
+    if scenes.nunique() < MIN_SCENES:
+        return False, f"too few photographs to compare: {scenes.nunique()} of {MIN_SCENES}"
+    gains = pandas.DataFrame({"gain": 100 * (areas[0] - areas[1])}, scenes)
+    gain = metrics.summarize(gains, metrics.resample(gains)).loc["gain"]
+    return gain.low > 0, (
+        f"AUC@{LIMIT} {gain.value:+.1f} points, 95 % interval {gain.low:+.1f} .. {gain.high:+.1f},"
+        f" {gain.pairs:.0f} pairs of {scenes.nunique()} photographs"
     )
 
 

@@ -37,7 +37,7 @@ from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName
 from superglue_sift.geometry import verification
-from superglue_sift.geometry.guided_matching import add_guided_matches
+from superglue_sift.geometry.verification import add_guided_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair

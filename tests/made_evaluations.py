@@ -12,7 +12,7 @@ from reading import read_json
 
 from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
-from pipeline.evaluate import charts, metrics, report
+from pipeline.evaluate import metrics, report
 from pipeline.evaluate.matchers import MATCHERS, OURS
 
 HOMOGRAPHY = {"scale_min": 0.6, "perspective": 0.2, "rotation_deg": 30.0, "tilt_deg": 0.0}
@@ -44,7 +44,7 @@ def run(folder, *extra, draw=False):
     }
     words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
     words += ["--device", "cpu", "--threshold", "0.1", *extra]
-    no_charts = mock.patch.object(charts, "line_chart", lambda *_, **__: "")
+    no_charts = mock.patch.object(report, "line_chart", lambda *_, **__: "")
     with contextlib.nullcontext() if draw else no_charts:
         return errors.run(evaluate.main, list(map(str, words)))
 

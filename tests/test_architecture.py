@@ -34,12 +34,11 @@ EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolma
 # commands, which may import every package.
 MAY_IMPORT = {
     "errors": set(),
-    "bootstrap": set(),
     "params": set(),
     "provenance": set(),
     "distributed": {"workers"},
     "workers": set(),
-    "mlflow_store": {"bootstrap", "provenance", "served_model"},
+    "mlflow_store": {"evaluate.metrics", "provenance", "served_model"},
     "served_model": set(),
     "tracking": {"mlflow_store", "provenance"},
     # A stage may read what an earlier stage writes with that stage's own code: the list of images,
@@ -47,8 +46,7 @@ MAY_IMPORT = {
     "fetch": {"provenance"},
     "keypoints": {"fetch.dataset", "fetch.decoders", "provenance", "workers"},
     "train": {"keypoints.store", "distributed", "tracking", "provenance", "workers"},
-    "evaluate": {"fetch.dataset", "keypoints.views", "tracking"}
-    | {"bootstrap", "provenance", "workers"},
+    "evaluate": {"fetch.dataset", "keypoints.views", "tracking"} | {"provenance", "workers"},
 }
 
 

@@ -49,8 +49,8 @@ from superglue_sift import Matcher
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
-from superglue_sift.geometry.guided_matching import positions_of
 from superglue_sift.geometry.two_view import Size, compose, epipolar_distances, inverse, transform
+from superglue_sift.geometry.verification import positions_of
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator

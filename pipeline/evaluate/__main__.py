@@ -33,13 +33,14 @@ import pandas as pd
 
 from pipeline import errors, provenance, tracking
 from pipeline.errors import RequestError, WorkError
-from pipeline.evaluate import charts, estimators, matchers, metrics, report, scoring
-from pipeline.evaluate.folders import HPatchesPairs, PosePairs
+from pipeline.evaluate import estimators, matchers, metrics, report, scoring
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, Matchers
 from pipeline.evaluate.pairs import (
     HeldOutPairs,
+    HPatchesPairs,
     KnownPair,
     NegativePairs,
+    PosePairs,
     Source,
     extract_pairs,
     levels,
@@ -501,7 +502,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     cv2.setNumThreads(1)  # the threads work on several images at a time
     results, info = evaluate(args)
     # the files first, so that MLflow can copy them
-    report.write(args.out, results, charts.render(results, args.curves))
+    report.write(args.out, results, report.render(results, args.curves))
     # A stage of DVC prints the whole report at the end, by `python -m pipeline.report`
     in_stage = "DVC_STAGE" in os.environ
     print(f"\n{report.verdict(results) if in_stage else report.text(results)}")

@@ -17,7 +17,7 @@ from pipeline.errors import RequestError
 from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.features.sift import positions
-from superglue_sift.geometry.guided_matching import add_guided_matches
+from superglue_sift.geometry.verification import add_guided_matches
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.superglue import SuperGlue, match_pairs

@@ -22,7 +22,6 @@ from typing import Dict, Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from pipeline.bootstrap import DIGITS, ENDS, MIN_CLUSTERS, Clusters, auc_by_pair
 from pipeline.evaluate.estimators import POSE_ESTIMATORS
 from pipeline.evaluate.matchers import BOUND, OURS, RATIO_TEST
 from pipeline.evaluate.scoring import Row, Scored
@@ -34,6 +33,12 @@ AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
 # Metrics that are means of a column of the table
 SHARES = ("matches", "precision", "recall", "matching_score")
+DIGITS = 6  # decimals of the ends of intervals; beyond them float32 sums are noise
+RESAMPLES = 2000
+SEED = 0
+ENDS = (0.025, 0.975)  # quantiles of the resamples that are the 95 % interval
+# Scenes for a verdict. Five agree by chance with probability 2 ** (1 - 5) = 0.06.
+MIN_SCENES = 6
 POINTS = 512  # number of thresholds that a resample tries
 BINS = 10  # number of ranges of the confidence, for its calibration
 
@@ -97,6 +102,15 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
     return frame[list(table["matcher"].unique())]
 
 
+def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
+    """Return the contribution of each pair to the AUC of the recall curve up to `threshold`.
+
+    Contributions are from 0 to 1, and the AUC is their mean. `errors` has one error per pair. It is
+    inf (or NaN) for a pair without an estimate, which counts as a failure.
+    """
+    return np.fmax(0.0, 1.0 - np.asarray(errors, np.float64) / threshold)  # 0 for NaN, too
+
+
 def threshold_at_precision(scored: Sequence[Scored], least: float) -> float:
     """Return the lowest confidence above which the mean precision of the pairs is at least `least`.
 
@@ -134,9 +148,14 @@ def resample(
     `values` comes from `values_of_pairs`, which got the same `scored`. There is no resample of a
     single scene.
     """
-    # (R, scenes) @ (scenes, columns): sums and numbers of values, NaN left out
-    weights = Clusters(list(values.index)).weights
     by_scene = values.groupby(level="scene", sort=False)
+    # (R, scenes): how often each resample draws each scene
+    count = by_scene.ngroups
+    random = np.random.default_rng(SEED)
+    drawn = random.integers(max(count, 1), size=(RESAMPLES if count > 1 else 0, count))
+    weights = np.array([np.bincount(each, minlength=count) for each in drawn], np.float64)
+    weights = weights.reshape(len(drawn), count)
+    # (R, scenes) @ (scenes, columns): sums and numbers of values, NaN left out
     with np.errstate(invalid="ignore"):
         means = (weights @ by_scene.sum().to_numpy()) / (weights @ by_scene.count().to_numpy())
     samples = pd.DataFrame(means, columns=values.columns)
@@ -153,7 +172,8 @@ def resample(
 def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Compute value, low, high and number of pairs of each metric.
 
-    Low and high are the 95 % interval (percentile bootstrap), NaN for a single scene. Pairs without
+    Low and high are the 95 % interval by the percentile bootstrap (Efron and Tibshirani 1993,
+    chapter 13), NaN for a single scene. Pairs without
     a value, such as the recall of a pair without true matches, are not counted.
     """
     low, high = samples.quantile(ENDS).round(DIGITS).to_numpy()
@@ -165,7 +185,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
 
     The best baseline has the highest mean on these pairs, which is a choice in its favour.
     `verdict` is "better" or "worse" if the interval excludes 0, and "equal" if it contains 0. With
-    fewer than MIN_CLUSTERS scenes it is "too few". The rows are named (metric, estimator, refined,
+    fewer than MIN_SCENES scenes it is "too few". The rows are named (metric, estimator, refined,
     baseline), and the first row of a metric has the best baseline.
     """
     means = values.mean()
@@ -184,7 +204,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
             low, high = gain.quantile(ENDS).round(DIGITS)
             # a verdict needs an interval, and enough scenes
             verdict = "better" if low > 0 else "worse" if high < 0 else "equal"
-            if values.index.nunique() < MIN_CLUSTERS or math.isnan(low):
+            if values.index.nunique() < MIN_SCENES or math.isnan(low):
                 verdict = "too few"
             value = means[(OURS, *key)] - means[(other, *key)]
             rows[(*key, other)] = value, low, high, verdict

@@ -1,7 +1,7 @@
 """The report of an evaluation: its verdict, the printed tables, the files, the note in MLflow.
 
 Every table is a slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
-`charts` makes the page.
+The page needs no other file. Its charts are drawn by matplotlib, and its text is `page.html`.
 """
 
 # pandas has no types. A type checker guesses them from its source, mostly wrongly.
@@ -11,15 +11,21 @@ Every table is a slice of the metrics (`metrics.summarize`) or of the long table
 
 from __future__ import annotations
 
+import base64
+import io
+import itertools
 import math
 import shutil
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import jinja2
+import matplotlib
 import numpy as np
 import pandas as pd
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
-from pipeline.bootstrap import MIN_CLUSTERS
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
 from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, name_of, recall_of
@@ -50,6 +56,22 @@ KINDS = {False: "as detected", True: "refined"}  # words for the two kinds of ma
 DIGITS = 4
 COUNTS = ("keypoints0", "keypoints1", "matches", "correct", "true_matches", "found")
 WIDTH = 100  # columns of the printed tables
+
+# One colour for each matcher of `TITLES` on every chart, then those of further matchers. All
+# are readable on a light and on a dark page.
+COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c")
+FURTHER = ("#2aa5b5", "#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")
+INK = "#888888"
+STYLE: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "charts",  # without it the file contains random names
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    **dict.fromkeys(
+        ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
+    ),
+}
+Chart = Tuple[Markup, str]  # a chart and its caption
 
 
 class Results(NamedTuple):
@@ -121,7 +143,7 @@ def leading(results: Results) -> str:
 
 def enough(results: Results) -> bool:
     """Return whether there are enough photographs or sequences for a verdict."""
-    return results.values.index.nunique() >= MIN_CLUSTERS
+    return results.values.index.nunique() >= metrics.MIN_SCENES
 
 
 def duels(results: Results) -> List[Dict[str, Any]]:
@@ -156,7 +178,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
 def verdict(results: Results) -> str:
     """Say the comparison with the ratio test in at most 15 words."""
     if not enough(results):
-        counts = f"{results.values.index.nunique()}, and at least {MIN_CLUSTERS} are needed"
+        counts = f"{results.values.index.nunique()}, and at least {metrics.MIN_SCENES} are needed"
         return f"Too few {results.unit} to judge: {counts}."
     found = [f"{duel['label']} {duel['gain']['verdict']}" for duel in duels(results)[:3]]
     return f"Compared with the ratio test: {', '.join(found)}."
@@ -390,3 +412,133 @@ def write(out: Path, results: Results, page: str) -> None:
     # the report as text and as a page
     write_atomic(out / TEXT, text(results) + "\n")
     write_atomic(out / PAGE, page)
+
+
+# --- the page
+
+
+def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
+    """Return the colour of each matcher."""
+    further = [name for name in matchers if name not in TITLES]
+    # a matcher of TITLES keeps its colour whether or not the others are shown
+    palette = itertools.chain(COLOURS, itertools.cycle(FURTHER))
+    every = dict(zip([*TITLES, *further], palette))
+    return {name: every[name] for name in matchers}
+
+
+def line_chart(
+    frame: pd.DataFrame, colours: Mapping[str, str], label: str, diagonal: bool = False
+) -> Markup:
+    """Draw an `img` of an SVG with one line per column, the network last and thicker.
+
+    The index of `frame` is x, and its name the label of the x axis. Words are placed at 0, 1, ...
+    `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
+    """
+    with matplotlib.rc_context(STYLE):
+        # Figure, not pyplot: there is no window, and no figure is kept in memory
+        figure = Figure(figsize=(4.6, 3.1))
+        # margins by hand: a layout that measures the text takes as long as drawing it
+        axes = figure.add_axes((0.14, 0.17, 0.84, 0.8))
+        if diagonal:
+            axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
+        # the network is drawn last, so that its line lies above the others
+        for name in sorted(frame, key=lambda each: each == OURS):
+            width = 2.6 if name == OURS else 1.4
+            axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
+        axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
+        # an SVG without a date, so that equal charts give equal bytes
+        svg = io.BytesIO()
+        figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
+    source = address("svg+xml", svg.getvalue())
+    return Markup('<img src="{}" alt="{} over {}">').format(source, label, frame.index.name)
+
+
+def address(kind: str, data: bytes) -> str:
+    """Return the bytes of an image as an address, so that the page needs no other file."""
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
+
+
+def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+    """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
+    axis = "pose error, degrees" if metrics.is_posed(results.table) else "corner error, px"
+    charts = []
+    for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
+        frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
+        caption = f"{estimator.upper()}, matches {KINDS[refined]}"
+        charts.append((line_chart(frame, colours, "fraction of pairs"), caption))
+    return charts
+
+
+def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
+    """Draw whether the network's confidence is the probability that a match is correct."""
+    # (bins,) one line, which is the network's
+    bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
+    frame = bins.rename_axis("confidence of a match")
+    words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
+    return line_chart(frame, colours, "fraction of correct ones", diagonal=True), words
+
+
+def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+    """Draw found matches and the leading AUC at each level of each condition.
+
+    The lines are the network and the ratio test.
+    """
+    lead = leading(results)
+    shown = (("recall", "", "found matches"), ("auc_5", lead, heading("auc_5", lead)))
+    charts = []
+    for name, part in results.robustness.reset_index().groupby("condition", sort=False):
+        for metric, estimator, label in shown:
+            # one line for each matcher over the levels, which are words at equal distances
+            key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]
+            frame = part[key].pivot(index="level", columns="matcher", values="value")
+            frame = frame.set_axis([f"{level:g}" for level in frame.index]).rename_axis(name)
+            # small photographs have no pair at the last levels of zoom
+            fewest = part.loc[key, "pairs"].min()
+            caption = f"{label}; at least {fewest} pairs at each level"
+            charts.append((line_chart(frame, colours, label), caption))
+    return charts
+
+
+def render(results: Results, curves: Optional[Path] = None) -> str:
+    """Render the page as HTML text.
+
+    `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
+    """
+    # StrictUndefined: a name that is wrong in the template is an error, not an empty text
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals.update(
+        verdict=verdict,
+        enough=enough,
+        duels=duels,
+        matches_table=matches_table,
+        area_tables=area_tables,
+        notes=lambda results: [*legend(results), *remarks(results)],
+    )
+    environment.filters.update(
+        percent=percent,
+        points=points,
+        title=title,
+        show=lambda table: Markup(table.to_html(border=0)),
+    )
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    # charts, each a text of some 20 kB
+    colours = colours_of(matchers_of(results))
+    errors = error_charts(results, colours)
+    # The leading estimator comes first, with detected and refined matches. The others follow.
+    first = [each for each in errors if each[1].startswith(leading(results).upper())]
+    posed = metrics.is_posed(results.table)
+    return environment.from_string(template).render(
+        results=results,
+        # JPEG on the page, since it holds all pictures, and PNG in the folder
+        pictures=[
+            (address("jpeg", drawing.Picture(pixels).encode()), caption)
+            for _, caption, pixels in results.pictures
+        ],
+        learning=address("svg+xml", curves.read_bytes()) if curves and curves.is_file() else "",
+        legend=colours,
+        charts=[*first, *([] if posed else [calibration_chart(results, colours)])],
+        more_charts=[each for each in errors if each not in first],
+        robustness=robustness_charts(results, colours) if len(results.robustness) else [],
+    )

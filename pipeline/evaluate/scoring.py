@@ -20,7 +20,7 @@ from pipeline.params import EvaluateParams
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.geometry import refinement, two_view
-from superglue_sift.geometry.guided_matching import positions_of
+from superglue_sift.geometry.verification import positions_of
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.ground_truth import UNMATCHED, ground_truth

@@ -7,14 +7,14 @@ import numpy as np
 import pandas as pd
 from made_evaluations import make_results
 
-from pipeline.evaluate import charts, report
+from pipeline.evaluate import report
 
 PICTURE = ("median-1", "A typical pair & <blur>.", np.zeros((100, 200, 3), np.uint8))
 HARD = np.linspace(0.5, 8, 12)
 
 
 def render(results, curves=None):
-    text = charts.render(results, curves)
+    text = report.render(results, curves)
     assert all(each.startswith("data:") for each in re.findall(r'(?:src|href)="([^"]*)"', text))
     assert [text.count(f"<{tag}") - text.count(f"</{tag}>") for tag in ("div", "details")] == [0, 0]
     assert "http" not in re.sub("&[a-z]+;", "", text) and "<script" not in text
@@ -46,7 +46,7 @@ def test_robustness_is_drawn_at_every_level():
     rows = results.metrics.loc[["superglue", "ratio_test"]].reset_index()
     frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
     results = results._replace(robustness=pd.concat(frames))
-    found = charts.robustness_charts(results, charts.colours_of(["superglue", "ratio_test"]))
+    found = report.robustness_charts(results, report.colours_of(["superglue", "ratio_test"]))
     assert [caption for _, caption in found] == [
         "found matches; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
@@ -61,9 +61,9 @@ def svg_of(chart):
 
 def test_each_matcher_has_one_colour_and_ours_is_drawn_last_and_thicker():
     names = ["superglue", "ratio_test", "mine", "other"]
-    colours = charts.colours_of(names)
+    colours = report.colours_of(names)
     assert len(set(colours.values())) == 4
-    svg = svg_of(charts.line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colours, "y"))
+    svg = svg_of(report.line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colours, "y"))
     strokes = re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+)", svg)
     drawn = [stroke for stroke in strokes if stroke[0] in colours.values()]
     assert drawn[-1] == (colours["superglue"], "2.6") and len(set(drawn)) == 4

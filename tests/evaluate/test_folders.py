@@ -8,8 +8,8 @@ import pytest
 from made_scenes import IDENTITY, SHIFT, TURN, line, write_sequence
 
 from pipeline.errors import RequestError
-from pipeline.evaluate import folders
-from pipeline.evaluate.folders import HPatchesPairs
+from pipeline.evaluate import pairs as folders
+from pipeline.evaluate.pairs import HPatchesPairs
 from superglue_sift.geometry.two_view import transform
 
 
@@ -62,8 +62,8 @@ def test_lists_of_pairs_are_read_as_other_systems_write_them(tmp_path, small):
     name = unicodedata.normalize("NFD", "caf\u00e9.png")
     file = tmp_path / "pairs.txt"
     file.write_bytes(f"# two views\n{line(name, name)}\n".encode("utf-16"))
-    images, pairs = folders.PosePairs(file, tmp_path, short_side=0).load(0)
-    assert images[0].shape == small.shape and len(pairs) == 1
+    images, given = folders.PosePairs(file, tmp_path, short_side=0).load(0)
+    assert images[0].shape == small.shape and len(given) == 1
 
 
 def test_resizing_takes_the_homography_along(tmp_path, photo):

@@ -3,12 +3,12 @@ over scenes, and paired differences.
 """
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_evaluations import make_results, make_rows
 
-from pipeline import bootstrap
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
 
@@ -18,15 +18,15 @@ ROUNDED = 1e-6  # six decimals
 
 
 def test_auc_of_cases_made_by_hand():
-    found = bootstrap.auc_by_pair([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
+    found = metrics.auc_by_pair([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
     assert found.tolist() == [1.0, 0.75, 0.0, 0.0, 0.0, 0.0]
 
 
-def mean(values, clusters=None):
-    """The line of a mean; without clusters, each pair is one."""
-    values = np.asarray(values, np.float64)
-    names = [str(n) for n in (range(len(values)) if clusters is None else clusters)]
-    return bootstrap.Clusters(names).mean(values)
+def mean(values, scenes=None):
+    """The row of a mean. Without scenes, each pair is a scene."""
+    index = pd.Index(range(len(values)) if scenes is None else scenes, name="scene")
+    frame = pd.DataFrame({"mean": values}, index)
+    return metrics.summarize(frame, metrics.resample(frame)).loc["mean"]
 
 
 def test_interval_of_a_mean_agrees_with_scipys():
@@ -44,7 +44,8 @@ def test_pairs_of_one_photograph_count_as_one():
     """Twenty equal pairs of each of thirty photographs have the interval of one pair of each."""
     values = np.random.default_rng(5).uniform(0, 1, 30)
     many = mean(np.repeat(values, 20), np.repeat(np.arange(30), 20))
-    assert many == {**mean(values), "pairs": 600}
+    assert many.drop("pairs").to_dict() == pytest.approx(mean(values).drop("pairs").to_dict())
+    assert many["pairs"] == 600
     independent = mean(np.repeat(values, 20))
     assert many["high"] - many["low"] > 3 * (independent["high"] - independent["low"])
 
@@ -63,7 +64,7 @@ def test_a_table_has_the_intervals_of_its_columns():
     ]
     values = metrics.values_of_pairs(metrics.make_table(rows), {})
     found = metrics.summarize(values, metrics.resample(values, {})).loc[(OURS, "recall", "", False)]
-    assert found.to_dict() == pytest.approx(mean(recalls, scenes), abs=ROUNDED)
+    assert found.to_dict() == pytest.approx(mean(recalls, scenes).to_dict(), abs=ROUNDED)
 
 
 def means_of(rows, scored=()):
@@ -141,7 +142,7 @@ def test_an_error_curve_has_the_auc_below_it():
     fractions = metrics.error_curves(table)["error", "ransac", False][OURS].to_numpy()
     assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and fractions[3] == 0.25
     # left and right sums enclose the exact area
-    area = bootstrap.auc_by_pair(errors, 10).mean()
+    area = metrics.auc_by_pair(errors, 10).mean()
     assert fractions[:-1].mean() <= area <= fractions[1:].mean()
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from made_pairs import records_at
 
 from superglue_sift.features import sift
-from superglue_sift.geometry.guided_matching import add_guided_matches
+from superglue_sift.geometry.verification import add_guided_matches
 from superglue_sift.matches import Matches
 
 
