@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -39,26 +39,35 @@ from superglue_sift.features.sift import MIN_SCALE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, Pair, choose_pair
-from superglue_sift.network.sinkhorn import log_optimal_transport
 from superglue_sift.network.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
 from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
 from superglue_sift.torch_compat import can_export, sqrt
 
 OPSET = 18  # the lowest opset that torch's exporter writes without conversion
 IR_VERSION = 8  # the exporter's own version, 10, would need ONNX Runtime 1.18 or newer
-OF_IMAGE = ("keypoints", "descriptors", "scores", "scales", "angles", "image_size")
-INPUTS = tuple(f"{name}{view}" for view in "01" for name in OF_IMAGE)
-# Inputs that have several columns for each keypoint. Other inputs have one number.
-WIDTHS = {"keypoints": (2,), "kpts": (2,), "descriptors": (SIFT_DIM,), "desc": (SIFT_DIM,)}
+INPUTS = tuple(
+    f"{name}{view}"
+    for view in "01"
+    for name in ("keypoints", "descriptors", "scores", "scales", "angles", "image_size")
+)
 OUTPUTS = ("matches0", "matches1", "matching_scores0", "matching_scores1")
-COLMAP_OF_IMAGE = ("kpts", "desc", "image_size", "scales", "oris")
-COLMAP_INPUTS = tuple(f"{name}{view}" for name in COLMAP_OF_IMAGE for view in "01")
+COLMAP_INPUTS = tuple(
+    f"{name}{view}" for name in ("kpts", "desc", "image_size", "scales", "oris") for view in "01"
+)
 # COLMAP may find 8,192 keypoints. The file matches at most this number in an image, since time and
 # memory grow with its square. With 2,048 keypoints, a pair takes 3 s of one core and 0.7 GB.
 COLMAP_KEYPOINTS = 2048
 # With a threshold between 0.6 and 0.8, COLMAP's cameras of Strecha's scenes are most exact. Below
 # 0.8, one pair is false.
 COLMAP_THRESHOLD = 0.7
+# Shapes of five keypoints. Inputs that are not here have the shape (5,).
+EXAMPLES = {
+    "keypoints": (5, 2),
+    "kpts": (5, 2),
+    "descriptors": (5, SIFT_DIM),
+    "desc": (5, SIFT_DIM),
+    "image_size": (2,),
+}
 # The names of inputs and outputs of a file, for each program that reads it
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, ("matches0", "mscores0"))}
 
@@ -77,30 +86,22 @@ class OnnxSuperGlue(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, ...]:
         """Compute OUTPUTS from INPUTS. The module's docstring says their shapes."""
-        named = dict(zip(INPUTS, inputs))
         masks = []
         views = []
-        for view in "01":
-            columns = [named[name + view][..., None] for name in ("scales", "angles", "scores")]
-            keypoints = torch.cat([named["keypoints" + view], *columns], 2)  # (1, M, 5)
-            # A row of padding, since a maximum needs at least one row
-            keypoints, descriptors = (
-                pad(values, (0, 0, 0, 1)) for values in (keypoints, named["descriptors" + view])
-            )
-            size = named["image_size" + view].unsqueeze(1).expand(-1, keypoints.shape[1], -1)
-            masks.append(pad(torch.ones_like(named["scores" + view], dtype=torch.bool), (0, 1)))
-            views.append((keypoints, descriptors, size))
+        for places, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
+            keypoints = torch.cat([places, torch.stack([scales, angles, scores], 2)], 2)
+            # A row of padding, since a maximum needs at least one row: (1, M + 1, 5)
+            keypoints = pad(keypoints, (0, 0, 0, 1))
+            masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
+            size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
+            views.append((keypoints, pad(descriptors, (0, 0, 0, 1)), size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
         keypoints, data, size = map(images.join, zip(*views))
         descriptors = self.model.describe(keypoints, data, size, images)
-        ((scores, mask0, mask1),) = self.model.scores(descriptors, images)
         # The transport is in float64, whose range is sufficient for trained scores, since a graph
         # cannot fall back to the log domain.
-        iterations = self.model.config.sinkhorn_iterations
-        log_P, _ = log_optimal_transport(
-            scores.double(), mask0, mask1, self.model.dustbin, iterations, wait=False
-        )
+        (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)
         matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
         return tuple(values[:, :-1] for values in (matches0, matches1, scores0, scores1))
 
@@ -138,22 +139,22 @@ class ColmapSuperGlue(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
         """Compute the outputs from COLMAP_INPUTS."""
-        named = dict(zip(COLMAP_INPUTS, inputs))
-        views = [{name: named[name + view] for name in COLMAP_OF_IMAGE} for view in "01"]
+        _, desc0, _, scales0, _ = view0 = inputs[::2]
+        _, desc1, _, _, _ = view1 = inputs[1::2]
         # Keep the keypoints that most likely have a match, in the units of the network. A slice
         # [:n] would fix the exported graph to fewer keypoints.
-        orders = []
-        for rank in rank_by_descriptor(named["desc0"][0], named["desc1"][0]):
-            count = torch.sym_min(rank.shape[0], self.max_keypoints)
-            orders.append(rank.argsort()[torch.arange(count, device=rank.device)])
-        values = [_from_colmap(view, order) for view, order in zip(views, orders)]
-        matches, _, scores, _ = self.network(*values[0], *values[1])
+        order0, order1 = (
+            rank.argsort()[torch.arange(torch.sym_min(rank.shape[0], self.max_keypoints))]
+            for rank in rank_by_descriptor(desc0[0], desc1[0])
+        )
+        values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
+        matches, _, scores, _ = self.network(*values)
         # Back to indices of all keypoints. The index -1, no match, takes the last entry, also -1.
-        index1 = torch.cat([orders[1], orders[1].new_full((1,), -1)])[matches[0]]
-        found = torch.full_like(named["scales0"][0], -1, dtype=torch.int64)
+        index1 = torch.cat([order1, order1.new_full((1,), -1)])[matches[0]]
+        none = torch.zeros_like(scales0[0])
         return (
-            found.index_copy(0, orders[0], index1),
-            torch.zeros_like(named["scales0"][0]).index_copy(0, orders[0], scores[0].float()),
+            torch.full_like(none, -1, dtype=torch.int64).index_copy(0, order0, index1),
+            none.index_copy(0, order0, scores[0].float()),
         )
 
 
@@ -178,38 +179,33 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     return ranks[0], ranks[1]
 
 
-def _from_colmap(view: Dict[str, Tensor], order: Tensor) -> List[Tensor]:
-    """Convert the keypoints `order` (n,) of one image to the units of OF_IMAGE, in this order.
+def _from_colmap(
+    order: Tensor, kpts: Tensor, desc: Tensor, size: Tensor, scales: Tensor, oris: Tensor
+) -> Tuple[Tensor, ...]:
+    """Convert the keypoints `order` (n,) of one image to the units of INPUTS, in this order.
 
     Sizes are divided as by `Features.as_found`, since the network knows images of up to RESIZE px.
     """
-    kpts, desc, scales, oris = (
-        view[name].index_select(1, order) for name in ("kpts", "desc", "scales", "oris")
-    )
+    kpts, desc, scales, oris = (t.index_select(1, order) for t in (kpts, desc, scales, oris))
     scales = 2 * scales  # OpenCV's size is a diameter
     # The largest reduction that makes no keypoint smaller than SIFT finds
     smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
-    unit = torch.minimum(view["image_size"][0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(
-        min=1.0
-    )
+    unit = torch.minimum(size[0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(min=1.0)
     scores = torch.full_like(scales, TYPICAL_SCORE)  # COLMAP stores no scores
     descriptors = 512 * desc.square()  # the network takes the root
     places = (kpts + 0.5) / unit - 0.5
-    return [
-        places, descriptors, scores, scales / unit, torch.rad2deg(oris), view["image_size"] / unit
-    ]  # fmt: skip
+    return places, descriptors, scores, scales / unit, torch.rad2deg(oris), size / unit
 
 
 def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
     """Return the graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
-    features0, features1 = (view.as_found(RESIZE) for view in (features0, features1))
-    values: Dict[str, np.ndarray] = {}
-    pair = choose_pair(Pair(features0.records, features1.records, features0.size, features1.size))
-    for view, records, size in zip("01", pair[:2], pair[2:]):
+    one, other = (view.as_found(RESIZE) for view in (features0, features1))
+    records0, records1, *_ = choose_pair(Pair(one.records, other.records, one.size, other.size))
+    values: List[np.ndarray] = []
+    for records, size in ((records0, one.size), (records1, other.size)):
         columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
-        for name, column in zip(OF_IMAGE, (positions(records), *columns, np.array(size))):
-            values[name + view] = column.astype(np.float32)[None]
-    return values
+        values += [positions(records), *columns, np.array(size)]
+    return {name: value.astype(np.float32)[None] for name, value in zip(INPUTS, values)}
 
 
 def export(
@@ -242,23 +238,17 @@ def export(
     network, info = load_model(model or shipped_weights())
     if network.config.descriptor != "sift":
         source = network.config.extractor
-        raise RequestError(
-            f"only models for SIFT can be exported to ONNX; this one is for {source}"
-        )
+        raise RequestError(f"only models for SIFT can be exported; this one is for {source}")
     if threshold is None:
         threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
     module: nn.Module = OnnxSuperGlue(network, threshold)
     if form == "colmap":
         module = ColmapSuperGlue(network, threshold, max_keypoints)
+    inputs, outputs = FORMS[form]
     # Example inputs of five keypoints, of which there may be any number
     counts = {view: torch.export.Dim("keypoints" + view) for view in "01"}
-    inputs, outputs = FORMS[form]
-    values = []
-    shapes: List[Dict[int, Any]] = []
-    for name in inputs:
-        of_image = name.startswith("image_size")
-        values.append(torch.ones((1, *((2,) if of_image else (5, *WIDTHS.get(name[:-1], ()))))))
-        shapes.append({} if of_image else {1: counts[name[-1]]})
+    values = [torch.ones((1, *EXAMPLES.get(name[:-1], (5,)))) for name in inputs]
+    shapes = [{} if "size" in name else {1: counts[name[-1]]} for name in inputs]
     # Trace the network, and translate it.
     with torch.no_grad():
         exported = torch.export.export(

@@ -64,7 +64,6 @@ def database_of(
     camera_per: "folder" or "image". If None, photographs whose EXIF data name the same camera have
         one camera, the others one each, as in COLMAP's importer.
     """
-    pycolmap = import_extra("pycolmap", "colmap")
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,25 +73,26 @@ def database_of(
 
     def add(photo0: Item, photo1: Item, result: MatchResult) -> None:
         # Keep the keypoints of a photograph once, not for each of its pairs.
-        shared0 = keypoints.setdefault(photo0, result.keypoints0)
-        shared1 = keypoints.setdefault(photo1, result.keypoints1)
-        pairs.append((photo0, photo1, replace(result, keypoints0=shared0, keypoints1=shared1)))
+        result = replace(
+            result,
+            keypoints0=keypoints.setdefault(photo0, result.keypoints0),
+            keypoints1=keypoints.setdefault(photo1, result.keypoints1),
+        )
+        pairs.append((photo0, photo1, result))
 
     # Photographs that COLMAP cannot read show here, before hours of work.
-    mode = pycolmap.CameraMode.__members__[CAMERAS[camera_per]]
-    _import_photographs(pycolmap, partial, root, list(names.values()), mode)
+    _import_photographs(partial, root, list(names.values()), CAMERAS[camera_per])
     yield add
     moved = refine_keypoints(keypoints, pairs, store) if refine else keypoints
-    with pycolmap.Database.open(str(partial)) as database:
+    with _pycolmap().Database.open(str(partial)) as database:
         entries = {
-            photo: _write_keypoints(pycolmap, database, names[photo], store(photo).move(places))
+            photo: _write_keypoints(database, names[photo], store(photo).move(places))
             for photo, places in moved.items()
         }
         for photo0, photo1, result in pairs:
-            entry0 = entries[photo0]
-            entry1 = entries[photo1]
             # Leave out rejected pairs, and those that a list names in both orders.
-            if not result.accepted or database.exists_matches(entry0[0], entry1[0]):
+            both = entries[photo0], entries[photo1]
+            if not result.accepted or database.exists_matches(both[0][0], both[1][0]):
                 continue
             if refine and result.pair_score is not None:
                 # Keep the matches on whose refined positions all pairs agree.
@@ -101,21 +101,28 @@ def database_of(
                 sizes = (result.size0, result.size1)
                 result = result.only(verification.agree_with_one_geometry(points0, points1, sizes))
             if result.accepted:
-                _write_pair(pycolmap, database, entry0, entry1, result.matches)
+                _write_pair(database, *both, result.matches)
     os.replace(partial, path)
 
 
-def _import_photographs(
-    pycolmap: Any, database: Path, root: Path, names: List[str], mode: Any
-) -> None:
+def _pycolmap() -> Any:
+    """Import pycolmap. Raises RequestError if it is not installed."""
+    return import_extra("pycolmap", "colmap")
+
+
+def _import_photographs(database: Path, root: Path, names: List[str], mode: str) -> None:
     """Write photographs with their cameras and positions by GPS, by COLMAP's importer.
+
+    mode: how cameras are shared, in COLMAP's words.
 
     Raises RequestError, which names the photographs, if COLMAP cannot read some of them.
     """
+    pycolmap = _pycolmap()
     level = pycolmap.logging.minloglevel
     pycolmap.logging.minloglevel = ONLY_FATAL
     pycolmap.Database.open(str(database)).close()  # the importer needs a file
-    pycolmap.import_images(str(database), str(root), camera_mode=mode, image_names=names)
+    shared = pycolmap.CameraMode.__members__[mode]
+    pycolmap.import_images(str(database), str(root), camera_mode=shared, image_names=names)
     pycolmap.logging.minloglevel = level
     with pycolmap.Database.open(str(database)) as content:
         unread = [name for name in names if not content.exists_image(name)]
@@ -125,7 +132,7 @@ def _import_photographs(
         raise RequestError(f"{unread[0]}{more}: COLMAP cannot read the file; {fix}")
 
 
-def _write_keypoints(pycolmap: Any, database: Any, name: str, features: Features) -> Entry:
+def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
     """Write the keypoints of an image, and its descriptors if they are SIFT; return its entry."""
     image = database.read_image_with_name(name)
     # Rotate the positions back to stored pixels.
@@ -138,15 +145,15 @@ def _write_keypoints(pycolmap: Any, database: Any, name: str, features: Features
         # COLMAP keeps its own SIFT as RootSIFT in bytes.
         roots = root_sift_of(features.records["descriptor"])
         rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
-        sift = pycolmap.FeatureExtractorType.__members__["SIFT"]
-        database.write_descriptors(image.image_id, pycolmap.FeatureDescriptors(sift, rows))
+        sift = _pycolmap().FeatureExtractorType.__members__["SIFT"]
+        descriptors = _pycolmap().FeatureDescriptors(sift, rows)
+        database.write_descriptors(image.image_id, descriptors)
     return image.image_id, database.read_camera(image.camera_id), points.astype(np.float64)
 
 
-def _write_pair(
-    pycolmap: Any, database: Any, entry0: Entry, entry1: Entry, matches: np.ndarray
-) -> None:
+def _write_pair(database: Any, entry0: Entry, entry1: Entry, matches: np.ndarray) -> None:
     """Write matches (K, 2) of two images, and their geometry if COLMAP verifies it."""
+    pycolmap = _pycolmap()
     id0, camera0, points0 = entry0
     id1, camera1, points1 = entry1
     matches = matches.astype(np.uint32)
@@ -169,7 +176,6 @@ def refine_keypoints(
     # `tracks` knows photographs by number.
     number = {photo: at for at, photo in enumerate(keypoints)}
     accepted = [pair for pair in pairs if len(pair[2].matches)]
-
     waiting = (
         (result, store.with_pixels(photo0), store.with_pixels(photo1))
         for photo0, photo1, result in accepted
@@ -201,22 +207,25 @@ class StoredFeatures:
         """
         self.path = path
         self.max_keypoints = max_keypoints
-        self._pycolmap = import_extra("pycolmap", "colmap")
+        pycolmap = _pycolmap()
         if not path.is_file():
             raise RequestError(f"{path}: no such database; {EXTRACT}")
         # pycolmap does not report that another program holds the lock for writing.
         try:
             with contextlib.closing(sqlite3.connect(path, timeout=1)) as held:
                 held.execute("BEGIN IMMEDIATE")
-            self._database = self._pycolmap.Database.open(str(path))
+            self._database = pycolmap.Database.open(str(path))
         except (sqlite3.DatabaseError, RuntimeError) as error:
             locked = "another program writes it; wait until that ends"
             reason = locked if "locked" in str(error) else "is not a database of COLMAP"
             raise RequestError(f"{path}: {reason}") from None
-        images = sorted(self._database.read_all_images(), key=lambda image: image.name)
-        described = [self._database.exists_descriptors(image.image_id) for image in images]
-        self.without = [image.name for image, has in zip(images, described) if not has]
-        self._images = {image.name: image for image, has in zip(images, described) if has}
+        self._images: Dict[str, Any] = {}
+        self.without: List[str] = []
+        for image in sorted(self._database.read_all_images(), key=lambda image: image.name):
+            if self._database.exists_descriptors(image.image_id):
+                self._images[image.name] = image
+            else:
+                self.without.append(image.name)
         if not self._images:
             raise RequestError(f"{path}: has no features; {EXTRACT}")
         self.photos = [Item(name, Path(name)) for name in self._images]
@@ -232,7 +241,7 @@ class StoredFeatures:
         """Return the features of an image, the largest first. Raises RequestError unless they are
         SIFT.
         """
-        return self._read(photo.name)[0]
+        return self._read(photo)[0]
 
     def has_matches(self, photo0: Item, photo1: Item) -> bool:
         """Say whether the database has matches of this pair, or their geometry."""
@@ -241,30 +250,25 @@ class StoredFeatures:
 
     def add(self, photo0: Item, photo1: Item, result: MatchResult) -> None:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
-        entries: List[Entry] = []
-        matches = result.matches.copy()
-        for view, photo in enumerate((photo0, photo1)):
-            image = self._images[photo.name]
-            _, order, points = self._read(photo.name)
-            matches[:, view] = order[matches[:, view]]
-            camera = self._database.read_camera(image.camera_id)
-            entries.append((image.image_id, camera, points))
-        _write_pair(self._pycolmap, self._database, entries[0], entries[1], matches)
+        _, order0, entry0 = self._read(photo0)
+        _, order1, entry1 = self._read(photo1)
+        matches = result.found.renumber(order0, order1).indices
+        _write_pair(self._database, entry0, entry1, matches)
 
-    def _read_image(self, name: str) -> Tuple[Features, np.ndarray, np.ndarray]:
+    def _read_image(self, photo: Item) -> Tuple[Features, np.ndarray, Entry]:
         """Read the features of an image.
 
-        Returns the features, their rows in the database, and the positions of all rows. Positions
-        are (n, 2) float64 in COLMAP's coordinates.
+        Returns the features, their rows in the database, and the entry of all rows.
         """
-        image = self._images[name]
+        image = self._images[photo.name]
         camera = self._database.read_camera(image.camera_id)
         keypoints = self._database.read_keypoints(image.image_id)
         described = self._database.read_descriptors(image.image_id)
         if int(described.type) not in SIFT:
             kind = described.type.name
-            raise RequestError(f"{self.path}: {name} has descriptors of {kind}, not of SIFT")
+            raise RequestError(f"{self.path}: {photo.name} has descriptors of {kind}, not of SIFT")
         features = Features.of_colmap(keypoints, described.data, (camera.width, camera.height))
         # the largest keypoints, whose rows in the database `order` keeps
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
-        return features.select(order), order, keypoints[:, :2].astype(np.float64)
+        entry = image.image_id, camera, keypoints[:, :2].astype(np.float64)
+        return features.select(order), order, entry

@@ -45,12 +45,16 @@ def write_features(path: FileName, name: str, features: Features) -> None:
 
     Units, and RootSIFT as descriptors, are those of hloc's own SIFT.
     """
-    data = {key: value[0].numpy() for key, value in convert.to_lightglue(features).items()}
-    data["scores"] = data.pop("keypoint_scores")
-    data.update(scales=features.records["scale"] / 2, oris=features.records["angle"])
-    data["descriptors"] = data["descriptors"].T
-    data["image_size"] = np.array(features.size)  # hloc makes empty tensors of it: whole numbers
-    _write(path, Path(name).as_posix(), data)
+    data = convert.to_lightglue(features)
+    arrays = {
+        "keypoints": features.keypoints,
+        "scores": features.records["score"],
+        "descriptors": data["descriptors"][0].numpy().T,
+        "scales": features.records["scale"] / 2,
+        "oris": features.records["angle"],
+        "image_size": np.array(features.size),  # hloc makes empty tensors of it: whole numbers
+    }
+    _write(path, Path(name).as_posix(), arrays)
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
@@ -86,9 +90,8 @@ class MatcherForHloc:
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
-        names = ("threshold", "network_keypoints", "scene")
-        settings = {name: conf[name] for name in names}
-        self.matcher = Matcher.load(conf["model"], conf["device"], **settings)
+        settings = {name: conf[name] for name in self.default_conf}
+        self.matcher = Matcher.load(settings.pop("model"), **settings)
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """Match hloc's features of two images; return matches0 (1, M) and
@@ -97,13 +100,15 @@ class MatcherForHloc:
         views = []
         for view in "01":
             values = {name: data[name + view] for name in ARRAYS}
-            values["keypoint_scores"] = values.pop("scores")
             height, width = data["image" + view].shape[-2:]
-            values["image_size"] = torch.tensor([[width, height]])
             # hloc has sigma, degrees, and a column for each descriptor.
-            values["scales"] = 2 * values["scales"]
-            values["oris"] = torch.deg2rad(values["oris"])
-            values["descriptors"] = values["descriptors"].transpose(-1, -2)
+            values.update(
+                keypoint_scores=values["scores"],
+                scales=2 * values["scales"],
+                oris=torch.deg2rad(values["oris"]),
+                descriptors=values["descriptors"].transpose(-1, -2),
+                image_size=torch.tensor([[width, height]]),
+            )
             views.append(convert.from_lightglue(values)._replace(frame=STORED))
         output = convert.to_lightglue_matches(self.matcher.match(*views))
         return {name: output[name].to(data["keypoints0"].device) for name in MATCHES}

@@ -118,16 +118,13 @@ class PairBatch:
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
         """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others."""
-        missing = pairs - len(self)
 
-        def pad_pairs(t: Tensor, value: float = 0.0) -> Tensor:
-            return pad(t, (*(0, 0) * (t.dim() - 1), 0, missing), value=value)
+        def pad_pairs(t: Tensor) -> Tensor:
+            return pad(t, (*(0, 0) * (t.dim() - 1), 0, pairs - len(self)))
 
         records0, records1 = (pad(t, (0, 0, 0, keypoints - t.shape[1])) for t in self.records)
-        # The sizes of images without keypoints are 1, since positions are divided by them.
-        sizes = pad_pairs(self.image_sizes, 1.0)
         wider = dataclasses.replace(self, records=(records0, records1))._with(pad_pairs)
-        return dataclasses.replace(wider, counts=pad_pairs(self.counts), image_sizes=sizes)
+        return dataclasses.replace(wider, counts=pad_pairs(self.counts))
 
     def mask(self, view: int) -> Tensor:
         """Return (B, M) or (B, N) bool on the device, True for keypoints and False for padding."""
@@ -250,17 +247,16 @@ def from_pairs(
     dtype: Optional[np.dtype] = None,
     cells: Optional[np.ndarray] = None,
 ) -> PairBatch:
-    """Make a batch of pairs of views. Raises TypeError for keypoints of another dtype.
+    """Make a batch of pairs of views.
 
     H_0to1: (B, 3, 3) float64, true homographies, if they are known.
     dtype: dtype of the keypoints. If None, it is ORIENTED if any keypoints are or there are no
         pairs, and otherwise the dtype of the first pair.
     cells: see `PairBatch`.
     """
-    if dtype is None:
-        dtypes = [records.dtype for pair in pairs for records in pair[:2]]
-        dtype = ORIENTED if not dtypes or ORIENTED in dtypes else dtypes[0]
-    records0, records1 = (_pack([pair[view] for pair in pairs], dtype) for view in (0, 1))
+    dtypes = [dtype] if dtype else [view.dtype for pair in pairs for view in pair[:2]]
+    used = ORIENTED if ORIENTED in (dtypes or [ORIENTED]) else dtypes[0]
+    records0, records1 = (_pack([pair[view] for pair in pairs], used) for view in (0, 1))
     counts = [(len(pair.records0), len(pair.records1)) for pair in pairs]
     sizes = [(pair.size0, pair.size1) for pair in pairs]
     known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]
@@ -273,18 +269,11 @@ def from_pairs(
 
 
 def _pack(views: Sequence[np.ndarray], dtype: np.dtype) -> Tensor:
-    """Copy the keypoints (n,) of each view to one padded buffer (B, N, R) uint8.
-
-    Raises TypeError for keypoints of another dtype than `dtype`.
-    """
+    """Copy the keypoints (n,) of each view to one padded buffer (B, N, R) uint8."""
     # There is at least one column, so that empty views need no special case.
     width = max([*map(len, views), 1])
     buffer = torch.zeros((len(views), width, dtype.itemsize), dtype=torch.uint8)
     for row, r in zip(buffer.numpy(), views):
-        if r.dtype != dtype and (r.dtype, dtype) != (KEYPOINT, ORIENTED):
-            raise TypeError(
-                f"records of dtype {r.dtype}: must be {dtype}, like others of the batch"
-            )
         size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
         row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
     return buffer
@@ -298,22 +287,22 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
     """
     if batch.records[0].shape[-1] != ORIENTED.itemsize:
         return batch
-    both = [_orientations(records) for records in batch.records]
-    # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are zero,
-    # so that their cosine is the minimum, 0.
-    units = [root_sift(each[..., DESCRIPTOR_AT:]).flatten(1, 2) for each in both]
+    M, N = (records.shape[1] for records in batch.records)
     # Compute the cosines (B, 2 M, 2 N) of as many pairs at a time as fit MAX_BYTES.
-    pairs = max(1, MAX_BYTES // (4 * units[0].shape[1] * units[1].shape[1]))
-    parts = []
-    for unit0, unit1 in zip(*(unit.split(pairs) for unit in units)):
+    pairs = max(1, MAX_BYTES // (4 * 2 * M * 2 * N))
+    chosen: Tuple[List[Tensor], List[Tensor]] = ([], [])
+    for records in zip(*(view.split(pairs) for view in batch.records)):
+        both = [_orientations(view) for view in records]
+        # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are
+        # zero, so that their cosine is the minimum, 0.
+        unit0, unit1 = (root_sift(view[..., DESCRIPTOR_AT:]).flatten(1, 2) for view in both)
         cosines = torch.bmm(unit0, unit1.transpose(1, 2))
-        parts.append((cosines.amax(2), cosines.amax(1)))
-    chosen = []
-    for each, largest in zip(both, zip(*parts)):
-        # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
-        first, second = torch.cat(largest).unflatten(1, (-1, 2)).unbind(2)
-        chosen.append(torch.where((second > first).unsqueeze(2), each[:, :, 1], each[:, :, 0]))
-    return dataclasses.replace(batch, records=(chosen[0], chosen[1]))
+        for view, largest, parts in zip(both, (cosines.amax(2), cosines.amax(1)), chosen):
+            # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
+            first, second = largest.unflatten(1, (-1, 2)).unbind(2)
+            parts.append(torch.where((second > first).unsqueeze(2), view[:, :, 1], view[:, :, 0]))
+    records0, records1 = map(torch.cat, chosen)
+    return dataclasses.replace(batch, records=(records0, records1))
 
 
 def _orientations(records: Tensor) -> Tensor:

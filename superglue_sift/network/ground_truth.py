@@ -35,20 +35,6 @@ class Truth(NamedTuple):
     matches1: Tensor
 
 
-def _squared_errors(points0: Tensor, points1: Tensor, mapped0: Tensor, mapped1: Tensor) -> Tensor:
-    """Compute the squared error of all pairs of keypoints, the larger one of both directions.
-
-    points0, points1: (..., M, 2) and (..., N, 2), positions.
-    mapped0, mapped1: the same points in the other view, without nan.
-
-    Returns (..., M, N) px^2. The other matrix is freed at once, so that the next one is written to
-    the same memory.
-    """
-    forward = _squared_distance(mapped0, points1)
-    back = _squared_distance(points0, mapped1)
-    return torch.maximum(forward, back, out=forward)
-
-
 def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
     """Compute squared distances (..., M, N) of points a (..., M, 2) and b (..., N, 2).
 
@@ -116,9 +102,11 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
     for start in range(0, len(batch), pairs):
         rows = slice(start, start + pairs)
-        squared = _squared_errors(
-            points[0, rows, :M], points[1, rows, :N], mapped[0, rows, :M], mapped[1, rows, :N]
-        )
+        # (b, M, N) px^2: the error of two keypoints is the larger one of both directions.
+        squared = _squared_distance(mapped[0, rows, :M], points[1, rows, :N])
+        back = _squared_distance(points[0, rows, :M], mapped[1, rows, :N])
+        torch.maximum(squared, back, out=squared)
+        del back  # the next matrix is written to the same memory
         torch.min(squared, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
         torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
     best = sqrt(best)

@@ -19,7 +19,7 @@ the pair is computed in the log domain: in float32, if rival scores lead by more
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, List, Tuple
+from typing import Any, List, Tuple
 
 import torch
 from torch import Tensor
@@ -131,14 +131,14 @@ class _Sinkhorn(torch.autograd.Function):
         return torch.cat(of_Z), None, None, None, None
 
 
-def _chunks(Z: Tensor) -> Iterator[slice]:
-    """Yield the pairs to iterate together: all pairs on a GPU, but one pair at a time on a CPU.
+def _chunks(Z: Tensor) -> List[slice]:
+    """Return the pairs to iterate together: all pairs on a GPU, but one pair at a time on a CPU.
 
     The kernel of one pair stays in the cache of a CPU.
     """
-    size = 1 if Z.device.type == "cpu" else max(len(Z), 1)
-    for start in range(0, max(len(Z), 1), size):
-        yield slice(start, start + size)
+    if Z.device.type != "cpu" or len(Z) == 0:
+        return [slice(None)]
+    return [slice(pair, pair + 1) for pair in range(len(Z))]
 
 
 def _solve(

@@ -178,14 +178,7 @@ class SuperGlue(nn.Module):
         # A keypoint with two orientations keeps one of them.
         keypoints = join_keypoints([choose_orientations(batch) for batch in batches])
         descriptors = self.describe(*keypoints, precision)
-        iterations = self.config.sinkhorn_iterations
-        # Optimal transport of each batch by itself (equations 8 and 9), since sizes differ.
-        solved = [
-            log_optimal_transport(*problem, self.dustbin, iterations, wait)
-            for problem in self.scores(descriptors, keypoints[-1])
-        ]
-        log_Ps, finite = zip(*solved)
-        return list(log_Ps), torch.cat(finite)
+        return self.transport(descriptors, keypoints[-1], wait)
 
     def describe(
         self,
@@ -221,20 +214,29 @@ class SuperGlue(nn.Module):
             x = checkpoint(layer, *inputs) if recompute else layer(*inputs)
         return self.final_projection(x)  # equation 6
 
-    def scores(self, descriptors: Tensor, images: Images) -> List[Tuple[Tensor, Tensor, Tensor]]:
-        """Compute the scores (B, M, N) of each batch (equation 7); return them with both masks.
+    def transport(
+        self, descriptors: Tensor, images: Images, wait: bool, dtype: Optional[torch.dtype] = None
+    ) -> Tuple[List[Tensor], Tensor]:
+        """Compute the log assignments from matching descriptors (T, D) (equations 7 to 9).
 
-        descriptors: (T, D), as from `describe`. The masks are (B, M) and (B, N) bool, True for
-            keypoints.
+        dtype: the precision of the optimal transport. If None, it is that of the dustbin.
+
+        wait and what is returned: as for `assign`.
         """
         # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
         # divided by the root of sqrt(D).
         views = images.split(descriptors / self.config.dim**0.25)
-        masks = images.masks
-        return [
-            (torch.bmm(f0, f1.transpose(1, 2)), mask0, mask1)
-            for f0, f1, mask0, mask1 in zip(views[::2], views[1::2], masks[::2], masks[1::2])
-        ]
+        solved = []
+        # Each batch by itself, since sizes differ
+        for i in range(0, len(views), 2):
+            scores = torch.bmm(views[i], views[i + 1].transpose(1, 2)).to(
+                dtype or self.dustbin.dtype
+            )
+            masks = images.masks[i : i + 2]
+            iterations = self.config.sinkhorn_iterations
+            solved.append(log_optimal_transport(scores, *masks, self.dustbin, iterations, wait))
+        log_Ps, finite = zip(*solved)
+        return list(log_Ps), torch.cat(finite)
 
     def compile_layers(self) -> None:
         """Compile `describe` by torch 2, on a GPU into CUDA graphs. Each shape is compiled once."""
@@ -249,44 +251,45 @@ class SuperGlue(nn.Module):
     @property
     def in_order(self) -> List[nn.Module]:
         """Return all modules with weights, in the order of their use."""
-        encoders = [self.descriptor_projection, self.keypoint_encoder]
-        rotary = [self.rotary] if self.rotary else []
-        return [*encoders, *rotary, *self.layers, self.final_projection]
+        first = [self.descriptor_projection, self.keypoint_encoder, self.rotary]
+        return [*(module for module in first if module), *self.layers, self.final_projection]
 
+    @torch.no_grad()
     def _start_as_identity(self) -> None:
         """Initialize the weights so that the score of two keypoints is SHARPNESS times their
         cosine.
         """
+        # The biases of both projections, the encoder and the residual branches start at zero.
+        zeros = [self.descriptor_projection.bias, self.final_projection.bias]
+        for module in self.modules():
+            if isinstance(module, MLP):
+                zeros += module[-1].parameters()
+        for parameter in zeros:
+            nn.init.zeros_(parameter)
         dim = self.config.dim
-        with torch.no_grad():
-            for linear in (self.descriptor_projection, self.final_projection):
-                nn.init.zeros_(linear.bias)
-            if dim == self.config.descriptor_dim:
-                nn.init.eye_(self.descriptor_projection.weight)
-            else:  # this keeps inner products if dim is larger, and nearly keeps them if not
-                nn.init.orthogonal_(self.descriptor_projection.weight)
-            nn.init.eye_(self.final_projection.weight)
-            # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
-            # SHARPNESS * cosine.
-            self.descriptor_projection.weight.mul_(math.sqrt(dim))
-            self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
+        if dim == self.config.descriptor_dim:
+            nn.init.eye_(self.descriptor_projection.weight)
+        else:  # this keeps inner products if dim is larger, and nearly keeps them if not
+            nn.init.orthogonal_(self.descriptor_projection.weight)
+        nn.init.eye_(self.final_projection.weight)
+        # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
+        # SHARPNESS * cosine.
+        self.descriptor_projection.weight.mul_(math.sqrt(dim))
+        self.final_projection.weight.mul_(math.sqrt(SHARPNESS / math.sqrt(dim)))
 
 
 # Equation 2: the first state of a keypoint
 
 
 def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
-    """Create the encoder of geometry and neighbours. Its output starts at zero."""
+    """Create the encoder of geometry and neighbours."""
     # Inputs of a keypoint: `geometry_of`, then `neighbour_features`
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
         layers += [nn.Linear(width, wider), NORMS[config.norm](wider), nn.ReLU()]
         width = wider
-    last = nn.Linear(width, config.dim)
-    nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
-    return MLP(*layers, last)
+    return MLP(*layers, nn.Linear(width, config.dim))
 
 
 def unit_vectors(data: Tensor, kind: str) -> Tensor:
@@ -310,7 +313,9 @@ def geometry_of(keypoints: Tensor, image_size: Tensor, scale_angle: bool) -> Ten
     positions = keypoints[:, :2]
     scale, angle, score = keypoints[:, 2:].split(1, 1)
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
-    position = (positions - (image_size - 1) / 2) / (image_size.amax(-1, keepdim=True) / 2)
+    # A batch that is padded has images of size 0.
+    longer = image_size.amax(-1, keepdim=True).clamp(min=1.0)
+    position = (positions - (image_size - 1) / 2) / (longer / 2)
     score = (score.clamp(min=1e-6) / TYPICAL_SCORE).log()
     if not scale_angle:
         return torch.cat([position, score], -1)
@@ -388,7 +393,7 @@ class AttentionalLayer(nn.Module):
     """The layer updates every keypoint once: x <- x + MLP([x, message]) (equation 3)."""
 
     def __init__(self, dim: int, heads: int, norm: str, cross: bool) -> None:
-        """Create a layer that starts as the identity.
+        """Create a layer.
 
         cross: whether each image attends to the other image of its pair. If not, it attends to
             itself.
@@ -401,8 +406,6 @@ class AttentionalLayer(nn.Module):
         first = nn.Linear(2 * dim, 2 * dim)
         last = nn.Linear(2 * dim, dim)
         self.mlp = MLP(first, NORMS[norm](2 * dim), nn.ReLU(inplace=True), last)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
 
     def forward(
         self, x: Tensor, images: Images, dtype: Optional[torch.dtype], rotation: Optional[Tensor]
@@ -416,8 +419,7 @@ class AttentionalLayer(nn.Module):
         state = x.to(dtype or self.query_key_value.weight.dtype)
         # Autocast is inside the layer, because gradient checkpointing runs the layer again.
         with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
-            message = self.attend(state, images, rotation)
-            return x + self.mlp([state, message], images.valid)
+            return x + self.mlp([state, self.attend(state, images, rotation)], images.valid)
 
     def attend(self, x: Tensor, images: Images, rotation: Optional[Tensor]) -> Tensor:
         """Compute the messages (T, D) from the merged heads (equations 4 and 5)."""
@@ -554,9 +556,10 @@ class TokenBatchNorm(nn.Module):
         valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
         """
         x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean, var = (
-            self._statistics(x32, valid) if self.training else (self.running_mean, self.running_var)
-        )
+        mean = self.running_mean
+        var = self.running_var
+        if self.training:
+            mean, var = self._statistics(x32, valid)
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
     def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
@@ -593,7 +596,7 @@ def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
 # Section 5: matches of an assignment
 
 
-def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
     """Find mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
 
     log_P: (B, M + 1, N + 1), output of `SuperGlue`.
@@ -612,7 +615,7 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, Tenso
         # A match is mutual if the best match of the best match is the keypoint itself.
         good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
         found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
-    return found[0], found[1], found[2], found[3]
+    return tuple(found)
 
 
 @torch.no_grad()

@@ -11,10 +11,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import itertools
 import json
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 
 from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName, write_atomic
-from superglue_sift.network.superglue import MLP, SuperGlue, SuperGlueConfig, TokenBatchNorm
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, TokenBatchNorm
 
 FORMAT = "superglue-sift/1"  # the header has one key, since safetensors does not keep an order
 THRESHOLD = 0.2  # probability of a match for models that state none (SuperGlue, section 5)
@@ -76,25 +75,19 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with safe_open(str(path), framework="numpy") as file:
-            # Nothing in the file is used before its header and its checksum are verified.
             metadata = file.metadata() or {}
             if FORMAT not in metadata:
-                raise BadCheckpoint(
-                    f"{path}: not a model file of this project, since its header lacks {FORMAT};"
-                    " train one, or name another model"
-                )
+                raise ValueError(f"its header lacks {FORMAT}")
             header = json.loads(metadata[FORMAT])
             names = file.keys()  # the file itself is not iterable
             arrays = {name: file.get_tensor(name) for name in names}
+        # Nothing in the file is used before its checksum is verified.
         if _digest(arrays, header["info"]) != header["sha256"]:
-            raise BadCheckpoint(
-                f"{path}: the checksum does not fit: the file was altered; copy it again, or name"
-                " another model"
-            )
+            raise ValueError("the checksum does not fit: the file was altered")
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
         raise BadCheckpoint(
-            f"{path}: not readable as safetensors ({error}); copy it again"
+            f"{path}: not a model file of this project ({error}); copy it again, or name another"
         ) from error
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
@@ -127,23 +120,21 @@ def load_model(
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
         weights = weights_of(tensors)
-        # A small file could ask for a network that does not fit the memory, so compare shapes
-        # before the network is created.
-        expected = {"descriptor_projection.weight": (config.dim, config.descriptor_dim)}
-        for layer, kind in itertools.product(range(config.layers), ("self", "cross")):
-            name = f"{kind}_attention.{layer}.query_key_value.weight"
-            expected[name] = (3 * config.dim, config.dim)
-        for name, shape in expected.items():
-            actual = tuple(weights[name].shape) if name in weights else "nothing"
-            if actual != shape:
-                raise ValueError(f"{name}: has {actual}, its configuration says {shape}")
+        # A small file could ask for a network that does not fit the memory, so compare the number
+        # of weights with that of all large matrices before the network is created.
+        least = config.dim * (config.descriptor_dim + 20 * config.layers * config.dim)
+        count = sum(tensor.numel() for tensor in weights.values())
+        if count < least:
+            raise ValueError(f"{count} weights, its configuration needs {least} or more")
         model = SuperGlue(config)
         model.load_state_dict(weights)
     except FileNotFoundError:
         raise RequestError(f"{path}: no such model; train one first, or name another") from None
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise RequestError(f"{path}: not a SuperGlue model of this project ({reason})") from error
+        reason = " ".join(str(error).split())
+        raise RequestError(
+            f"{path}: not a SuperGlue model of this project ({reason:.200})"
+        ) from error
     if sinkhorn_iterations:
         model.config = dataclasses.replace(config, sinkhorn_iterations=sinkhorn_iterations)
     return model.to(device).eval(), info
@@ -160,39 +151,25 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
     """Return a faster copy of `model` for matching. In float32 its results are equal up to
     rounding.
 
-    Maps that follow each other without a nonlinearity are multiplied. This fuses the merge of the
-    heads with the first map of the MLP, and each BatchNorm with the map before it. The layers'
-    weights are cast once to `precision`: float32, bfloat16 or float16.
+    The merge of the heads is multiplied into the first map of the MLP, since they follow each other
+    without a nonlinearity. The layers' weights are cast once to `precision`: float32, bfloat16 or
+    float16.
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
-    fused.keypoint_encoder = _without_batch_norm(fused.keypoint_encoder)
     layers: Any = fused.layers
     for layer in layers:
-        # The merge of the heads goes into the part of the first map that takes the message.
-        first = layer.mlp[0]
+        # The columns of the first map that take the message, not the state
+        first, norm = layer.mlp[:2]
         merge = layer.merge.double()
         dim = len(merge.weight)
-        # The columns of the first map that take the message, not the state
         of_message = first.weight[:, dim:].double()
         first.bias.data += (of_message @ merge.bias).to(first.bias.dtype)
         first.weight.data[:, dim:] = of_message @ merge.weight
         layer.merge = nn.Identity()
-        layer.mlp = _without_batch_norm(layer.mlp)
         layer.to(getattr(torch, precision))
-    return fused
-
-
-def _without_batch_norm(mlp: MLP) -> MLP:
-    """Multiply each BatchNorm, as it is in evaluation, into the map before it."""
-    modules: List[Any] = list(mlp)
-    for before, norm in zip(modules, modules[1:]):
         if isinstance(norm, TokenBatchNorm):
-            # norm(W x + b) = (scale W) x + (scale b + shift)
-            scale = norm.weight.double() * torch.rsqrt(norm.running_var.double() + norm.eps)
-            shift = norm.bias.double() - norm.running_mean.double() * scale
-            before.weight.data.copy_(scale[:, None] * before.weight.double())
-            before.bias.data.copy_(scale * before.bias.double() + shift)
-    return MLP(*(module for module in modules if not isinstance(module, TokenBatchNorm)))
+            norm.float()  # it computes in float32, from statistics that need its digits
+    return fused
 
 
 def match_threshold(info: Mapping[str, Any]) -> float:
