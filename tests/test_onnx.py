@@ -8,8 +8,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from made_colmap import colmap_inputs_of
-from made_pairs import pair, records
+from made_pairs import pair
 from made_scenes import TURN, write_model
 
 from superglue_sift import (
@@ -25,76 +24,77 @@ from superglue_sift import (
 )
 from superglue_sift.features.features import extract
 from superglue_sift.features.sift import KEYPOINT
+from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.network.superglue import TYPICAL_SCORE
 from superglue_sift.network.weights import shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
 IN_TORCH = 1e-4
 IN_ONNX_RUNTIME = 1e-3
-SHAPES = [(5, 7), (0, 0), (0, 5), (5, 0), (2, 1), (60, 40)]
+SHAPES = [(5, 7), (0, 0), (0, 5), (5, 0), (2, 1), (60, 40), (300, 200)]
 DOUBLE = 11  # onnx.TensorProto.DOUBLE
 needs_sym_min = pytest.mark.skipif(
     not torch_compat.can_export(), reason="needs torch.export of changing shapes"
 )
 
 
-def made_sides(m, n, rng):
-    """Features of two views half of whose keypoints correspond, with noise in the descriptors."""
-    made = pair(rng, m, n)
-    shared = min(m, n) // 2
-    side1 = made.records1
-    side1[:shared] = made.records0[:shared]
-    noise = rng.integers(-9, 10, (shared, 128))
-    side1["descriptor"][:shared] = np.clip(side1["descriptor"][:shared] + noise, 0, 255)
-    side1["x"][:shared] += 7
-    return Features(made.records0, made.size0), Features(side1, made.size1)
+def colmap_inputs_of(*sides):
+    """What COLMAP hands over, by name, for SIFT features with one orientation each."""
+    given = [to_lightglue(side) for side in sides]
+    names = {"kpts": "keypoints", "desc": "descriptors"}
+    values = {
+        name: given[int(name[-1])][names.get(name[:-1], name[:-1])].numpy()
+        for name in onnx.COLMAP_INPUTS
+    }
+    # OpenCV has a diameter, COLMAP sigma
+    return {name: v / 2 if name.startswith("scales") else v for name, v in values.items()}
 
 
-def disagreements(model, run, sides, threshold, tolerance):
-    """How many of the keypoints get another answer than from torch, and how many matches there are.
-
-    tolerance: of the scores.
-    """
-    one, other = (side.as_found(onnx.RESIZE) for side in sides)
-    batch = from_pairs([Pair(one.records, other.records, one.size, other.size)])
-    with torch.no_grad():
-        matches0, scores0, matches1, scores1 = mutual_matches(model(batch), threshold)
-    found = run(onnx.inputs_of(*sides).values())
-    wrong = 0
-    counts = [len(side.records) for side in sides]
-    expected = (matches0, matches1), (scores0, scores1)
-    for count, matches, scores, *exact in zip(counts, found[:2], found[2:], *expected):
-        assert matches.shape == scores.shape == (1, count)
-        far = np.abs(scores - exact[1][:, :count].numpy()) > tolerance
-        wrong += (far | (matches != exact[0][:, :count].numpy())).sum()
-    return wrong, (found[0] >= 0).sum()
+# Each of the following returns (features of image 0, of image 1) -> outputs of the file.
 
 
-def session(path):
-    """(inputs in their order) -> outputs, by ONNX Runtime on one thread."""
-    runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = 1
-    made = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [each.name for each in made.get_inputs()]
-    return lambda values: made.run(None, dict(zip(names, values)))
-
-
-def in_torch(module):
-    """The same, by a module."""
-
+def by_network(model):
     @torch.no_grad()
-    def run(values):
-        return [found.numpy() for found in module(*map(torch.from_numpy, values))]
+    def run(one, other):
+        batch = from_pairs([Pair(one.records, other.records, one.size, other.size)])
+        matches0, scores0, matches1, scores1 = mutual_matches(model(batch), 0.1)
+        m = len(one.records)
+        n = len(other.records)
+        return matches0[:, :m], matches1[:, :n], scores0[:, :m], scores1[:, :n]
 
     return run
 
 
-def needs_onnx():
-    for name in ("onnx", "onnxscript", "onnxruntime"):
-        pytest.importorskip(name, reason=f"needs {name}")
-    if not torch_compat.can_export():
-        pytest.skip(f"torch {torch.__version__} has no torch.export of changing shapes")
+def by_module(module, inputs_of=onnx.inputs_of):
+    @torch.no_grad()
+    def run(*sides):
+        return module(*map(torch.from_numpy, inputs_of(*sides).values()))
+
+    return run
+
+
+def by_onnx_runtime(path, inputs_of=onnx.inputs_of):
+    runtime = pytest.importorskip("onnxruntime")
+    opened = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return lambda *sides: opened.run(None, inputs_of(*sides))
+
+
+def assert_same_outputs(run, other, tolerance):
+    """For two views half of whose keypoints correspond, with noise in the descriptors."""
+    rng = np.random.default_rng(0)
+    for m, n in SHAPES:
+        made = pair(rng, m, n)
+        shared = min(m, n) // 2
+        made.records1[:shared] = made.records0[:shared]
+        made.records1["descriptor"][:shared] ^= rng.integers(0, 8, (shared, 128), np.uint8)
+        made.records1["x"][:shared] += 7
+        sides = Features(made.records0, made.size0), Features(made.records1, made.size1)
+        both = [[np.asarray(each) for each in answer(*sides)] for answer in (run, other)]
+        assert [each.shape for each in both[0]] == [each.shape for each in both[1]]
+        wrong = sum((np.abs(a - b) > tolerance).sum() for a, b in zip(*both))
+        # rounding decides between two neighbours as near as each other
+        assert wrong <= 0.002 * (m + n)
+    assert (both[0][0] >= 0).sum() > 40
 
 
 @pytest.mark.parametrize(
@@ -109,39 +109,35 @@ def test_the_graph_matches_as_the_network(tmp_path, changes):
     path = shipped_weights()
     if changes:
         path = write_model(tmp_path / "m.safetensors", layers=2, **changes)
-    model = load_model(path)[0]
-    run = in_torch(onnx.OnnxSuperGlue(model, 0.1))
-    rng = np.random.default_rng(0)
-    for m, n in SHAPES:
-        wrong, matches = disagreements(model, run, made_sides(m, n, rng), 0.1, IN_TORCH)
-        assert wrong == 0
-    assert matches > 10
+    model, _ = load_model(path)
+    assert_same_outputs(by_module(onnx.OnnxSuperGlue(model, 0.1)), by_network(model), IN_TORCH)
 
 
 @pytest.mark.slow
 def test_the_file_matches_as_torch_does(tmp_path):
     """A network of one layer, since the translation of all layers takes minutes."""
-    needs_onnx()
+    pytest.importorskip("onnxscript")
     path = write_model(tmp_path / "m.safetensors", layers=1, neighbours=True, rotary=True)
-    run = session(onnx.export(tmp_path / "m.onnx", path, threshold=0.1))
-    model = load_model(path)[0]
-    rng = np.random.default_rng(1)
-    for m, n in (*SHAPES, (300, 200)):
-        sides = made_sides(m, n, rng)
-        wrong, matches = disagreements(model, run, sides, 0.1, IN_ONNX_RUNTIME)
-        # rounding decides between two neighbours as near as each other
-        assert wrong <= 0.002 * (m + n)
-    assert matches > 50
+    written = onnx.export(tmp_path / "m.onnx", path, threshold=0.1)
+    model, _ = load_model(path)
+    assert_same_outputs(by_onnx_runtime(written), by_network(model), IN_ONNX_RUNTIME)
+
+
+def two_views(photo, keypoints, width):
+    """SIFT of a photograph and of a view of it, both `width` px wide."""
+    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)))
+    size = (width, width * 2 // 3)
+    return [extract(cv2.resize(view, size), keypoints) for view in views]
 
 
 def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
     """SIFT saw a reduced image, and so did the network in training."""
-    sides = [extract(view, 256) for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400)))]
-    sides[1] = sides[1].resize((3000, 2000))
+    one, other = two_views(photo, 256, 600)
+    sides = one, other.resize((3000, 2000))
     matcher = Matcher.load(device="cpu")
-    module = onnx.OnnxSuperGlue(load_model(shipped_weights())[0], matcher.threshold)
-    found = in_torch(module)(onnx.inputs_of(*sides).values())[0][0]
-    np.testing.assert_array_equal(found, matcher.match(*sides).dense()[0])
+    model, _ = load_model(shipped_weights())
+    matches, *_ = by_module(onnx.OnnxSuperGlue(model, matcher.threshold))(*sides)
+    np.testing.assert_array_equal(matches[0], matcher.match(*sides).dense()[0])
 
 
 def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
@@ -155,20 +151,19 @@ def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
 # The file for COLMAP
 
 
-@pytest.fixture(scope="module")
-def network():
-    return onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.2)
+def by_colmaps_file(*sides, most=onnx.COLMAP_KEYPOINTS):
+    """Matches and scores of the shipped weights, without a file."""
+    module = onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.2, most)
+    return [each.numpy() for each in by_module(module, colmap_inputs_of)(*sides)]
 
 
 @pytest.fixture(scope="module")
 def sides(photo):
-    """A photograph and a view of it, 2,400 px wide: SIFT's keypoints without a response."""
+    """Two large views, whose keypoints have one orientation and no response."""
     found = []
-    for view in (photo, cv2.warpPerspective(photo, TURN, (600, 400))):
-        large = cv2.resize(view, None, fx=4, fy=4, interpolation=cv2.INTER_CUBIC)
-        side = extract(large, 300)
+    for side in two_views(photo, 300, 1600):
         one = np.zeros(len(side.records), KEYPOINT)
-        for name in KEYPOINT.names or ():
+        for name in KEYPOINT.names:
             one[name] = side.records[name]
         one["score"] = TYPICAL_SCORE
         found.append(Features(one, side.size))
@@ -176,8 +171,8 @@ def sides(photo):
 
 
 @needs_sym_min
-def test_colmaps_file_matches_as_the_matcher(network, sides):
-    matches, scores = in_torch(network)(colmap_inputs_of(*sides).values())
+def test_colmaps_file_matches_as_the_matcher(sides):
+    matches, scores = by_colmaps_file(*sides)
     expected = Matcher.load(device="cpu", threshold=0.2).match(*sides)
     assert len(expected.matches) > 80
     matches0, scores0 = expected.dense()
@@ -187,63 +182,49 @@ def test_colmaps_file_matches_as_the_matcher(network, sides):
 
 
 @needs_sym_min
-def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(network, sides):
-    few = in_torch(onnx.ColmapSuperGlue(network.network.model, 0.2, 100))
-    matches, _ = few(colmap_inputs_of(*sides).values())
+def test_of_too_many_keypoints_those_with_the_best_neighbours_are_matched(sides):
+    matches, _ = by_colmaps_file(*sides, most=100)
     index0 = np.flatnonzero(matches >= 0)
-    index1 = matches[index0]
     assert len(index0) > 80, "of 100 keypoints chosen for this pair most must match"
-    all_matches, _ = in_torch(network)(colmap_inputs_of(*sides).values())
-    assert (all_matches[index0] == index1).mean() > 0.95
-    back, _ = few(colmap_inputs_of(*sides[::-1]).values())
-    assert np.array_equal(back[index1], index0)
+    assert (by_colmaps_file(*sides)[0][index0] == matches[index0]).mean() > 0.95
+    back, _ = by_colmaps_file(*sides[::-1], most=100)
+    assert np.array_equal(back[matches[index0]], index0)
 
 
 def test_the_rank_is_the_ratio_of_distances_and_mutual_neighbours_come_first():
     # unit vectors of the plane by their angles, degrees
     angles = np.radians([[0.0, 90.0, 100.0], [4.0, 50.0, 97.0]])
-    rank0, rank1 = onnx.rank_by_descriptor(
-        *torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 2))
-    )
-
-    def ratio(near, far):
-        return float(np.sin(np.radians(near / 2)) / np.sin(np.radians(far / 2)))
-
+    units = torch.from_numpy(np.stack([np.cos(angles), np.sin(angles)], 2))
+    ranks = onnx.rank_by_descriptor(*units)
     # 0 and 4 are mutual, so are 100 and 97; the nearest of 90 is 97, and that of 50 is 90
-    assert np.allclose(rank0, [ratio(4, 86), 1 + ratio(7, 40), ratio(3, 50)])
-    assert np.allclose(rank1, [ratio(4, 86), 1 + ratio(40, 50), ratio(3, 50)])
+    nearest, second = np.sin(np.radians([[4, 7, 3, 40], [86, 40, 50, 50]]) / 2)
+    first, beaten, last, other = nearest / second
+    expected = [[first, 1 + beaten, last], [first, 1 + other, last]]
+    assert np.allclose(np.stack(ranks), expected)
 
 
 @pytest.mark.slow
 def test_the_file_keeps_the_contract_of_colmap(tmp_path):
-    needs_onnx()
-    import onnx as onnx_package
-
+    pytest.importorskip("onnxscript")
+    package = pytest.importorskip("onnx")
     path = write_model(tmp_path / "m.safetensors", layers=1)
     written = onnx.export(tmp_path / "colmap.onnx", path, 0.1, "colmap", max_keypoints=50)
-    file = onnx_package.load(str(written))
-    onnx_package.checker.check_model(file)
-    graph = file.graph
+    file = package.load(str(written))
+    package.checker.check_model(file)
     assert file.ir_version == 8 and file.opset_import[0].version == 18
+    graph = file.graph
     # pull request 4098 of COLMAP
     names = "kpts0 kpts1 desc0 desc1 image_size0 image_size1 scales0 scales1 oris0 oris1"
     assert [each.name for each in graph.input] == names.split()
     ranks = [len(each.type.tensor_type.shape.dim) for each in graph.input]
     assert ranks == [3, 3, 3, 3, 2, 2, 2, 2, 2, 2]
     types = {each.name: each.type.tensor_type.elem_type for each in graph.output}
-    kinds = onnx_package.TensorProto
-    assert types == {"matches0": kinds.INT64, "mscores0": kinds.FLOAT}
+    assert types == {"matches0": package.TensorProto.INT64, "mscores0": package.TensorProto.FLOAT}
     assert_fast_everywhere(graph)
     # fewer and more keypoints than the file matches
-    run_file = session(written)
-    run = in_torch(onnx.ColmapSuperGlue(load_model(path)[0], 0.1, 50))
-    rng = np.random.default_rng(0)
-    for shape in [(0, 0), (0, 5), (5, 0), (1, 7), (60, 40), (300, 200)]:
-        values = colmap_inputs_of(*(Features(records(rng, n), (320, 240)) for n in shape)).values()
-        for expected, found in zip(run(values), run_file(values)):
-            assert found.shape == expected.shape
-            # rounding decides between two neighbours as near as each other
-            assert (np.abs(found - expected) > IN_ONNX_RUNTIME).sum() <= 1
+    module = onnx.ColmapSuperGlue(load_model(path)[0], 0.1, 50)
+    ways = by_onnx_runtime(written, colmap_inputs_of), by_module(module, colmap_inputs_of)
+    assert_same_outputs(*ways, IN_ONNX_RUNTIME)
 
 
 def assert_fast_everywhere(graph):

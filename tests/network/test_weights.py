@@ -35,11 +35,8 @@ def test_a_hostile_model_file_is_refused_before_anything_is_made_of_it(
 ):
     path = write_changed(tmp_path / "m.safetensors", model=changed)
     monkeypatch.setattr(weights, "SuperGlue", lambda *_: pytest.fail("made"))
-    with pytest.raises(RequestError, match=message) as error:
+    with pytest.raises(RequestError, match=rf"m.safetensors: not a SuperGlue model.*{message}"):
         Matcher.load(path, "cpu")
-    assert "m.safetensors: not a SuperGlue model" in str(error.value) and "\n" not in str(
-        error.value
-    )
 
 
 @pytest.mark.parametrize("value", ["much", 2.0, float("nan")])
