@@ -282,7 +282,8 @@ def test_they_leave_signals_to_the_training(store, make_params, monkeypatch, num
 def train_and_die(out, make_params, folder):
     source = batches_of(Store(folder), make_params)
     source.__class__ = Slow
-    (process,) = next(source._prefetch_by_processes(range(9), 2))
+    batches = source._prefetch_by_processes(range(9), 2)  # kept, since its end ends the processes
+    (process,) = next(batches)
     out.put(int(process))
     os.kill(os.getpid(), signal.SIGKILL)
 
