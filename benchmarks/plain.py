@@ -14,7 +14,7 @@ from typing import List
 import torch
 from torch import Tensor, nn
 
-from superglue_sift.network.batch import choose_orientations, join_keypoints, root_sift
+from superglue_sift.network.batch import choose_orientations, join_keypoints, unit_vectors
 from superglue_sift.network.ground_truth import UNMATCHED, Truth
 from superglue_sift.network.superglue import (
     ENCODER_WIDTHS,
@@ -117,7 +117,7 @@ class PlainSuperGlue(nn.Module):
 
     def _encode(self, batch) -> List[Tensor]:
         keypoints, data, image_size, images = join_keypoints([batch])
-        units = root_sift(data).to(self.dustbin)
+        units = unit_vectors(data, "sift").to(self.dustbin)
         positions = geometry_of(keypoints, image_size, self.config.scale_angle).to(self.dustbin)
         return [
             self.descriptor_projection(unit.transpose(1, 2))

@@ -106,7 +106,7 @@ class OnnxSuperGlue(nn.Module):
         return tuple(values[:, :-1] for values in (matches0, matches1, scores0, scores1))
 
 
-class ColmapSuperGlue(nn.Module):
+class ColmapSuperGlue(OnnxSuperGlue):
     """The network for two images of COLMAP's SIFT, with the inputs of COLMAP's own LightGlue.
 
     COLMAP checks the names, their order and their ranks. COLMAP_INPUTS are float32, for each image:
@@ -133,8 +133,7 @@ class ColmapSuperGlue(nn.Module):
         max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
             neighbours are kept, and the others have no match.
         """
-        super().__init__()
-        self.network = OnnxSuperGlue(model, threshold)
+        super().__init__(model, threshold)
         self.max_keypoints = max_keypoints
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
@@ -148,7 +147,7 @@ class ColmapSuperGlue(nn.Module):
             for rank in rank_by_descriptor(desc0[0], desc1[0])
         )
         values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
-        matches, _, scores, _ = self.network(*values)
+        matches, _, scores, _ = super().forward(*values)
         # Back to indices of all keypoints. The index -1, no match, takes the last entry, also -1.
         index1 = torch.cat([order1, order1.new_full((1,), -1)])[matches[0]]
         none = torch.zeros_like(scales0[0])
@@ -241,7 +240,7 @@ def export(
         raise RequestError(f"only models for SIFT can be exported; this one is for {source}")
     if threshold is None:
         threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
-    module: nn.Module = OnnxSuperGlue(network, threshold)
+    module = OnnxSuperGlue(network, threshold)
     if form == "colmap":
         module = ColmapSuperGlue(network, threshold, max_keypoints)
     inputs, outputs = FORMS[form]
@@ -254,8 +253,14 @@ def export(
         exported = torch.export.export(
             module.eval(), tuple(values), dynamic_shapes=(tuple(shapes),)
         )
-    names = {"input_names": inputs, "output_names": outputs}
-    written = torch.onnx.export(exported, dynamo=True, **names, opset_version=OPSET, verbose=False)
+    written = torch.onnx.export(
+        exported,
+        dynamo=True,
+        input_names=inputs,
+        output_names=outputs,
+        opset_version=OPSET,
+        verbose=False,
+    )
     assert written is not None
     file = written.model_proto  # a property that returns a new object
     # Older versions of ONNX Runtime read the file with this version.

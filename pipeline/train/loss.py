@@ -26,9 +26,9 @@ from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
 from pipeline.train.data import Sample, load_batch, rank_slice, validation_pairs
 from superglue_sift.features.nearest import neighbours
-from superglue_sift.network.batch import PairBatch, choose_orientations
+from superglue_sift.network.batch import PairBatch, choose_orientations, unit_vectors
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
-from superglue_sift.network.superglue import SuperGlue, mutual_matches, unit_vectors
+from superglue_sift.network.superglue import SuperGlue, mutual_matches
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbour
 # closer than NEGATIVE_PX are unmatched. In between SIFT's positions are too uncertain to teach

@@ -25,7 +25,7 @@ from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 
 from superglue_sift.features.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.geometry.two_view import Size
@@ -126,12 +126,6 @@ class PairBatch:
         wider = dataclasses.replace(self, records=(records0, records1))._with(pad_pairs)
         return dataclasses.replace(wider, counts=pad_pairs(self.counts))
 
-    def mask(self, view: int) -> Tensor:
-        """Return (B, M) or (B, N) bool on the device, True for keypoints and False for padding."""
-        # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding.
-        places = torch.arange(self.records[view].shape[1])
-        return to_device_async(places < self.counts[:, view, None], self.device)
-
     def keypoints(self, view: int) -> Tensor:
         """Return positions (B, M, 2) or (B, N, 2) float32, px."""
         return floats_of_bytes(self.records[view][..., :DESCRIPTOR_AT])[..., :2]
@@ -227,18 +221,18 @@ def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[Tensor, Tensor, Tensor
         Width and height in px of the image of each keypoint, (T, 2) float32.
         The images that the keypoints belong to.
     """
-    masks = [batch.mask(view) for batch in batches for view in (0, 1)]
-    # Counts are on the host, so that nothing here waits for the device.
-    counts = [count for batch in batches for count in batch.counts.T]
-    padded = [bool((count < mask.shape[1]).any()) for count, mask in zip(counts, masks)]
-    images = Images(masks, padded)
-    records = images.join([view for batch in batches for view in batch.records])  # (T, R)
-    # (B, 2) -> (T, 2): each keypoint gets the size of its image.
+    records = [view for batch in batches for view in batch.records]
+    counts = [count for batch in batches for count in batch.counts.unbind(1)]
     sizes = [size for batch in batches for size in batch.image_sizes.unbind(1)]
-    size = images.join(
-        [size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, images.masks)]
-    )
-    return floats_of_bytes(records[:, :DESCRIPTOR_AT]), records[:, DESCRIPTOR_AT:], size, images
+    # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding. This is computed on
+    # the host, so that nothing here waits for the device.
+    masks = [torch.arange(view.shape[1]) < count[:, None] for view, count in zip(records, counts)]
+    padded = [not mask.all() for mask in masks]
+    images = Images([to_device_async(mask, records[0].device) for mask in masks], padded)
+    # (B, 2) -> (T, 2): each keypoint gets the size of its image.
+    size = images.join([size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, masks)])
+    data = images.join(records)  # (T, R)
+    return floats_of_bytes(data[:, :DESCRIPTOR_AT]), data[:, DESCRIPTOR_AT:], size, images
 
 
 def from_pairs(
@@ -295,7 +289,9 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
         both = [_orientations(view) for view in records]
         # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are
         # zero, so that their cosine is the minimum, 0.
-        unit0, unit1 = (root_sift(view[..., DESCRIPTOR_AT:]).flatten(1, 2) for view in both)
+        unit0, unit1 = (
+            unit_vectors(view[..., DESCRIPTOR_AT:], "sift").flatten(1, 2) for view in both
+        )
         cosines = torch.bmm(unit0, unit1.transpose(1, 2))
         for view, largest, parts in zip(both, (cosines.amax(2), cosines.amax(1)), chosen):
             # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
@@ -327,11 +323,15 @@ def choose_pair(pair: Pair) -> Pair:
     return Pair(records0, records1, pair.size0, pair.size1)
 
 
-def root_sift(descriptors: Tensor) -> Tensor:
-    """Compute RootSIFT of SIFT descriptors (..., 128), uint8 or float; float32 of unit length.
+def unit_vectors(data: Tensor, kind: str) -> Tensor:
+    """Return descriptors as unit vectors, float32 (..., D). Zeros stay zeros.
 
-    Zeros stay zeros.
+    data: (..., K) uint8, the bytes of keypoints from the descriptor on (`PairBatch.descriptors`).
+        SIFT may also be float.
+    kind: "sift" gives RootSIFT; "float" divides by the length.
     """
-    values = descriptors.float()
+    if kind == "float":
+        return normalize(floats_of_bytes(data), dim=-1)
+    values = data.float()
     # Whole numbers have a sum of at least 1, unless all are zero.
     return sqrt(values / values.sum(-1, keepdim=True).clamp(min=1.0))

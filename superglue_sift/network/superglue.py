@@ -51,18 +51,11 @@ from superglue_sift.network.batch import (
     choose_orientations,
     from_pairs,
     join_keypoints,
-    root_sift,
     size_class,
+    unit_vectors,
 )
 from superglue_sift.network.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import (
-    LayerNorm,
-    checkpoint,
-    chunked_attention,
-    floats_of_bytes,
-    is_traced,
-    sqrt,
-)
+from superglue_sift.torch_compat import LayerNorm, checkpoint, chunked_attention, is_traced, sqrt
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
@@ -292,17 +285,6 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, nn.Linear(width, config.dim))
 
 
-def unit_vectors(data: Tensor, kind: str) -> Tensor:
-    """Return descriptors as unit vectors, float32 (..., D). Zeros stay zeros.
-
-    data: (..., K) uint8, the bytes of keypoints from the descriptor on (`PairBatch.descriptors`).
-    kind: "sift" gives RootSIFT; "float" divides by the length.
-    """
-    if kind == "sift":
-        return root_sift(data)
-    return nn.functional.normalize(floats_of_bytes(data), dim=-1)
-
-
 def geometry_of(keypoints: Tensor, image_size: Tensor, scale_angle: bool) -> Tensor:
     """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
 
@@ -419,27 +401,25 @@ class AttentionalLayer(nn.Module):
         state = x.to(dtype or self.query_key_value.weight.dtype)
         # Autocast is inside the layer, because gradient checkpointing runs the layer again.
         with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
-            return x + self.mlp([state, self.attend(state, images, rotation)], images.valid)
-
-    def attend(self, x: Tensor, images: Images, rotation: Optional[Tensor]) -> Tensor:
-        """Compute the messages (T, D) from the merged heads (equations 4 and 5)."""
-        heads = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
-        # Queries and keys are rotated by their positions, values are not.
-        if rotation is not None and not self.cross:
-            heads = torch.cat([rotate(heads[:, :2], rotation[:, :, None, None]), heads[:, 2:]], 1)
-        # (T, 3, H, d) -> query, key and value (B, H, N, d) of images 0 and 1 of each batch
-        views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
-        messages = []
-        for i, (query, _, _) in enumerate(views):
-            # The partner of image 2 k is image 2 k + 1, and the reverse.
-            source = i ^ 1 if self.cross else i
-            _, key, value = views[source]
-            message = attention(query, key, value, images.visible[source])
-            occupied = images.occupied[source]
-            if occupied is not None:  # an image without keypoints sends no message
-                message = message * occupied
-            messages.append(self.merge(message.transpose(1, 2).flatten(2)))  # (B, N, D)
-        return images.join(messages)
+            heads = self.query_key_value(state).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
+            # Queries and keys are rotated by their positions, values are not.
+            if rotation is not None and not self.cross:
+                rotated = rotate(heads[:, :2], rotation[:, :, None, None])
+                heads = torch.cat([rotated, heads[:, 2:]], 1)
+            # (T, 3, H, d) -> query, key and value (B, H, N, d) of images 0 and 1 of each batch
+            views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
+            messages = []
+            for i, (query, _, _) in enumerate(views):
+                # The partner of image 2 k is image 2 k + 1, and the reverse.
+                source = i ^ 1 if self.cross else i
+                _, key, value = views[source]
+                message = attention(query, key, value, images.visible[source])
+                occupied = images.occupied[source]
+                if occupied is not None:  # an image without keypoints sends no message
+                    message = message * occupied
+                # The heads are merged: (B, H, N, d) -> (B, N, D) (equation 5).
+                messages.append(self.merge(message.transpose(1, 2).flatten(2)))
+            return x + self.mlp([state, images.join(messages)], images.valid)
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
@@ -635,7 +615,7 @@ def match_pairs(
         return []
     # Give the network the selected keypoints alone.
     few = [
-        Pair(pair.records0[index0], pair.records1[index1], pair.size0, pair.size1)
+        pair._replace(records0=pair.records0[index0], records1=pair.records1[index1])
         for pair, (index0, index1) in zip(pairs, selected)
     ]
     # Sort the pairs into batches of similar sizes, to save padding.

@@ -69,7 +69,7 @@ def test_rotary_positions_are_relative():
     positions = torch.randn(9, 2, dtype=torch.float64)
     one_moved = positions.index_fill(0, torch.tensor([4]), 0.0)
     found, shifted, other = (
-        layer.attend(x, images, rotary(p)) for p in (positions, positions + 0.7, one_moved)
+        layer(x, images, None, rotary(p)) for p in (positions, positions + 0.7, one_moved)
     )
     assert torch.allclose(found, shifted, atol=1e-12)
     assert (found - other).abs().max() > 1e-3
