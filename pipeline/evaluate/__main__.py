@@ -218,7 +218,7 @@ def choose_photographs(
     compared = {}
     for name, network in networks.items():
         photographs = [entry.photograph for entry in left]
-        title = "ours" if name == OURS else name
+        title = "the model" if name == OURS else name
         keep = args.allow_training_images
         places, line = provenance.leave_out_photographs(network.file, photographs, keep, title)
         if places:

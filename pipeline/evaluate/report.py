@@ -270,8 +270,8 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
 
 def duels_table(results: Results) -> pd.DataFrame:
     """Make the table of `duels`: both values, difference, interval and verdict."""
-    rows = [
-        (
+    rows = {
+        f"{duel['label']}, {duel['detail']}": (
             percent(duel["ours"]["value"]),
             percent(duel["theirs"]["value"]),
             points(duel["gain"]["value"]),
@@ -279,10 +279,10 @@ def duels_table(results: Results) -> pd.DataFrame:
             duel["gain"]["verdict"],
         )
         for duel in duels(results)
-    ]
-    names = [f"{duel['label']}, {duel['detail']}" for duel in duels(results)]
+    }
     heads = ["SuperGlue", "ratio test", "difference", "95 % interval", ""]
-    return pd.DataFrame(rows, names, heads).rename_axis(columns="in %")
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    return table.rename_axis(columns="in %")
 
 
 def scenes_table(results: Results) -> pd.DataFrame:

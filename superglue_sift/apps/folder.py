@@ -246,8 +246,10 @@ def read_pair(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
     Raises RequestError for a damaged file, or a file that was made with other settings or images.
     """
     arrays = read_npz(path)
-    if arrays is None:
-        raise RequestError(f"{path}: is damaged; --overwrite matches the pair again")
+    needed = {"keypoints0", "keypoints1", "frame", "matches", "match_confidence"}
+    if arrays is None or not needed <= arrays.keys():
+        reason = "is damaged, or of another program"
+        raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
     # The indices of the matches mean nothing with other keypoints.
     features0, features1 = map(store, pair)
     now = [features0.keypoints, features1.keypoints, features0.frame]

@@ -122,7 +122,8 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("torn", "cup0_cup1_matches.npz: is damaged; --overwrite matches the pair again"),
+        ("torn", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
+        ("foreign", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
         ("image", "_cup1_matches.npz: is of other images or settings than those of this command"),
         ("--max-keypoints 200", "is of other images or settings"),
         ("--scene --max-keypoints 300 --resize 1024", "is of other images or settings"),
@@ -137,6 +138,8 @@ def test_matches_that_do_not_fit_the_command_are_said_in_one_line(
         cv2.imwrite("photos/cup1.png", np.ascontiguousarray(np.rot90(photo, 2)))
     elif change == "torn":
         path.write_bytes(path.read_bytes()[:200])
+    elif change == "foreign":
+        np.savez(path, matches=np.zeros((0, 2)))
     words = change if change.startswith("--") else ""
     assert run(f"photos --out-dir found --json-files {words}") == 2
     assert reason in capsys.readouterr().err

@@ -3,6 +3,10 @@ bounds.
 """
 
 import re
+import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,3 +62,19 @@ def test_a_dependency_has_bounds_that_hold_the_pins_of_both_stacks(name):
         rf"^{name}==([0-9.]+)", (ROOT / "requirements/same.in").read_text(), re.MULTILINE
     )
     assert pins and all(Version(pin) in bounds for pin in pins)
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_weights_and_the_page(root, tmp_path):
+    # of a copy, since setuptools leaves folders of its own in the sources
+    for name in ("superglue_sift", "pretrained"):
+        shutil.copytree(root / name, tmp_path / "clone" / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path / "clone")
+    words = ["--no-deps", "--no-build-isolation", "-w", tmp_path, tmp_path / "clone"]
+    subprocess.run([sys.executable, "-m", "pip", "-q", "wheel", *words], check=True)
+    names = {*zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()}
+    page = root / "superglue_sift/apps/serve.html"
+    modules = {path.relative_to(root).as_posix() for path in (page, *page.parents[1].rglob("*.py"))}
+    weights = ("superglue-sift.safetensors", "superglue-sift.trained_on.txt")
+    assert modules | {f"superglue_sift/pretrained/{name}" for name in weights} <= names

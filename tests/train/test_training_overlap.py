@@ -47,7 +47,7 @@ def test_any_other_is_known_by_its_bytes(name):
 
 @pytest.fixture
 def work(tmp_path, photo):
-    """Three held-out photographs of COCO's names, and a model `ours` that was trained on another
+    """Three held-out photographs of COCO's names, and a model that was trained on another
     one.
     """
     (tmp_path / "params.yaml").write_text(PARAMS)
@@ -70,11 +70,11 @@ def evaluated(folder):
     return {matcher: {scene for name, scene in rows if name == matcher} for matcher, _ in rows}
 
 
-def test_what_ours_was_trained_on_is_left_out(work, capsys):
+def test_what_the_model_was_trained_on_is_left_out(work, capsys):
     provenance.write_photographs(work / "model.safetensors", ["139", "42"])
     assert run(work) == 0
     assert all(scenes == set(COCO[1:]) for scenes in evaluated(work).values())
-    line = "1 of 3 photographs left out: ours was trained on them"
+    line = "1 of 3 photographs left out: the model was trained on them"
     assert line in capsys.readouterr().out and line in (work / "out/index.html").read_text()
     assert "2 held-out images" in (work / "out/protocol.json").read_text()
 
@@ -109,7 +109,7 @@ def test_what_is_kept_on_request_is_marked(work, capsys):
     provenance.write_photographs(work / "model.safetensors", ["139", "285"])
     assert run(work, "--allow-training-images") == 0
     assert evaluated(work)["superglue"] == set(COCO)
-    marked = "3 held-out images (test), 2 of 3 photographs are from the training of ours"
+    marked = "3 held-out images (test), 2 of 3 photographs are from the training of the model"
     assert marked in capsys.readouterr().out and marked in (work / "out/index.html").read_text()
 
 
