@@ -1,148 +1,103 @@
 """Load photographs as pairs of views with their homography, by NVIDIA DALI and by OpenCV.
 
-The DALI loader follows DALI's guides for training: one pipeline with an external source, decode,
-resize, crop and mirror, and PyTorch's iterator with a partial last batch. The stage `keypoints`
-makes other views (`pipeline.keypoints.views`). This loader shows that geometry can be kept. The
-resize, crop and mirror of a view are one 3x3 matrix, and the homography of a pair follows from the
-matrices of both views.
+The DALI loader follows DALI's guides for training: one pipeline with an external source that
+decodes, resizes and warps, and PyTorch's iterator with a partial last batch. The stage `keypoints`
+makes other views (`pipeline.keypoints.views`). This loader shows that geometry can be kept: each
+view is an affine map of the resized photograph, drawn for the number of the photograph, and the
+homography of a pair follows from the maps of both views.
 """
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
 
-from pipeline.errors import RequestError
-from superglue_sift import torch_compat
-from superglue_sift.geometry import two_view
-
 BATCH = 32
+ROOM = 1.25  # the resized photograph is so many times as large as a view
 # Views 0 and 1 (B, 1, H, W) uint8, and H_0to1 (B, 3, 3) float64
 Batch = Tuple[Any, Any, np.ndarray]
 Size = Tuple[int, int]  # (width, height) px
 
 
-class Draw(NamedTuple):
-    """Say how a view is made: resize to `size`, cut out at `corner` (x, y), perhaps mirror."""
+def draw_maps(index: int, view: Size) -> np.ndarray:
+    """Draw the maps (2, 3, 3) from the resized photograph `index` to its two views of `view` px.
 
-    size: Size
-    corner: Tuple[int, int]
-    mirror: int
-
-
-def draw(rng: np.random.Generator, view: Size) -> Draw:
-    """Draw a view of `view` px out of a photograph resized to 1.1 to 1.6 times that."""
-    factor = rng.uniform(1.1, 1.6)
-    width, height = (round(side * factor) for side in view)
-    corner = int(rng.integers(width - view[0] + 1)), int(rng.integers(height - view[1] + 1))
-    return Draw((width, height), corner, int(rng.integers(2)))
-
-
-def draw_pair(index: int, view: Size) -> Tuple[Draw, Draw]:
-    """Draw the two views of photograph `index`."""
+    A map turns by up to 15 degrees, scales by 0.9 to 1.1, shifts, and perhaps mirrors.
+    """
     rng = np.random.default_rng(index)
-    return draw(rng, view), draw(rng, view)
+    maps = []
+    for _ in range(2):
+        turn = cv2.getRotationMatrix2D((0, 0), rng.uniform(-15, 15), rng.uniform(0.9, 1.1))
+        about = np.eye(3)
+        about[:2, 2] = (1 - np.multiply(view, ROOM)) / 2  # the middle becomes the origin
+        back = np.diag([rng.choice([-1.0, 1.0]), 1, 1])
+        back[:2, 2] = (np.array(view) - 1) / 2 + rng.uniform(-10, 10, 2)
+        maps.append(back @ np.vstack([turn, [0, 0, 1]]) @ about)
+    return np.stack(maps)
 
 
-def to_view(drawn: Draw, image: Size, view: Size) -> np.ndarray:
-    """Return (3, 3) float64 from pixels of a photograph of `image` px to those of the view."""
-    x, y = drawn.corner
-    cut = np.array([[1, 0, -x], [0, 1, -y], [0, 0, 1.0]])
-    flip = np.array([[-1, 0, view[0] - 1], [0, 1, 0], [0, 0, 1.0]]) if drawn.mirror else np.eye(3)
-    return flip @ cut @ two_view.resizing(image, drawn.size)
-
-
-def between(index: int, image: Size, view: Size) -> np.ndarray:
-    """Return the homography (3, 3) from view 0 to view 1 of photograph `index` of `image` px."""
-    first, second = (to_view(drawn, image, view) for drawn in draw_pair(index, view))
-    return second @ np.linalg.inv(first)
+def resized_size(view: Size) -> Size:
+    return round(view[0] * ROOM), round(view[1] * ROOM)
 
 
 def opencv_views(files: Sequence[bytes], view: Size) -> Iterator[Batch]:
     """Yield the views of one photograph at a time, by OpenCV."""
     for index, data in enumerate(files):
         gray = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_GRAYSCALE)
-        made = []
-        for drawn in draw_pair(index, view):
-            resized = cv2.resize(gray, drawn.size, interpolation=cv2.INTER_LINEAR)
-            x, y = drawn.corner
-            cut = resized[y : y + view[1], x : x + view[0]]
-            cut = cv2.flip(cut, 1) if drawn.mirror else cut
-            made.append(cut[None, None])
-        yield made[0], made[1], between(index, gray.shape[::-1], view)[None]
+        resized = cv2.resize(gray, resized_size(view))
+        maps = draw_maps(index, view)
+        view0, view1 = (cv2.warpAffine(resized, A[:2], view)[None, None] for A in maps)
+        yield view0, view1, (maps[1] @ np.linalg.inv(maps[0]))[None]
 
 
 def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Iterator[Batch]:
     """Yield batches by DALI on GPU `device`, or on the CPU if it is None.
 
-    The last batch holds the photographs that are left. Raises RequestError without DALI.
+    The last batch holds the photographs that are left.
     """
-    try:
-        from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
-    except ImportError:
-        package = torch_compat.dali_package()
-        raise RequestError(f"NVIDIA DALI is not installed: pip install {package}") from None
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
+
+    maps = np.stack([draw_maps(index, view) for index in range(len(files))])
 
     def feed(iteration: int) -> List[Any]:
-        """Return the bytes of a batch and the numbers of both views. The last batch is padded."""
-        first = iteration * BATCH
-        if first >= len(files):
+        """Return the bytes of a batch and the maps of both views. The last batch is padded."""
+        if iteration * BATCH >= len(files):
             raise StopIteration
-        places = [min(first + i, len(files) - 1) for i in range(BATCH)]
+        places = np.arange(iteration * BATCH, (iteration + 1) * BATCH).clip(max=len(files) - 1)
         encoded: List[Any] = [np.frombuffer(files[i], np.uint8) for i in places]
-        views = zip(*(draw_pair(i, view) for i in places))
-        return [encoded, *(numbers for drawn in views for numbers in feed_view(drawn, view))]
-
-    iterator = DALIGenericIterator(
-        [build_pipeline(feed, view, device)],
-        ["view0", "view1", "shape"],
-        size=len(files),
-        last_batch_policy=LastBatchPolicy.PARTIAL,
-    )
-    index = 0
-    for (found,) in iterator:
-        shapes = found["shape"].tolist()
-        H = [between(index + i, (w, h), view) for i, (h, w, *_) in enumerate(shapes)]
-        index += len(H)
-        yield found["view0"], found["view1"], np.stack(H)
-
-
-def feed_view(drawn: Sequence[Draw], view: Size) -> List[np.ndarray]:
-    """Return height and width, position of the crop, and mirror of a view of each photograph."""
-    sizes, corners, mirror = (np.array(each, np.float32) for each in zip(*drawn))
-    # DALI wants the crop's position as a fraction of the space around it
-    x, y = (corners / np.maximum(sizes - np.array(view), 1)).astype(np.float32).T.copy()
-    return [sizes[:, ::-1].copy(), x, y, mirror.astype(np.int32)]
-
-
-def build_pipeline(feed: Any, view: Size, device: Optional[int]) -> Any:
-    """Build DALI's pipeline. Its outputs are both views and the shape of the photograph."""
-    from nvidia.dali import fn, pipeline_def, types
+        # DALI puts the centre of the first pixel at (0.5, 0.5)
+        shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
+        moved = (shift @ maps[places] @ np.linalg.inv(shift))[:, :, :2].astype(np.float32)
+        return [encoded, *np.ascontiguousarray(moved.swapaxes(0, 1))]
 
     @pipeline_def(batch_size=BATCH, num_threads=2, device_id=device)
     def viewing():
-        numbers = [types.FLOAT, types.FLOAT, types.FLOAT, types.INT32]
-        given = [types.UINT8, *numbers, *numbers]
-        encoded, *fed = fn.external_source(feed, num_outputs=len(given), batch=True, dtype=given)
-        kind = "cpu" if device is None else "mixed"
-        image = fn.decoders.image(encoded, device=kind, output_type=types.GRAY)
-        views = []
-        for size, x, y, mirror in (fed[:4], fed[4:]):
-            resized = fn.resize(image, size=size, interp_type=types.INTERP_LINEAR, antialias=False)
-            view_of = fn.crop_mirror_normalize(
-                resized,
-                crop=(view[1], view[0]),
-                crop_pos_x=x,
-                crop_pos_y=y,
-                mirror=mirror,
-                dtype=types.UINT8,
-                output_layout="CHW",
+        kinds = [types.UINT8, types.FLOAT, types.FLOAT]
+        encoded, *fed = fn.external_source(feed, num_outputs=3, batch=True, dtype=kinds)
+        place = "cpu" if device is None else "mixed"
+        image = fn.decoders.image(encoded, device=place, output_type=types.GRAY)
+        width, height = resized_size(view)
+        linear = {"interp_type": types.INTERP_LINEAR}
+        image = fn.resize(image, size=(height, width), antialias=False, **linear)
+        warped = [
+            fn.warp_affine(
+                image, matrix=A, size=view[::-1], inverse_map=False, fill_value=0, **linear
             )
-            views.append(view_of)
-        return (*views, fn.peek_image_shape(encoded))
+            for A in fed
+        ]
+        return tuple(fn.transpose(each, perm=[2, 0, 1]) for each in warped)
 
     built = viewing()
     built.build()
-    return built
+    iterator = DALIGenericIterator(
+        [built], ["view0", "view1"], size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL
+    )
+    homographies = maps[:, 1] @ np.linalg.inv(maps[:, 0])
+    index = 0
+    for (found,) in iterator:
+        count = len(found["view0"])
+        yield found["view0"], found["view1"], homographies[index : index + count]
+        index += count

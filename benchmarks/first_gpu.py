@@ -17,6 +17,7 @@ weights. Without --images there are no weights.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -27,20 +28,20 @@ import time
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-import numpy as np
+import pandas as pd
 from ruamel.yaml import YAML
 
-from benchmarks.command import make_parser
 from pipeline import params, presets
 from pipeline.errors import STOPPED
 from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import shipped_weights
-from superglue_sift.torch_compat import no_compiler
 
 CLONE = Path(__file__).resolve().parents[1]
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
 PATIENCE = 8
+# What stays on the machine; the rest of OUT is copied to OUT/back
+LARGE = shutil.ignore_patterns("back", "data", "step-*", "mlflow*", "*.jsonl", "*.png", "*.jpg")
 
 
 class Part(NamedTuple):
@@ -50,7 +51,6 @@ class Part(NamedTuple):
     until: pattern of files under OUT. When a new file matches it, SIGTERM stops the command, as it
         stops a preempted job.
     expected: exit codes that count as success.
-    missing: what this machine lacks for the part, or "".
     figures: pattern of the lines with its figures. By default it is the last line.
     """
 
@@ -60,13 +60,12 @@ class Part(NamedTuple):
     folder: str = ""
     until: str = "nothing"
     expected: Sequence[int] = (0,)
-    missing: str = ""
     figures: str = ""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the parts that have not succeeded yet, within the budget. Returns 1 if one failed."""
-    parser = make_parser("first_gpu", __doc__)
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--out", type=Path, default=Path("reports/first-gpu"))
@@ -90,23 +89,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if rows.get(part.name, "").startswith("ok") or left <= 0:
             continue
         limit = min(part.seconds * (PATIENCE if small else 1), left)
-        log = out / f"{number:02d}-{part.name}.log"
-        skipped = f"SKIP: {part.missing}" if part.missing else ""
-        rows[part.name] = skipped or run(part, limit, log, small)
+        rows[part.name] = run(part, limit, out / f"{number:02d}-{part.name}.log", small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
         print(f"{part.name}: {rows[part.name]}", flush=True)
-        bring_back(out)
+        shutil.copytree(out, out / "back", ignore=LARGE, dirs_exist_ok=True)
     return int(any(line.startswith("FAILED") for line in rows.values()))
-
-
-def bring_back(out: Path) -> None:
-    """Copy what is worth keeping to OUT/back: models, reports, logs, curves."""
-    for pattern in ("done.json", "*.log", "*/checkpoints/best.*", "*/reports/**/*"):
-        for path in out.glob(pattern):
-            if path.is_file() and path.suffix not in (".jsonl", ".png", ".jpg"):
-                target = out / "back" / path.relative_to(out)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(path, target)
 
 
 def write_params(
@@ -117,41 +104,60 @@ def write_params(
     `weights` is preset `pretrained`. The others are preset `sample` with a larger network.
     """
     # the short training, by the same kernels on each device: `portable` is slower on a CPU
-    curve = read("sample")
     keypoints = 64 if small else 512
     steps = 8 if small else 100
-    curve["keypoints"].update(max_keypoints=keypoints, views_per_image=4 if small else 12)
-    curve["train"].update(batch=4 if small else 64, layers=2 if small else 9, optimizer="adam")
-    curve["train"].update(max_keypoints=keypoints, neighbours=False, precision="float32")
-    curve["train"].update(steps=steps, val_every=steps, val_pairs=8)
-    curve["run"].update(log_every=1, save_every=2 if small else 25)
+    curve = {
+        "keypoints.max_keypoints": keypoints,
+        "keypoints.views_per_image": 4 if small else 12,
+        "train.batch": 4 if small else 64,
+        "train.layers": 2 if small else 9,
+        "train.optimizer": "adam",
+        "train.max_keypoints": keypoints,
+        "train.neighbours": False,
+        "train.precision": "float32",
+        "train.steps": steps,
+        "train.val_every": steps,
+        "train.val_pairs": 8,
+        "run.log_every": 1,
+        "run.save_every": 2 if small else 25,
+    }
     # only with `deterministic` a GPU computes the same bytes twice
     for name in ("curve", "whole", "cpu"):
-        write(out / name, {**curve, "run": {**curve["run"], "deterministic": True}})
-    write(out / "float16", {**curve, "train": {**curve["train"], "precision": "float16"}})
+        write(out / name, "sample", {**curve, "run.deterministic": True})
+    write(out / "float16", "sample", {**curve, "train.precision": "float16"})
     # compiling takes a minute or more for each layer
-    compiled = {**curve["train"], "layers": 1 if small else 9}
-    write(out / "compiled", {**curve, "train": compiled, "run": {**curve["run"], "compile": True}})
+    compiled = {"train.layers": 1 if small else 9, "run.compile": True}
+    write(out / "compiled", "sample", {**curve, **compiled})
     if not images:
         return
-    weights = read("pretrained")
-    weights["fetch"].update(path=str(images.resolve()))
-    weights["fetch"].update(val_path=str(val_images.resolve()) if val_images else "")
-    weights["run"].update(save_every=2 if small else 100)
-    if small:
-        weights["fetch"].update(limit=8)
-        weights["train"].update(batch=4, steps=6, max_keypoints=256, val_pairs=4, val_every=3)
-        weights["train"].update(warmup_steps=1, decay_start=2, precision="float32")
-        weights["evaluate"].update(pairs_per_image=1, max_keypoints=128)
-    write(out / "weights", weights)
+    weights = {
+        "fetch.path": str(images.resolve()),
+        "fetch.val_path": str(val_images.resolve()) if val_images else "",
+        "run.save_every": 100,
+    }
+    rehearsal = {
+        "fetch.limit": 8,
+        "train.batch": 4,
+        "train.steps": 6,
+        "train.max_keypoints": 256,
+        "train.val_pairs": 4,
+        "train.val_every": 3,
+        "train.warmup_steps": 1,
+        "train.decay_start": 2,
+        "train.precision": "float32",
+        "run.save_every": 2,
+        "evaluate.pairs_per_image": 1,
+        "evaluate.max_keypoints": 128,
+    }
+    write(out / "weights", "pretrained", {**weights, **(rehearsal if small else {})})
 
 
-def read(preset: str) -> Dict[str, Any]:
-    return YAML(typ="safe", pure=True).load(presets.read(preset))
-
-
-def write(folder: Path, tree: Dict[str, Any]) -> None:
-    """Write checked parameters."""
+def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
+    """Write a preset with other values, such as `{"train.steps": 8}`, and check it."""
+    tree = YAML(typ="safe", pure=True).load(presets.read(preset))
+    for name, value in changes.items():
+        section, key = name.split(".")
+        tree[section][key] = value
     write_atomic(folder / "params.yaml", json.dumps(tree, indent=1))  # JSON is YAML
     params.load(folder / "params.yaml")
 
@@ -165,9 +171,9 @@ def list_parts(out: Path, device: str) -> List[Part]:
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
     saved = "curve/checkpoints/*/step-*.json"
     stopped = (0, STOPPED)  # a training that is stopped has saved, and ends with this code
-    lacks_gpu = "needs a GPU" if small else ""
     size = "--dim 16 --layers 1 --keypoints 64 --seconds 0.5" if small else "--dim 256"
-    table = f"benchmarks --device {device} {size}"
+    table = f"benchmarks --device {device} {size} --only"
+    rows = " ms | share |SKIP|FAILED"
     return [
         Part("weights-fetch", 120, "pipeline.fetch", "weights"),
         Part("weights-keypoints", 400, "pipeline.keypoints", "weights"),
@@ -182,19 +188,13 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("train-whole", 60, train, "whole"),
         Part("train-cpu", 60, train, "cpu", expected=stopped),
         Part("compare", 10, f"benchmarks.first_gpu --compare --out {out}"),
-        Part("train-float16", 60, train, "float16", missing=lacks_gpu),
-        Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
-        *(
-            Part(name, limit, f"{table} --only {groups}", figures=" ms | MiB | share|SKIP|FAILED")
-            for name, limit, groups in (
-                ("parity", 50, "parity"),
-                ("speed", 90, "step,sinkhorn,latency,files"),
-                ("decoders", 60, "decoders,views"),
-                ("modes", 200, "modes"),
-                ("memory", 90, "memory"),
-                ("onnx", 120, "onnx"),
-            )
-        ),
+        Part("train-float16", 60, train, "float16"),
+        Part("train-compiled", 240, train, "compiled"),
+        Part("parity", 50, f"{table} parity", figures=rows),
+        Part("speed", 90, f"{table} step,sinkhorn,latency,files", figures=rows),
+        Part("decoders", 60, f"{table} decoders,views", figures=rows),
+        Part("modes", 200, f"{table} modes", figures=rows),
+        Part("onnx", 120, f"{table} onnx", figures=rows),
     ]
 
 
@@ -242,22 +242,21 @@ def compare(out: Path) -> int:
     Prints the losses of each step. Returns 0 if the bytes of the resumed and the unbroken weights
     are equal, else 1.
     """
-    losses = []
-    for name in ("cpu", "curve"):
-        file = next((out / name / "reports").rglob("train.csv"))
-        losses.append(np.atleast_1d(np.genfromtxt(file, delimiter=",", names=True))["loss"])
-    steps = min(map(len, losses))
-    cpu, own = (each[:steps] for each in losses)
-    for step, (first, second) in enumerate(zip(cpu, own), 1):
-        print(f"step {step}: {first:.5f} on the CPU, {second:.5f} on the device")
+    losses = pd.DataFrame(
+        {
+            name: pd.read_csv(next((out / name / "reports").rglob("train.csv"))).loss
+            for name in ("cpu", "curve")
+        }
+    ).dropna()
+    print(losses.to_string())
+    away = (losses.cpu / losses.curve - 1).abs().max()
     ends = []
     for name in ("curve", "whole"):
         last = max((out / name).glob("checkpoints/*/step-*.safetensors"), key=lambda f: f.name)
         ends.append((last.name, last.read_bytes()))
     equal = ends[0] == ends[1]
-    away = np.abs(cpu / own - 1).max()
     print(
-        f"{steps} steps: losses differ by {away:.2e} at most; the resumed training has"
+        f"{len(losses)} steps: losses differ by {away:.2e} at most; the resumed training has"
         f" {'the bytes' if equal else 'OTHER BYTES than those'} of the unbroken one"
     )
     return 0 if equal else 1

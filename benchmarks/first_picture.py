@@ -10,13 +10,12 @@ averages.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Optional, Sequence, Tuple
+import sys
+from typing import Tuple
 
 import cv2
 import numpy as np
 
-from benchmarks.command import make_parser
 from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
@@ -56,24 +55,20 @@ def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
     return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong)
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(out: str) -> None:
     """Draw the picture."""
-    parser = make_parser("first_picture", __doc__)
-    parser.add_argument("out", type=Path, help="the picture to write (.jpg)")
-    out: Path = parser.parse_args(argv).out
     matcher = Matcher.load(device="cpu")
     image0, image1, H = views()
-    sides = matcher.extract(image0), matcher.extract(image1)
+    one, other = map(matcher.extract, (image0, image1))
     # the baseline of the evaluation, from the same keypoints
-    pair = choose_pair(Pair(sides[0].records, sides[1].records, sides[0].size, sides[1].size))
+    pair = choose_pair(Pair(one.records, other.records, one.size, other.size))
     passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
-    baseline = MatchResult.of(*sides, passed).refine(*sides)
-    panels = [panel("SuperGlue", matcher.match(*sides), H), panel("ratio test", baseline, H)]
+    baseline = MatchResult.of(one, other, passed).refine(one, other)
+    panels = [panel("SuperGlue", matcher.match(one, other), H), panel("ratio test", baseline, H)]
     picture = drawing.draw(image0, image1, panels)
-    cv2.imwrite(str(out), picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    cv2.imwrite(out, picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
     print(f"{out}: {'; '.join(each.heading for each in panels)}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main(*sys.argv[1:])

@@ -9,11 +9,10 @@ ipykernel, matplotlib, scikit-image and pycolmap.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Optional, Sequence
-
-from benchmarks.command import make_parser
+from typing import Any
 
 SECONDS = 600  # of a cell, at most
 
@@ -41,18 +40,13 @@ def executed(path: Path, folder: Path) -> Any:
     return notebook
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
+def main(file: str) -> None:
     """Run the notebook and write it."""
     import nbformat
 
-    parser = make_parser("notebook", __doc__)
-    parser.add_argument("notebook", type=Path, help="run, and written with its outputs")
-    path = parser.parse_args(argv).notebook
     with tempfile.TemporaryDirectory() as folder:
-        nbformat.write(executed(path, Path(folder)), path)
-    print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
-    return 0
+        nbformat.write(executed(Path(file), Path(folder)), file)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main(*sys.argv[1:])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import List, Tuple
+from typing import List
 
 import cv2
 import numpy as np
@@ -31,21 +30,22 @@ def _cut(image: np.ndarray) -> np.ndarray:
     return cv2.getRectSubPix(gray, SIZE, ((gray.shape[1] - 1) / 2, (gray.shape[0] - 1) / 2))
 
 
-def make_batch(keypoints: int, pairs: int) -> PairBatch:
-    """Return a batch of photographs and views of them by mild random homographies.
+def make_batch(keypoints: int, count: int) -> PairBatch:
+    """Return a batch of `count` photographs and views of them by mild random homographies.
 
     Each view has exactly `keypoints`, at most 512, because noise adds keypoints to smooth
     photographs. After eight pairs the same ones come again.
     """
     rng = np.random.default_rng(0)
-    made: List[Tuple[Pair, np.ndarray]] = []
-    for image in photographs(pairs):
+    pairs: List[Pair] = []
+    maps: List[np.ndarray] = []
+    for image in photographs(count):
         # up to 5 % of scale and shear, some 15 px of shift, and a little perspective
         H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
         warped = cv2.warpPerspective(image, H, SIZE, borderMode=cv2.BORDER_REFLECT)
         noisy = np.stack([image, warped]) + rng.normal(0, 8, (2, *image.shape))
-        views = np.clip(noisy, 0, 255).astype(np.uint8)
-        records = (sift.extract(view, keypoints) for view in views)
-        made.append((Pair(*records, SIZE, SIZE), H))
-    made = list(itertools.islice(itertools.cycle(made), pairs))
-    return from_pairs([pair for pair, _ in made], np.stack([H for _, H in made]))
+        records = (sift.extract(view, keypoints) for view in noisy.clip(0, 255).astype(np.uint8))
+        pairs.append(Pair(*records, SIZE, SIZE))
+        maps.append(H)
+    chosen = [i % len(pairs) for i in range(count)]
+    return from_pairs([pairs[i] for i in chosen], np.stack(maps)[chosen])

@@ -1,36 +1,40 @@
-"""Compare with a plain SuperGlue, written from the paper (arXiv 1911.11763) as a reader would.
+"""Compute a plain SuperGlue, written from the paper (arXiv 1911.11763) as a reader would.
 
 It has convolutions of width 1 over (B, D, N), attention by einsum with all weights stored, autograd
-through Sinkhorn in the log domain, and a dense target for the loss. With equal weights
-(`plain_from`) it computes what the project's network does. All views of a batch have the same
-number of keypoints.
+through Sinkhorn in the log domain, and a dense target for the loss. It computes what the project's
+network computes, with the same parameters. All views of a batch have the same number of keypoints,
+and options beyond the paper (rotary positions, neighbours) are left out.
 """
 
 from __future__ import annotations
 
 import math
-from typing import List
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from superglue_sift.network.batch import choose_orientations, join_keypoints, unit_vectors
+from superglue_sift.network.batch import (
+    PairBatch,
+    choose_orientations,
+    join_keypoints,
+    unit_vectors,
+)
 from superglue_sift.network.ground_truth import UNMATCHED, Truth
 from superglue_sift.network.superglue import (
-    ENCODER_WIDTHS,
-    SIFT_DIM,
+    AttentionalLayer,
     SuperGlue,
-    SuperGlueConfig,
+    TokenBatchNorm,
     geometry_of,
 )
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     """Compute the log assignment (B, M + 1, N + 1) from scores (B, M, N) by equation 9."""
-    B, m, n = scores.shape
+    _, m, n = scores.shape
     # the dustbins: a column of image 0's unmatched keypoints, and a row of image 1's
-    right = dustbin.expand(B, m, 1)
-    below = dustbin.expand(B, 1, n + 1)
+    right = dustbin.expand(len(scores), m, 1)
+    below = dustbin.expand(len(scores), 1, n + 1)
     Z = torch.cat([torch.cat([scores, right], 2), below], 1)
     # each keypoint has the mass 1, and a dustbin that of all keypoints of the other image
     norm = -math.log(m + n)
@@ -44,86 +48,63 @@ def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     return Z + u.unsqueeze(2) + v.unsqueeze(1) - norm
 
 
-class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, N)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        # contiguous, because the next layer would copy it at more cost
-        return super().forward(x.transpose(1, 2)).transpose(1, 2).contiguous()
+def convolve(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Apply a linear map to the channels of (B, C, N) as a convolution of width 1."""
+    return functional.conv1d(x, weight.unsqueeze(2), bias)
 
 
-NORMS = {"batch": nn.BatchNorm1d, "layer": ChannelNorm}
+def perceptron(mlp: nn.Sequential, x: Tensor) -> Tensor:
+    """Apply an MLP to the channels of (B, C, N)."""
+    for module in mlp:
+        if isinstance(module, nn.Linear):
+            x = convolve(x, module.weight, module.bias)
+        elif isinstance(module, TokenBatchNorm):
+            means = module.running_mean, module.running_var
+            x = functional.batch_norm(x, *means, module.weight, module.bias, module.training)
+        elif isinstance(module, nn.LayerNorm):
+            # contiguous, because the next layer would copy it at more cost
+            x = module(x.transpose(1, 2)).transpose(1, 2).contiguous()
+        else:
+            x = module(x)
+    return x
 
 
-def _perceptron(widths: List[int], norm: str) -> nn.Sequential:
-    layers: List[nn.Module] = []
-    for a, b in zip(widths[:-2], widths[1:-1]):
-        layers += [nn.Conv1d(a, b, 1), NORMS[norm](b), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Conv1d(widths[-2], widths[-1], 1))
+def update(layer: AttentionalLayer, x: Tensor, source: Tensor) -> Tensor:
+    """Compute multi-head attention and the residual update of (B, D, N)."""
+    weights = layer.query_key_value.weight.chunk(3)
+    biases = layer.query_key_value.bias.chunk(3)
+    # (B, D, N) -> (B, heads, D / heads, N)
+    q, k, v = (
+        convolve(each, weight, bias).unflatten(1, (layer.heads, -1))
+        for each, weight, bias in zip((x, source, source), weights, biases)
+    )
+    attention = torch.einsum("bhdn,bhdm->bhnm", q, k).div(q.shape[2] ** 0.5).softmax(-1)
+    message = torch.einsum("bhnm,bhdm->bhdn", attention, v).flatten(1, 2)
+    merged = convolve(message, layer.merge.weight, layer.merge.bias)
+    return perceptron(layer.mlp, torch.cat([x, merged], 1))
 
 
-class PlainLayer(nn.Module):
-    """Multi-head attention and the residual update of (B, D, N)."""
-
-    def __init__(self, dim: int, heads: int, norm: str) -> None:
-        super().__init__()
-        self.heads = heads
-        self.query, self.key, self.value = (nn.Conv1d(dim, dim, 1) for _ in range(3))
-        self.merge = nn.Conv1d(dim, dim, 1)
-        self.mlp = _perceptron([2 * dim, 2 * dim, dim], norm)
-
-    def forward(self, x: Tensor, source: Tensor) -> Tensor:
-        # (B, D, N) -> (B, heads, D / heads, N)
-        B, D, _ = x.shape
-        q, k, v = (
-            conv(t).view(B, self.heads, D // self.heads, -1)
-            for conv, t in ((self.query, x), (self.key, source), (self.value, source))
-        )
-        weights = torch.einsum("bhdn,bhdm->bhnm", q, k).div((D // self.heads) ** 0.5).softmax(-1)
-        message = torch.einsum("bhnm,bhdm->bhdn", weights, v).reshape(B, D, -1)
-        return self.mlp(torch.cat([x, self.merge(message)], 1))
-
-
-class PlainSuperGlue(nn.Module):
-    """The network. `forward` returns the log assignments (B, M + 1, N + 1) of a PairBatch."""
-
-    def __init__(self, config: SuperGlueConfig) -> None:
-        super().__init__()
-        self.config = config
-        dim = config.dim
-        self.descriptor_projection = nn.Conv1d(SIFT_DIM, dim, 1)
-        inputs = 6 if config.scale_angle else 3
-        self.keypoint_encoder = _perceptron([inputs, *ENCODER_WIDTHS, dim], config.norm)
-        self.self_attention, self.cross_attention = (
-            nn.ModuleList(PlainLayer(dim, config.heads, config.norm) for _ in range(config.layers))
-            for _ in range(2)
-        )
-        self.final_projection = nn.Conv1d(dim, dim, 1)
-        self.dustbin = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, batch) -> Tensor:
-        batch = choose_orientations(batch)
-        x0, x1 = self._encode(batch)
-        for within, across in zip(self.self_attention, self.cross_attention):
-            # self-attention, then cross-attention of both views at a time
-            x0 = x0 + within(x0, x0)
-            x1 = x1 + within(x1, x1)
-            y0 = x0 + across(x0, x1)
-            x1 = x1 + across(x1, x0)
-            x0 = y0
-        projected = self.final_projection(x0), self.final_projection(x1)
-        scores = torch.einsum("bdn,bdm->bnm", *projected) / self.config.dim**0.5
-        return sinkhorn(scores, self.dustbin, self.config.sinkhorn_iterations)
-
-    def _encode(self, batch) -> List[Tensor]:
-        keypoints, data, image_size, images = join_keypoints([batch])
-        units = unit_vectors(data, "sift").to(self.dustbin)
-        positions = geometry_of(keypoints, image_size, self.config.scale_angle).to(self.dustbin)
-        return [
-            self.descriptor_projection(unit.transpose(1, 2))
-            + self.keypoint_encoder(position.transpose(1, 2))
-            for unit, position in zip(*map(images.split, (units, positions)))
-        ]
+def assign(model: SuperGlue, batch: PairBatch) -> Tensor:
+    """Return the log assignments (B, M + 1, N + 1) of a batch, which `model` returns as well."""
+    keypoints, data, image_size, images = join_keypoints([choose_orientations(batch)])
+    units = unit_vectors(data, "sift").to(model.dustbin)
+    positions = geometry_of(keypoints, image_size, model.config.scale_angle).to(model.dustbin)
+    # (T, C) -> (B, D, N) of each view
+    project = model.descriptor_projection
+    x0, x1 = (
+        convolve(unit.transpose(1, 2), project.weight, project.bias)
+        + perceptron(model.keypoint_encoder, position.transpose(1, 2))
+        for unit, position in zip(*map(images.split, (units, positions)))
+    )
+    for within, across in zip(model.self_attention, model.cross_attention):
+        # self-attention, then cross-attention of both views at a time
+        x0 = x0 + update(within, x0, x0)
+        x1 = x1 + update(within, x1, x1)
+        x0, x1 = x0 + update(across, x0, x1), x1 + update(across, x1, x0)
+    last = model.final_projection
+    projected = [convolve(x, last.weight, last.bias) for x in (x0, x1)]
+    scores = torch.einsum("bdn,bdm->bnm", *projected) / model.config.dim**0.5
+    return sinkhorn(scores, model.dustbin, model.config.sinkhorn_iterations)
 
 
 def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
@@ -133,28 +114,8 @@ def dense_loss(log_P: Tensor, truth: Truth) -> Tensor:
         # (M + 1, N + 1): 1 for each match and for each keypoint without one
         target = torch.zeros_like(P)
         left = torch.nonzero(matches0 >= 0)[:, 0]
-        lone0 = torch.nonzero(matches0 == UNMATCHED)[:, 0]
-        lone1 = torch.nonzero(matches1 == UNMATCHED)[:, 0]
         target[left, matches0[left]] = 1
-        target[lone0, -1] = 1
-        target[-1, lone1] = 1
+        target[:-1, -1] = (matches0 == UNMATCHED).to(P)
+        target[-1, :-1] = (matches1 == UNMATCHED).to(P)
         losses.append(-(P * target).sum() / target.sum().clamp(min=1))
     return torch.stack(losses)
-
-
-def plain_from(model: SuperGlue) -> PlainSuperGlue:
-    """Return a plain network with the weights of `model`, in the same mode.
-
-    Raises RuntimeError for weights of options that the plain network has not.
-    """
-    plain = PlainSuperGlue(model.config)
-    shapes = {name: value.shape for name, value in plain.state_dict().items()}
-    weights = {}
-    for name, value in model.state_dict().items():
-        # one matrix for query, key and value becomes three convolutions
-        kinds = ("query", "key", "value") if "query_key_value" in name else ("",)
-        for kind, part in zip(kinds, value.chunk(len(kinds)) if value.dim() else [value]):
-            renamed = name.replace("query_key_value", kind)
-            weights[renamed] = part.reshape(shapes.get(renamed, part.shape))
-    plain.load_state_dict(weights)
-    return plain.train(model.training)

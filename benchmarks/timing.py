@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 import torch
@@ -20,27 +20,6 @@ ROUNDS = 7  # of a comparison, at most
 RESAMPLES = 2000
 
 Call = Callable[[], object]
-
-
-class Row(NamedTuple):
-    """A measurement, or the `problem` that prevented it, which begins with SKIP or FAILED."""
-
-    name: str
-    value: float = 0.0
-    unit: str = ""
-    note: str = ""
-    problem: str = ""
-
-    def __str__(self) -> str:
-        if self.problem:
-            return f"{self.name:56} {self.problem}"
-        rate = f"  {1e3 / self.value:7.3g}/s" if self.unit == "ms" else ""
-        return f"{self.name:56} {self.value:10.4g} {self.unit:5}{rate}  {self.note}".rstrip()
-
-
-def skip(name: str, reason: object) -> Row:
-    """Return a row that is skipped because something is missing, such as a GPU or a package."""
-    return Row(name, problem=f"SKIP: {reason}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +70,8 @@ class Setting:
         return time.perf_counter() - begun
 
 
-def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other: str = "") -> Row:
-    """Return a row of the median milliseconds with their range.
+def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other: str = "") -> str:
+    """Format the median milliseconds with their range.
 
     `base` has the seconds of another way, and `other` is its name. If `base` is given, the row has
     the ratio of both ways in place of the range.
@@ -101,13 +80,13 @@ def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other
     note = f"{low:.4g} to {high:.4g}"
     if base is not None:
         note = f"{speed_up(base, seconds)} of {other}, {1e3 * np.median(base):.4g} ms"
-    return Row(name, float(middle), "ms", note)
+    return f"{name:56} {middle:10.4g} ms     {1e3 / middle:7.3g}/s  {note}"
 
 
 def speed_up(slow: np.ndarray, fast: np.ndarray) -> str:
     """Return the median of `slow` over `fast`, round by round, with its 95 % interval."""
     # ways of one round met the same load, so their ratio is steadier than either
     ratios = slow / fast
-    draws = np.random.default_rng(0).integers(len(ratios), size=(RESAMPLES, len(ratios)))
-    low, high = np.percentile(np.median(ratios[draws], axis=1), [2.5, 97.5])
+    draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
     return f"{np.median(ratios):.2f}x [{low:.2f}, {high:.2f}]"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.photographs import make_batch
-from benchmarks.timing import Call, Row, Setting, row, skip
+from benchmarks.timing import Call, Setting, row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
@@ -43,16 +43,13 @@ def list_modes(device: str) -> Dict[str, Tuple[Changes, int, str]]:
     """
     on_gpu = device == "cuda"
     places = torch.cuda.device_count() if on_gpu else os.cpu_count() or 1
-    gpu = "" if on_gpu else "needs a GPU"
+    several = max(places, 2)
     gpus = "" if on_gpu and places > 1 else "needs several GPUs"
     return {
-        **{
-            f"DDP, processes: {number}": ({}, number, gpus if on_gpu else "")
-            for number in sorted({2, max(places, 2)})
-        },
+        f"DDP, processes: {several}": ({}, several, gpus if on_gpu else ""),
         "DataParallel": ({"parallel": "dp"}, 1, gpus),
         "AMP, bfloat16": ({"precision": "bfloat16"}, 1, ""),
-        "AMP, float16": ({"precision": "float16"}, 1, gpu),
+        "AMP, float16": ({"precision": "float16"}, 1, "" if on_gpu else "needs a GPU"),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, 1, ""),
         "deterministic": ({"deterministic": True}, 1, ""),
         "torch.compile": ({"compile": True}, 1, no_compiler(device)),
@@ -60,7 +57,7 @@ def list_modes(device: str) -> Dict[str, Tuple[Changes, int, str]]:
     }
 
 
-def modes(setting: Setting) -> Iterator[Row]:
+def modes(setting: Setting) -> Iterator[str]:
     """Compare each way to train with the plain one: one process in float32.
 
     Each runs in processes of its own.
@@ -70,12 +67,12 @@ def modes(setting: Setting) -> Iterator[Row]:
     for way, (changes, processes, missing) in list_modes(setting.device.type).items():
         name = f"mode: {way}"
         if missing:
-            yield skip(name, missing)
+            yield f"{name:56} SKIP: {missing}"
             continue
         try:
             yield row(name, run_mode(setting, changes, processes), plain, "plain")
         except RuntimeError as error:
-            yield Row(name, problem=f"FAILED: {error}")
+            yield f"{name:56} FAILED: {error}"
 
 
 def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:

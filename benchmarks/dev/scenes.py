@@ -42,10 +42,8 @@ import pandas as pd
 from scipy.spatial.distance import pdist
 from scipy.spatial.transform import Rotation
 
-from benchmarks.command import make_parser, print_head, print_row
 from pipeline import errors
 from pipeline.errors import RequestError
-from superglue_sift.errors import import_extra
 from superglue_sift.features.images import read_gray, reduce
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
@@ -74,11 +72,6 @@ class Camera(NamedTuple):
 Cameras = Dict[str, Camera]  # by the names of photographs
 
 
-def library() -> Any:
-    """Import pycolmap. Raises RequestError if it is not installed."""
-    return import_extra("pycolmap", "colmap")
-
-
 def read_cameras(path: Path) -> Cameras:
     """Read a text file with `name fx fy cx cy R(9) C(3)` in each line. Raises RequestError."""
     try:
@@ -94,43 +87,38 @@ def read_cameras(path: Path) -> Cameras:
     return cameras
 
 
-def relative_pose(camera0: Camera, camera1: Camera) -> Tuple[np.ndarray, np.ndarray]:
-    """Compute R (3, 3) and t (3,) of the motion from one camera to the other."""
-    return camera1.R @ camera0.R.T, camera1.R @ (camera0.C - camera1.C)
-
-
 def fundamental(camera0: Camera, camera1: Camera) -> np.ndarray:
     """Compute F (3, 3), with x1^T F x0 = 0 in pixels."""
-    R, (x, y, z) = relative_pose(camera0, camera1)
-    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ R
+    x, y, z = camera1.R @ (camera0.C - camera1.C)
+    E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ camera1.R @ camera0.R.T
     return np.linalg.inv(camera1.K).T @ E @ np.linalg.inv(camera0.K)
 
 
-def write_scenes(options: argparse.Namespace) -> Dict[str, Cameras]:
+def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) -> Dict[str, Cameras]:
     """Write the photographs of the scenes asked for, reduced, below WORK.
 
     castle_0007.jpg belongs to castle. Returns the cameras of each scene. Raises RequestError.
     """
-    cameras = read_cameras(options.cameras)
+    known = read_cameras(cameras)
     scenes: Dict[str, List[str]] = {}
-    for file in sorted(cameras):
+    for file in sorted(known):
         name = re.sub(r"[-_]?\d+\.\w+$", "", file)
-        if (options.images / file).is_file() and options.only in (None, name):
+        if (images / file).is_file() and only in ("", name):
             scenes.setdefault(name, []).append(file)
     if not scenes:
-        raise RequestError(f"{options.images}: no photographs of {options.only or options.cameras}")
+        raise RequestError(f"{images}: no photographs of {only or cameras}")
     written: Dict[str, Cameras] = {}
     for name, files in scenes.items():
-        title = name if options.every == 1 else f"{name} 1/{options.every}"
+        title = name if every == 1 else f"{name} 1/{every}"
         folder = photos_of(title)
         folder.mkdir(parents=True, exist_ok=True)
         written[title] = {}
-        for file in files[:: options.every]:
-            image = read_gray(options.images / file)
+        for file in files[::every]:
+            image = read_gray(images / file)
             small = reduce(image, LONGER)
             cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
             to_small = two_view.resizing(image.shape[::-1], small.shape[::-1])
-            written[title][file] = cameras[file]._replace(K=to_small @ cameras[file].K)
+            written[title][file] = known[file]._replace(K=to_small @ known[file].K)
     return written
 
 
@@ -146,7 +134,8 @@ def build_database(database: Path, photos: Path, way: str) -> None:
         more = [str(photos), "--out-dir", str(database.with_suffix(""))]
         subprocess.run(command + more, check=True, stdout=subprocess.DEVNULL)
         return
-    pycolmap = library()
+    import pycolmap
+
     features = pycolmap.FeatureExtractionOptions()
     features.sift.max_num_features = FEATURES[way]
     cpu = pycolmap.Device.cpu
@@ -162,7 +151,9 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
 
     A model of fewer than three photographs has no errors.
     """
-    pycolmap = library()
+    import pycolmap
+
+    pycolmap.logging.minloglevel = 2  # errors alone
     pycolmap.set_random_seed(seed)
     folder = database.with_name(f"model-{seed}")
     folder.mkdir()
@@ -189,10 +180,12 @@ def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     Returns the mean distance of the centres in the units of `cameras`, the same in percent of the
     largest distance between two true cameras, and the mean angle of rotations in degrees.
     """
+    import pycolmap
+
     poses = {each.name: each.cam_from_world() for each in model.images.values() if each.has_pose}
     centres = np.array([pose.inverse().translation for pose in poses.values()])
     true = np.array([cameras[name].C for name in poses])
-    moved = library().estimate_sim3d(centres, true)
+    moved = pycolmap.estimate_sim3d(centres, true)
     if moved is None:  # cameras at one place
         return np.inf, np.inf, np.inf
     distance = float(np.linalg.norm(moved * centres - true, axis=1).mean())
@@ -205,7 +198,8 @@ def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
 
 def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
     """Count the verified pairs of a database, and the false ones among them."""
-    pycolmap = library()
+    import pycolmap
+
     verified = false = 0
     with pycolmap.Database.open(str(database)) as content:
         for pair, found in zip(*content.read_two_view_geometries()):
@@ -223,7 +217,7 @@ def count_pairs(database: Path, cameras: Cameras) -> Tuple[int, int]:
     return verified, false
 
 
-def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace) -> List[str]:
+def measure(scene: str, cameras: Cameras, way: str, seeds: int) -> List[str]:
     """Match a scene in one way; return the cells of the model of median error among the seeds."""
     photos = photos_of(scene)
     database = photos.parent / way / "database.db"
@@ -234,7 +228,7 @@ def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace)
     build_database(database, photos, way)
     wall = time.perf_counter() - started
     seconds = f"{wall:.0f} / {sum(os.times()[:4]) - used:.0f}"
-    rows = [map_scene(database, photos, cameras, seed) for seed in range(options.seeds)]
+    rows = [map_scene(database, photos, cameras, seed) for seed in range(seeds)]
     rows.sort(key=lambda row: float(row[CENTRES] or "inf"))
     median = rows[len(rows) // 2][:]
     if len(rows) > 1:
@@ -244,19 +238,23 @@ def measure(scene: str, cameras: Cameras, way: str, options: argparse.Namespace)
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the table."""
-    parser = make_parser("dev.scenes", __doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("images", type=Path, metavar="DIR", help="photographs: the name of a scene and a number")
     add("--cameras", type=Path, required=True, help="`name fx fy cx cy R(9) C(3)` in each line")
-    add("--only", metavar="SCENE", help="this scene alone")
+    add("--only", default="", metavar="SCENE", help="this scene alone")
     add("--every", type=int, default=1, metavar="N", help="each N-th photograph")
     add("--ways", nargs="+", default=["superglue", "colmap", "held"], choices=list(FEATURES))
     add("--seeds", type=int, default=1, help="of mapping; shows the median error and its range")
     options = parser.parse_args(argv)
-    library().logging.minloglevel = 2  # errors alone
-    print_head(["scene", "way", *MODEL, "pairs", "false", "seconds"])
-    for (scene, cameras), way in itertools.product(write_scenes(options).items(), options.ways):
-        print_row(measure(scene, cameras, way, options))
+    scenes = write_scenes(options.images, options.cameras, options.only, options.every)
+    # a Markdown table, each row as soon as it is measured
+    head = ["scene", "way", *MODEL, "pairs", "false", "seconds"]
+    print("|", " | ".join(head), "|")
+    print("|---" * len(head) + "|")
+    for (scene, cameras), way in itertools.product(scenes.items(), options.ways):
+        print("|", " | ".join(measure(scene, cameras, way, options.seeds)), "|", flush=True)
     return 0
 
 

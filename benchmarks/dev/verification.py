@@ -40,7 +40,6 @@ import pandas as pd
 from scipy.optimize import minimize
 from scipy.special import expit
 
-from benchmarks.command import make_parser
 from benchmarks.dev import scenes
 from pipeline import errors
 from pipeline.keypoints.views import distort, generator, render, sample_view
@@ -204,10 +203,9 @@ def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) 
 
 def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
     """Pair all photographs with known cameras. Between two places no match is right."""
-    asked = argparse.Namespace(images=images, cameras=cameras, only=None, every=1)
     views = [
         (name, camera, matcher.extract(scenes.photos_of(name) / file))
-        for name, each in scenes.write_scenes(asked).items()
+        for name, each in scenes.write_scenes(images, cameras).items()
         for file, camera in each.items()
     ]
     for (place0, camera0, one), (place1, camera1, other) in itertools.combinations(views, 2):
@@ -298,7 +296,8 @@ def report(pairs: pd.DataFrame) -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Make the pairs, learn, and print; or check the weights of the module."""
-    parser = make_parser("dev.verification", __doc__)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("places", type=Path, help="folder of photographs")
     parser.add_argument("others", type=Path, help="folder of more photographs")
     parser.add_argument("--check", action="store_true", help="others is a file of cameras")

@@ -32,7 +32,6 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
         Part("hangs", 1, f"saving {tmp_path}/other", expected=(0, 143)),
         Part("resumes", 1, f"saving {tmp_path}/other"),
         Part("stopped", 60, f"saving {tmp_path}/seen", until="seen", expected=(143,)),
-        Part("lacks", 60, "failing", missing="needs a GPU"),
         Part("works", 60, "working"),
     ]
     monkeypatch.setattr(first_gpu, "PATIENCE", 1)
@@ -44,10 +43,9 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     assert rows["hangs"].startswith("ok, time is over")
     assert rows["resumes"].startswith("UNFINISHED, time is over")
     assert rows["stopped"].startswith("ok, stopped")
-    assert rows["lacks"] == "SKIP: needs a GPU"
     assert rows["works"].endswith("the last word")
-    assert (tmp_path / "back" / "05-works.log").read_text() == "the last word\n"
+    assert (tmp_path / "back" / "04-works.log").read_text() == "the last word\n"
     capsys.readouterr()
     assert first_gpu.main(words) == 1
     again = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert again == ["fails", "resumes", "lacks"]
+    assert again == ["fails", "resumes"]
