@@ -16,29 +16,28 @@ from pipeline.errors import RequestError, WorkError
 
 def collectives(context):
     rank = context.rank
+    distributed.barrier()
     return {
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
         "sums": distributed.sum_over_ranks({"loss": 2.0 * rank, "pairs": 1.0}),
         "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
         "rows": distributed.map_rows_over_ranks(torch.neg, torch.arange(5)).tolist(),
-        "main": context.is_main,
-        "barrier": distributed.barrier(),
     }
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_collectives(ranks):
-    several = ranks > 1
-    answers = in_group(ranks, collectives) if several else [collectives(distributed.start())]
-    ranks = range(ranks)
-    for rank, answer in enumerate(answers):
-        assert answer["gathered"] == [{"rank": r, "items": list(range(r))} for r in ranks]
-        assert answer["broadcast"] == "from 0"
-        assert answer["sums"] == {"loss": sum(2.0 * r for r in ranks), "pairs": len(ranks)}
-        assert answer["any"] == [True, False]
-        assert answer["rows"] == [0, -1, -2, -3, -4]
-        assert answer["main"] is (rank == 0)
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_collectives(count):
+    ranks = range(count)
+    expected = {
+        "gathered": [{"rank": rank, "items": list(range(rank))} for rank in ranks],
+        "broadcast": "from 0",
+        "sums": {"loss": 2.0 * sum(ranks), "pairs": count},
+        "any": [True, False],
+        "rows": [0, -1, -2, -3, -4],
+    }
+    alone = [collectives(distributed.start())] if count == 1 else None
+    assert (alone or in_group(count, collectives)) == [expected] * count
 
 
 def fails(rank, port, pids):
@@ -87,38 +86,32 @@ def test_rank_0_is_on_the_first_host_as_scontrol_counts(nodes, first):
     assert distributed.first_host(nodes) == first
 
 
-def test_an_environment_that_is_no_number(monkeypatch):
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(RequestError, match="RANK='first'"):
-        distributed.start()
-
-
-SESSION = {
+STEP = {
     "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290", "SLURM_NTASKS": "4", "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost", "SG_START_TIMEOUT": "1",
 }  # fmt: skip
 
 
 def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
     """SLURM_NTASKS is the job's, and an interactive shell is a step of one task."""
-    for name, value in {**SESSION, "SLURM_STEP_NUM_TASKS": "1"}.items():
+    for name, value in {**STEP, "SLURM_STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(name, value)
     assert distributed.start().world_size == 1
 
 
-def test_what_a_start_needs_is_checked_before(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "error", "said"),
+    [
+        ({"RANK": "first"}, RequestError, "RANK='first'"),
+        ({**STEP, "MASTER_PORT": "taken"}, RequestError, "MASTER_PORT=.*in use"),
+        (STEP, WorkError, "rank 0 of 4: the others did not come within 1 s"),
+    ],
+)
+def test_a_start_that_cannot_succeed_is_one_line(monkeypatch, variables, error, said):
     with socket.create_server(("", 0)) as other:
-        port = str(other.getsockname()[1])
-        for name, value in {**SESSION, "SLURM_STEP_NUM_TASKS": "2", "MASTER_PORT": port}.items():
+        taken = other.getsockname()[1]
+        port = taken if "MASTER_PORT" in variables else free_port()
+        for name, value in {**variables, "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
-        with pytest.raises(RequestError, match=f"MASTER_PORT={port}: .*in use"):
-            distributed.start()
-
-
-def test_ranks_that_nobody_starts_are_one_line(monkeypatch):
-    values = {**SESSION, "SG_START_TIMEOUT": "1", "MASTER_PORT": str(free_port())}
-    for name, value in values.items():
-        monkeypatch.setenv(name, value)
-    said = pytest.raises(WorkError, match="rank 0 of 4: the others did not come within 1 s")
-    with said, distributed.process_group():
-        pass
+        with pytest.raises(error, match=said), distributed.process_group():
+            pass

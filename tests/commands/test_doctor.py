@@ -61,12 +61,12 @@ def test_quick_prints_one_line_and_exits_2(root, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("fix", ["git", "no_scm"])
 def test_what_dvc_refuses_is_said_before_with_what_works(tmp_path, monkeypatch, fix):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "disk").mkdir()
-    (tmp_path / "data").symlink_to("disk")
+    data = tmp_path / "data"
+    data.symlink_to("disk")
     linked, without_git = (text for _, _, text in doctor.workspace())
     assert linked.startswith("data is a link") and "cache.dir" in linked
     assert "git init" in without_git and "core.no_scm true" in without_git
-    (tmp_path / "data").unlink()
+    data.unlink()
     (tmp_path / (".git" if fix == "git" else ".dvc")).mkdir()
     if fix == "no_scm":
         (tmp_path / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")

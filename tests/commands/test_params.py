@@ -2,7 +2,7 @@
 rule.
 """
 
-import copy
+import functools
 import re
 from pathlib import Path
 
@@ -21,81 +21,51 @@ SECTIONS = tuple(Params.model_fields)
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="function")
+@pytest.fixture
 def tree():
     return read_yaml(ROOT / "params.yaml")
 
 
-def message(tree, change):
-    """What `parse` says of the tree after `change`."""
-    changed = copy.deepcopy(tree)
-    change(changed)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train.lr": -1}, "train.lr = -1: must be greater than 0"),
+        ({"train.lr": "1e-4"}, "train.lr = '1e-4': must be a valid number"),
+        ({"train.lr": float("nan")}, "train.lr = nan: must be a finite number"),
+        ({"train.batch": True}, "train.batch = True: must be a valid integer"),
+        ({"train.norm": "group"}, "train.norm = 'group': must be 'layer' or 'batch'"),
+        ({"train.heads": 3}, "train.heads = 3: must divide dim ("),
+        ({"train.max_keypoints": 16384}, "train.max_keypoints = 16384: must be at most keypoints."),
+        ({"keypoints.width": 321}, "keypoints.width = 321: must be a multiple of 8"),
+        ({"keypoints.extractor": "../x"}, "keypoints.extractor = '../x': must match pattern "),
+        ({"fetch.source": "folder"}, "fetch.path = '': must name the folder of images when source"),
+        ({"fetch.path": "own"}, "fetch.path = 'own': has no effect when source is 'sample'"),
+        ({"fetch.root": "own"}, "fetch.root = 'own': has no effect when source is 'sample'"),
+        (
+            {"run.checkpoint_layers": True, "train.norm": "batch"},
+            "run.checkpoint_layers = true: needs train.norm: layer",
+        ),
+        ({"run.compile": True}, "run.compile = true: compiles for this processor"),
+        ({"views.homography": 3}, "views.homography = 3: must hold keys with values"),
+        ({"views.homography.tilt_deg": "wide"}, "views.homography.tilt_deg = 'wide': must be a"),
+        ({"train": None}, "train = None: must hold keys with values"),
+        # keys that are unknown or missing
+        ({"train.lrr": 1}, "train.lrr: unknown key; did you mean lr?"),
+        ({"views.homography.tilt": 1}, "views.homography.tilt: unknown key; did you mean tilt_deg"),
+        ({"trian": {}}, "trian: unknown key; did you mean train?"),
+        ({"train.lr": ...}, "train.lr is missing; copy it from presets/sample.yaml"),
+    ],
+)
+def test_a_wrong_key_or_value_is_named_with_the_rule(tree, changes, said):
+    for name, value in changes.items():
+        *path, key = name.split(".")
+        section = functools.reduce(dict.get, path, tree)
+        section[key] = value
+        if value is ...:
+            del section[key]
     with pytest.raises(RequestError) as caught:
-        params.parse(changed, "params.yaml")
-    text = str(caught.value)
-    assert text.startswith("params.yaml: ")
-    assert "\n" not in text
-    return text
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value", "said"),
-    [
-        ("train", "lr", -1, "train.lr = -1: must be greater than 0"),
-        ("train", "lr", "1e-4", "train.lr = '1e-4': must be a valid number"),
-        ("train", "lr", float("nan"), "train.lr = nan: must be a finite number"),
-        ("train", "batch", True, "train.batch = True: must be a valid integer"),
-        ("train", "steps", None, "train.steps = None: must be a valid integer"),
-        ("train", "norm", "group", "train.norm = 'group': must be 'layer' or 'batch'"),
-        ("train", "lrr", 1, "train.lrr: unknown key; did you mean lr?"),
-        ("train", "heads", 3, "train.heads = 3: must divide dim ("),
-        (
-            "train",
-            "max_keypoints",
-            16384,
-            "train.max_keypoints = 16384: must be at most keypoints.max_keypoints (",
-        ),
-        ("keypoints", "width", 321, "keypoints.width = 321: must be a multiple of 8"),
-        ("views", "homography", 3, "views.homography = 3: must hold keys with values"),
-        (
-            "fetch",
-            "source",
-            "folder",
-            "fetch.path = '': must name the folder of images when source is 'folder'",
-        ),
-        ("fetch", "path", "own", "fetch.path = 'own': has no effect when source is 'sample'"),
-        ("fetch", "root", "own", "fetch.root = 'own': has no effect when source is 'sample'"),
-        ("fetch", "min_side", 9, "fetch.min_side: unknown key"),
-        ("fetch", "source", "coco2015", "fetch.source = 'coco2015': must be 'sample', 'folder', "),
-        ("keypoints", "extractor", "../x", "keypoints.extractor = '../x': must match pattern "),
-        ("train", "norm", "batch", "run.checkpoint_layers = true: needs train.norm: layer"),
-        ("run", "compile", True, "run.compile = true: compiles for this processor"),
-    ],
-)
-def test_a_wrong_value_is_named_with_the_rule(tree, section, key, value, said):
-    tree["run"]["checkpoint_layers"] = value == "batch"  # which excludes that norm
-    change = lambda changed: changed[section].update({key: value})  # noqa: E731
-    assert f"params.yaml: {said}" in message(tree, change)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda t: t["train"].pop("lr"), "train.lr is missing; copy it from presets/sample.yaml"),
-        (
-            lambda t: t["views"]["homography"].update(tilt=0.5),
-            "views.homography.tilt: unknown key; did you mean tilt_deg?",
-        ),
-        (
-            lambda t: t["views"]["homography"].update(tilt_deg="wide"),
-            "views.homography.tilt_deg = 'wide': must be a valid number",
-        ),
-        (lambda t: t.update(trian={}), "trian: unknown key; did you mean train?"),
-        (lambda t: t.update(train=None), "train = None: must hold keys with values"),
-    ],
-)
-def test_a_wrong_key_is_named_in_full(tree, change, said):
-    assert f"params.yaml: {said}" in message(tree, change)
+        params.parse(tree, "params.yaml")
+    assert str(caught.value).startswith(f"params.yaml: {said}") and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +81,8 @@ def test_a_wrong_key_is_named_in_full(tree, change, said):
 def test_a_broken_file_is_one_line(tmp_path, text, said):
     path = tmp_path / "params.yaml"
     path.write_text(text)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(RequestError, match=f"^[^\\n]*{said}[^\\n]*$"):
         params.load(path)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_names_the_fix(tmp_path):
@@ -169,24 +137,18 @@ def test_evaluate_takes_what_it_does_not_say_from_views(tree, blur):
 def test_every_key_that_the_docs_name_exists():
     known = {*SECTIONS, *keys_of(Params, "")}
     names = {key.rpartition(".")[2] for key in known} | {"persist"}  # of dvc.yaml
+    pages = [path for pattern in ("*.md", "docs/*.md", "deploy/*/*") for path in ROOT.glob(pattern)]
+    pages.remove(ROOT / "CHANGELOG.md")  # of former keys
+    section = rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)"
     seen = 0
-    for page in [
-        *(page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"),  # of former keys
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("pretrained/*.md"),
-        *ROOT.glob("deploy/*/*"),
-    ]:
+    for page in pages:
         text = page.read_text()
-        full = re.findall(
-            rf"(?<![\w./])((?:{'|'.join(SECTIONS)})\.(?!yaml|sbatch)[a-z_][a-z_.]*\b)", text
-        )
-        assert set(full) <= known, f"{page.name}: {sorted(set(full) - known)}"
-        short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
-        assert set(short) <= names, f"{page.name}: {sorted(set(short) - names)}"
+        full = re.findall(section, text)
         for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
             tree = YAML(typ="safe", pure=True).load(block)
-            assert {f"{name}.{key}" for name, keys in tree.items() for key in keys} <= known, (
-                page.name
-            )
+            full += [f"{name}.{key}" for name, keys in tree.items() for key in keys]
+        short = re.findall(r"`([a-z_]+): [^`\n]*`", text)
+        unknown = {*full} - known | {*short} - names
+        assert not unknown, f"{page.name}: {unknown}"
         seen += len(full) + len(short)
     assert seen > 30
