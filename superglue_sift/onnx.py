@@ -39,9 +39,15 @@ from superglue_sift.features.sift import MIN_SCALE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, Pair, choose_pair
-from superglue_sift.network.superglue import SIFT_DIM, TYPICAL_SCORE, SuperGlue, mutual_matches
+from superglue_sift.network.superglue import (
+    SIFT_DIM,
+    TYPICAL_SCORE,
+    SuperGlue,
+    mutual_matches,
+    nearest_neighbours,
+)
 from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
-from superglue_sift.torch_compat import can_export, sqrt
+from superglue_sift.torch_compat import can_export
 
 OPSET = 18  # the lowest opset that torch's exporter writes without conversion
 IR_VERSION = 8  # the exporter's own version, 10, would need ONNX Runtime 1.18 or newer
@@ -163,19 +169,12 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     Returns (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours
     get the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
     """
-    # Two rows of zeros give a second neighbour also in an image of 0 or 1 keypoints.
-    cosines = pad(desc0, (0, 0, 0, 2)) @ pad(desc1, (0, 0, 0, 2)).T
-    sides = []
-    for values in (cosines, cosines.T):
-        best = values.topk(2, dim=1)
-        # Squared distances of unit vectors: |a - b|^2 = 2 - 2 cos
-        nearest, second = (2 - 2 * best.values).clamp(min=0).unbind(1)
-        sides.append((best.indices[:, 0], sqrt(nearest / second.clamp(min=1e-6))))
-    ranks = []
-    for (to, own), (back, other) in (sides, sides[::-1]):
-        mutual = back[to] == torch.arange(to.shape[0], device=to.device)
-        ranks.append(torch.where(mutual, torch.minimum(own, other[to]), 1 + own)[:-2])
-    return ranks[0], ranks[1]
+    # A row of zeros is the nearest neighbour where the other image has no keypoint.
+    cosines = pad(desc0, (0, 0, 0, 1)) @ pad(desc1, (0, 0, 0, 1)).T
+    (to0, _, ratio0, mutual0), (to1, _, ratio1, mutual1) = nearest_neighbours(cosines[None])
+    rank0 = torch.where(mutual0, torch.minimum(ratio0, ratio1.gather(1, to0)), 1 + ratio0)
+    rank1 = torch.where(mutual1, torch.minimum(ratio1, ratio0.gather(1, to1)), 1 + ratio1)
+    return rank0[0, :-1], rank1[0, :-1]
 
 
 def _from_colmap(

@@ -72,13 +72,14 @@ def database_of(
     pairs: List[Tuple[Item, Item, MatchResult]] = []
 
     def add(photo0: Item, photo1: Item, result: MatchResult) -> None:
-        # Keep the keypoints of a photograph once, not for each of its pairs.
+        # Keep the keypoints of a photograph once, not for each of its pairs, and no rejected pair.
         result = replace(
             result,
             keypoints0=keypoints.setdefault(photo0, result.keypoints0),
             keypoints1=keypoints.setdefault(photo1, result.keypoints1),
         )
-        pairs.append((photo0, photo1, result))
+        if len(result.matches):
+            pairs.append((photo0, photo1, result))
 
     # Photographs that COLMAP cannot read show here, before hours of work.
     _import_photographs(partial, root, list(names.values()), CAMERAS[camera_per])
@@ -90,9 +91,9 @@ def database_of(
             for photo, places in moved.items()
         }
         for photo0, photo1, result in pairs:
-            # Leave out rejected pairs, and those that a list names in both orders.
+            # Leave out pairs that a list names in both orders.
             both = entries[photo0], entries[photo1]
-            if not result.accepted or database.exists_matches(both[0][0], both[1][0]):
+            if database.exists_matches(both[0][0], both[1][0]):
                 continue
             if refine and result.pair_score is not None:
                 # Keep the matches on whose refined positions all pairs agree.
@@ -100,7 +101,7 @@ def database_of(
                 points1 = moved[photo1][result.matches[:, 1]]
                 sizes = (result.size0, result.size1)
                 result = result.only(verification.agree_with_one_geometry(points0, points1, sizes))
-            if result.accepted:
+            if len(result.matches):
                 _write_pair(database, *both, result.matches)
     os.replace(partial, path)
 
@@ -172,19 +173,18 @@ def refine_keypoints(
     pairs: Sequence[Tuple[Item, Item, MatchResult]],
     store: FeatureStore,
 ) -> Dict[Item, np.ndarray]:
-    """Refine the keypoints (N, 2) px of each photograph by the pixels of all its accepted pairs."""
+    """Refine the keypoints (N, 2) px of each photograph by the pixels of all its pairs."""
     # `tracks` knows photographs by number.
     number = {photo: at for at, photo in enumerate(keypoints)}
-    accepted = [pair for pair in pairs if len(pair[2].matches)]
     waiting = (
         (result, store.with_pixels(photo0), store.with_pixels(photo1))
-        for photo0, photo1, result in accepted
+        for photo0, photo1, result in pairs
     )
     done = store.matcher.refine_batch(waiting)
-    shown = Progress(done, total=len(accepted), desc="refining", unit="pairs")
+    shown = Progress(done, total=len(pairs), desc="refining", unit="pairs")
     refined = (
         (number[photo0], number[photo1], result)
-        for result, (photo0, photo1, _) in zip(shown, accepted)
+        for result, (photo0, photo1, _) in zip(shown, pairs)
     )
     return dict(zip(number, tracks.refine_tracks(list(keypoints.values()), refined)))
 

@@ -250,7 +250,8 @@ def from_pairs(
     """
     dtypes = [dtype] if dtype else [view.dtype for pair in pairs for view in pair[:2]]
     used = ORIENTED if ORIENTED in (dtypes or [ORIENTED]) else dtypes[0]
-    records0, records1 = (_pack([pair[view] for pair in pairs], used) for view in (0, 1))
+    records0 = _pack([pair.records0 for pair in pairs], used)
+    records1 = _pack([pair.records1 for pair in pairs], used)
     counts = [(len(pair.records0), len(pair.records1)) for pair in pairs]
     sizes = [(pair.size0, pair.size1) for pair in pairs]
     known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]

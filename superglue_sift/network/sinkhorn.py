@@ -69,7 +69,8 @@ def log_optimal_transport(
     # Pairs that left the range of the dtype are computed once more, in the log domain.
     if wait and not bool(finite.all()):
         wrong = torch.nonzero(~finite)[:, 0]
-        exact = _log_domain(*(t[wrong] for t in problem), iterations)
+        Z, mu, nu, log_mass = (t[wrong] for t in problem)
+        exact = _log_domain(Z, mu, nu, log_mass, iterations)
         log_P = log_P.index_copy(0, wrong, exact)
     return log_P, finite
 
@@ -112,7 +113,8 @@ class _Sinkhorn(torch.autograd.Function):
         """Solve the problem, and keep all iterates for the gradient."""
         log_P, finite, parts = _solve(Z, mu, nu, log_mass, iterations)
         # (T, B, M + 1, 1) and (T + 1, B, N + 1, 1)
-        a, b = (torch.cat([torch.stack(part[i]) for part in parts], 1) for i in (0, 1))
+        a = torch.cat([torch.stack(part[0]) for part in parts], 1)
+        b = torch.cat([torch.stack(part[1]) for part in parts], 1)
         # The gradient multiplies a and b, which may overflow although both are finite.
         reach = a.amax((0, 2)) * b.amax((0, 2)) * GRADIENT_HEADROOM  # (B, 1)
         finite = finite & (reach < math.inf).squeeze(1)

@@ -203,8 +203,8 @@ class SuperGlue(nn.Module):
         autocast = None if precision == "float32" else getattr(torch, precision)
         recompute = self.recompute and self.training
         for layer in self.layers:
-            inputs = (x, images, autocast, rotation)
-            x = checkpoint(layer, *inputs) if recompute else layer(*inputs)
+            arguments = (x, images, autocast, rotation)
+            x = checkpoint(layer, *arguments) if recompute else layer(*arguments)
         return self.final_projection(x)  # equation 6
 
     def transport(
@@ -212,22 +212,24 @@ class SuperGlue(nn.Module):
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments from matching descriptors (T, D) (equations 7 to 9).
 
-        dtype: the precision of the optimal transport. If None, it is that of the dustbin.
+        dtype: the precision of the optimal transport. If None, it is that of the descriptors.
 
         wait and what is returned: as for `assign`.
         """
         # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
         # divided by the root of sqrt(D).
         views = images.split(descriptors / self.config.dim**0.25)
+        iterations = self.config.sinkhorn_iterations
         solved = []
         # Each batch by itself, since sizes differ
         for i in range(0, len(views), 2):
-            scores = torch.bmm(views[i], views[i + 1].transpose(1, 2)).to(
-                dtype or self.dustbin.dtype
+            # (B, M, D), (B, N, D) -> (B, M, N), then log P (B, M + 1, N + 1)
+            scores = torch.bmm(views[i], views[i + 1].transpose(1, 2))
+            scores = scores.to(dtype or scores.dtype)
+            mask0, mask1 = images.masks[i : i + 2]
+            solved.append(
+                log_optimal_transport(scores, mask0, mask1, self.dustbin, iterations, wait)
             )
-            masks = images.masks[i : i + 2]
-            iterations = self.config.sinkhorn_iterations
-            solved.append(log_optimal_transport(scores, *masks, self.dustbin, iterations, wait))
         log_Ps, finite = zip(*solved)
         return list(log_Ps), torch.cat(finite)
 
@@ -326,46 +328,56 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         - cos and sin of the angle between the orientations.
     """
     units = images.split(descriptors)
-    # For each image: its cosines (B, M, N) with the other one, and their maxima over N and over M
-    compared: List[Any] = []
-    for unit0, unit1, mask0, mask1 in zip(
-        units[::2], units[1::2], images.masks[::2], images.masks[1::2]
-    ):
-        cosines = torch.bmm(unit0, unit1.transpose(1, 2))
-        cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
-        best0 = cosines.max(2)
-        best1 = cosines.max(1)
-        compared += [(cosines, best0, best1), (cosines.transpose(1, 2), best1, best0)]
     places = images.split(geometry)  # (B, M, 6) each
     features: List[Tensor] = []
-    for i, (cosines, (values, nearest), (_, back)) in enumerate(compared):
+    for i in range(0, len(units), 2):
+        # Images i and i + 1 are the two sides of one batch.
+        mask0, mask1 = images.masks[i : i + 2]
+        cosines = torch.bmm(units[i], units[i + 1].transpose(1, 2))  # (B, M, N)
+        cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
+        for view, (nearest, distance, ratio, mutual) in enumerate(nearest_neighbours(cosines)):
+            # (B, N, 6) -> (B, M, 6): the geometry of each nearest neighbour
+            other = i + 1 - view
+            theirs = places[other].gather(1, nearest.unsqueeze(2).expand(-1, -1, 6))
+            _, _, _, scale0, cos0, sin0 = places[i + view].unbind(2)
+            x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
+            turn = [cos0 * cos1 + sin0 * sin1, cos0 * sin1 - sin0 * cos1]
+            columns = [distance, ratio, mutual.to(ratio.dtype), x1, y1, scale1 - scale0, *turn]
+            # The maximum over an empty image is padding, so its features are set to zero.
+            occupied = images.masks[other].any(1)[:, None, None]
+            features.append(torch.stack(columns, 2).masked_fill(~occupied, 0.0))
+    return images.join(features)
+
+
+def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Find the nearest neighbour of each keypoint, for both images.
+
+    cosines: (B, M, N) between unit descriptors of both images, -inf for padding.
+
+    Returns for image 0 four tensors (B, M), and for image 1 the same (B, N):
+        - the index of the nearest neighbour in the other image,
+        - the distance of the descriptors,
+        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
+        - whether both are mutual nearest neighbours.
+    """
+    best0 = cosines.max(2)
+    best1 = cosines.max(1)
+    found = []
+    for matrix, (values, nearest), (_, back) in (
+        (cosines, best0, best1),
+        (cosines.transpose(1, 2), best1, best0),
+    ):
         # The second nearest is the maximum without the nearest. In an image of one keypoint there
         # is none, and the nearest takes its place, so that the ratio is 1.
-        second = cosines.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
+        second = matrix.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
         second = torch.where(second == -torch.inf, values, second)
         # Distances of unit vectors: |a - b|^2 = 2 - 2 cos
         both = torch.stack([values, second]).clamp(-1.0, 1.0)
         distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
+        ratio = (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0)
         itself = torch.arange(nearest.shape[1], device=nearest.device)
-        mutual = back.gather(1, nearest) == itself
-        # Images 2 k and 2 k + 1 are a pair. (B, N, 6) -> (B, M, 6): each nearest neighbour
-        theirs = places[i ^ 1].gather(1, nearest.unsqueeze(2).expand(-1, -1, geometry.shape[1]))
-        _, _, _, scale0, cos0, sin0 = places[i].unbind(2)
-        x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
-        columns = [
-            distance,
-            (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0),
-            mutual.to(distance.dtype),
-            x1,
-            y1,
-            scale1 - scale0,
-            cos0 * cos1 + sin0 * sin1,
-            cos0 * sin1 - sin0 * cos1,
-        ]
-        # The maximum over an empty image is padding, so its features are set to zero.
-        occupied = images.masks[i ^ 1].any(1)[:, None, None]
-        features.append(torch.stack(columns, 2).masked_fill(~occupied, 0.0))
-    return images.join(features)
+        found.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
+    return found
 
 
 # Equations 3 to 5: attention between keypoints
