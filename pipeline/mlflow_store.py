@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import os
 import re
-import shutil
 import sqlite3
 import sys
 import tempfile
@@ -16,12 +14,11 @@ import textwrap
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
-from urllib.parse import unquote, urlsplit
 
 from pipeline import errors, provenance
+from superglue_sift.files import write_atomic
 
-EXPERIMENT = "superglue-sift"
-MODEL = "superglue-sift"  # name of the model in the registry
+MODEL = "superglue-sift"  # name of the model in the registry, and of the experiment
 CHAMPION = "champion"  # alias of the best version
 EVALUATION = "test"  # for the stage `evaluate`: prefix of its metrics, and folder of its files
 MIN_SCENES = 6  # photographs that a comparison needs, as in the evaluation
@@ -30,7 +27,6 @@ SEPARATOR = " · "  # stands between the name of a run and its result
 TAGS = "superglue."  # how names of the project's tags begin
 KEY_TAG = f"{TAGS}run_key"
 OWN_STORE = "sqlite:///mlflow.db"  # the store of a clone
-CUDA_STORE = "mlflow-cu111.db"  # the store of the CUDA 11.1 image, whose MLflow is older
 ARTIFACTS = "mlartifacts"  # folder of the files of all runs, beside a local store
 
 
@@ -39,39 +35,13 @@ Event = Dict[str, Any]
 
 # --- no password is printed, stored or sent
 
-SECRETS = (
-    "MLFLOW_TRACKING_PASSWORD",
-    "MLFLOW_TRACKING_TOKEN",
-    "AWS_SECRET_ACCESS_KEY",
-    "AWS_SESSION_TOKEN",
-)
-# The login in front of the name of a server or a database, and the value of `?password=...`
-_LOGIN = re.compile(r"\b((?:https?|\w+sql(?:\+\w+)?)://)[^\s'\"<>]*@")
-_OPTION = re.compile(r"(?i)([?&;][\w.-]*(?:pass|pwd|secret|token|key|sig)[\w.-]*=)[^\s'\"&;]*")
+# The login in front of the name of a server or a database
+_LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
 
 
-def redact(value: Any) -> Any:
-    """Return a text without logins in addresses and without the secrets of the environment.
-
-    In a JSON value, every text is treated like this.
-    """
-    if isinstance(value, dict):
-        return {key: redact(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [redact(inner) for inner in value]
-    if not isinstance(value, str):
-        return value
-    text = _OPTION.sub(r"\1***", _LOGIN.sub(r"\1", value))
-    # a secret may also appear on its own, without an address
-    secrets = [os.environ.get(name, "") for name in SECRETS]
-    with contextlib.suppress(ValueError):
-        password = urlsplit(os.environ.get("MLFLOW_TRACKING_URI", "")).password or ""
-        secrets += [password, unquote(password)]
-    # shorter secrets would hide ordinary text
-    for secret in secrets:
-        if len(secret) > 3:
-            text = text.replace(secret, "***")
-    return text
+def redact(text: str) -> str:
+    """Return a text without the logins in its addresses."""
+    return _LOGIN.sub("", text)
 
 
 def say(text: str) -> None:
@@ -107,7 +77,7 @@ def place_of(uri: str) -> str:
 
 
 def experiment_name() -> str:
-    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+    return os.environ.get("MLFLOW_EXPERIMENT_NAME") or MODEL
 
 
 def reason_of(error: Exception) -> str:
@@ -123,13 +93,10 @@ PATHS = (
     ("logged_models", "artifact_location"),
     ("model_versions", "storage_location"),
 )
-# MLflow's limits for one request
-AT_ONCE = {"metrics": 1000, "params": 100, "tags": 100}
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a server may store a file elsewhere meanwhile
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    "DO_NOT_TRACK": "true",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
@@ -179,70 +146,40 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
     import mlflow
     from mlflow.tracking import MlflowClient
 
-    logging.getLogger("mlflow").setLevel(logging.ERROR)
     logging.disable(logging.INFO)  # alembic, which changes tables, sets its own level and handler
     if "://" not in uri and not uri.startswith("databricks"):
         raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
-    # MLflow finds artifacts and the source of a model by the global address, not by the client's
+    # MLflow logs a model to the global address and experiment, not to those of a client
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     path = database(uri)
     place = None
     if path:
-        create_database(path)
+        if not path.is_file():
+            create_database(path)
         # By default MLflow uses the current directory, which may be a temporary copy of DVC
         place = bind_artifacts(path, name)
     client = MlflowClient(uri, uri)
     experiment = client.get_experiment_by_name(name)
     number = experiment.experiment_id if experiment else client.create_experiment(name, place)
-    view = json.dumps(VIEW)
-    if experiment is None or experiment.tags.get(VIEW_TAG) != view:
-        client.set_experiment_tag(number, VIEW_TAG, view)
+    client.set_experiment_tag(number, VIEW_TAG, json.dumps(VIEW))
+    mlflow.set_experiment(experiment_id=number)
     return client, number
 
 
 def create_database(path: Path) -> None:
-    """Create the file of a local store, or bring it to the tables of this version of MLflow.
+    """Create the file of a local store.
 
-    This happens in a file beside it, which is then renamed. A process that is killed meanwhile thus
-    leaves the store as it was. Raises RequestError for a file that MLflow cannot read.
+    MLflow needs seconds for its tables. They are complete before the file has its name, so a
+    process that is killed meanwhile leaves no half of a store.
     """
-    from mlflow.store.db import utils
+    from mlflow.tracking import MlflowClient
 
-    newest = utils._get_latest_schema_revision()
-    if _revision(path) == newest:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.new")
-    with open(beside, "ab") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may do the same at this time
-        if _revision(path) == newest:
-            beside.unlink(missing_ok=True)
-            return
-        # a killed process may have left this file
-        beside.with_name(f"{beside.name}-journal").unlink(missing_ok=True)
-        shutil.copyfile(path if path.is_file() else os.devnull, beside)
-        try:
-            engine = utils.create_sqlalchemy_engine(f"sqlite:///{beside}")
-            utils._initialize_tables(engine)
-            engine.dispose()
-            beside.replace(path)
-        except Exception as error:
-            raise errors.RequestError(
-                f"MLflow cannot read {path.name}; rename or delete it, and the next run makes a new"
-                f" one; {reason_of(error)}"
-            ) from None
-        finally:
-            beside.unlink(missing_ok=True)
-
-
-def _revision(path: Path) -> str:
-    """Return the revision of the tables in a local store, or "" if there is no complete store."""
-    if not path.is_file():
-        return ""
-    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as store:
-        return next(store.execute("SELECT version_num FROM alembic_version"), ("",))[0]
-    return ""
+    with tempfile.TemporaryDirectory() as folder:
+        complete = Path(folder) / "mlflow.db"
+        MlflowClient(f"sqlite:///{complete}").search_experiments()
+        if not path.is_file():  # another process may have done the same
+            write_atomic(path, complete.read_bytes())
 
 
 def bind_artifacts(path: Path, name: str) -> str:
@@ -271,78 +208,66 @@ class Store:
     """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
 
     def __init__(self, uri: str, header: Event) -> None:
-        self._client, self._experiment = open_experiment(uri, header["experiment"])
-        self._local = (database(uri), header["experiment"])
+        self._client, experiment = open_experiment(uri, header["experiment"])
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
-        runs = self._client.search_runs([self._experiment], query, max_results=1)
+        runs = self._client.search_runs([experiment], query, max_results=1)
         self.is_new = not runs
         if self.is_new:
-            tags = {**header.get("tags", {}), KEY_TAG: header["run"]}
-            run = self._client.create_run(
-                self._experiment, header.get("time"), tags, header.get("name")
-            )
-            runs = [run]
+            key = {KEY_TAG: header["run"]}
+            runs = [self._client.create_run(experiment, header["time"], key, header["name"])]
         self.run_id = runs[0].info.run_id
 
     def send(self, events: List[Event]) -> None:
-        """Send metrics, params, tags, data and the state of the run."""
+        """Send metrics, params and tags, then files, the model and the state of the run."""
         from mlflow.entities import Metric, Param, RunTag
 
-        items: Dict[str, List[Any]] = {"metrics": [], "params": [], "tags": []}
+        metrics: List[Metric] = []
+        params: Dict[str, str] = {}
         tags: Dict[str, str] = {}
         for event in events:
             for name, value in event.get("metrics", {}).items():
-                point = Metric(name, float(value), event["time"], event["step"])
-                items["metrics"].append(point)
-            items["params"] += [Param(*item) for item in event.get("params", {}).items()]
-            tags.update({} if "run" in event else event.get("tags", {}))  # a new run has its tags
-        items["tags"] = [RunTag(*item) for item in tags.items()]
-        # in batches that MLflow accepts
-        for kind, most in AT_ONCE.items():
-            for at in range(0, len(items[kind]), most):
-                self._client.log_batch(self.run_id, **{kind: items[kind][at : at + most]})
+                metrics.append(Metric(name, value, event["time"], event["step"]))
+            params.update(event.get("params", {}))
+            for name, text in event.get("tags", {}).items():
+                tags[name if name.startswith(("mlflow.", TAGS)) else f"{TAGS}{name}"] = text
+        self._client.log_batch(
+            self.run_id,
+            metrics,
+            [Param(*item) for item in params.items()],
+            [RunTag(*item) for item in tags.items()],
+        )
+        root = provenance.main_root()
         for event in events:
+            if "artifact" in event:
+                path = root / event["artifact"]
+                send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
+                send(self.run_id, str(path), event["folder"] or None)
+            if "model" in event:
+                self._register([str(root / name) for name in event["model"]], event["step"])
+            if "compare" in event:
+                self._compare_with_champion(root / event["compare"])
             if "end" in event:
                 self._client.set_terminated(self.run_id, event["end"], event["time"])
 
-    def send_files(self, event: Event) -> None:
-        """Send the files of an event, or compare the run's model with the champion."""
-        path, experiment = self._local
-        if path:  # a container may have opened the store meanwhile, at another path
-            bind_artifacts(path, experiment)
-        root = provenance.main_root()
-        if "artifact" in event:
-            path = root / event["artifact"]
-            send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
-            send(self.run_id, str(path), event["folder"] or None)
-        if "model" in event:
-            self._register([str(root / name) for name in event["model"]], event["step"])
-        if "compare" in event:
-            self._compare_with_champion(root / event["compare"])
+    def _versions(self) -> List[Any]:
+        """Return the versions of the registered model that this run has."""
+        return [*self._client.search_model_versions(f"run_id = '{self.run_id}'")]
 
     def _register(self, files: List[str], step: int) -> None:
         """Log the weights as a model of the run, and register a version.
 
         The first version becomes champion. A model of a step that is registered is left as it is.
         """
-        from mlflow.entities import LoggedModelOutput
+        from mlflow import pyfunc
+        from mlflow.models import Model
 
-        from superglue_sift import Matcher
-
-        # this comes first, to check the file
-        threshold = Matcher.load(files[0], device="cpu").threshold
-        done = self._client.search_model_versions(f"run_id = '{self.run_id}'")
-        if any(version.tags.get("step") == str(step) for version in done):
+        described = describe_model(files)  # this comes first, to check the file
+        if any(version.tags.get("step") == str(step) for version in self._versions()):
             return
         # the model of the run
-        logged = self._client.create_logged_model(
-            self._experiment, MODEL, self.run_id, model_type="matcher"
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            save_model(Path(folder) / "model", self.run_id, logged.model_id, files, threshold)
-            self._client.log_model_artifacts(logged.model_id, f"{folder}/model")
-        self._client.finalize_logged_model(logged.model_id, "READY")
-        self._client.log_outputs(self.run_id, [LoggedModelOutput(logged.model_id, step)])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
+            logged = Model.log(None, pyfunc, name=MODEL, run_id=self.run_id, step=step, **described)
         # the registered model, and its new version
         if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
@@ -353,19 +278,16 @@ class Store:
         ).version
         self._describe(version)
         champion = self._champion()
-        if champion is None:
-            self._judge(version, True, "the first version")
-        elif champion.run_id == self.run_id:
-            self._judge(version, True, "of the same run")
+        if champion is None or champion.run_id == self.run_id:
+            self._judge(version, True, "the first run")
         else:
             self._judge(version, False, "not yet evaluated")
 
     def _describe(self, version: str) -> None:
-        """Write on the page of a version what it is: its run, preset and AUC."""
+        """Write on the page of a version what it is: its AUC and its run."""
         run = self._client.get_run(self.run_id)
         name, _, result = str(run.info.run_name).partition(SEPARATOR)
-        preset = run.data.tags.get(f"{TAGS}preset", "")
-        text = f"{result or 'Not yet evaluated'}, run {name}, preset {preset}"
+        text = f"{result or 'Not yet evaluated'}, run {name}"
         self._client.update_model_version(MODEL, version, text)
 
     def _champion(self) -> Any:
@@ -382,11 +304,11 @@ class Store:
 
     def _compare_with_champion(self, pairs: Path) -> None:
         """Give the alias to the run's model if it beats the champion on the same pairs."""
-        versions = self._client.search_model_versions(f"run_id = '{self.run_id}'")
+        versions = [int(version.version) for version in self._versions()]
         if not versions:
             return
         # the latest version of this run, and the champion
-        version = str(max(int(each.version) for each in versions))
+        version = str(max(versions))
         self._describe(version)
         champion = self._champion()
         if champion is None or champion.run_id == self.run_id:
@@ -394,42 +316,37 @@ class Store:
         # the pairs of the champion's evaluation, if it was evaluated
         path = f"{EVALUATION}/pairs.csv"
         files = [file.path for file in self._client.list_artifacts(champion.run_id, EVALUATION)]
-        theirs = None
+        better = True
+        reason = "that version was never evaluated"
         with tempfile.TemporaryDirectory() as folder:
             if path in files:
                 theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
-            better, reason = better_than(pairs, theirs)
+                better, reason = better_than(pairs, theirs)
         result = f"{reason}; compared with version {champion.version}"
         self._judge(version, better, result)
         if better:
-            lost = f"no: version {version} is better"
-            self._client.set_model_version_tag(MODEL, champion.version, CHAMPION, lost)
+            self._judge(champion.version, False, f"version {version} is better")
         best = version if better else champion.version
         say(f"{MODEL} version {best} is {CHAMPION}; version {version}: {result}")
 
 
-def better_than(ours: Path, theirs: Optional[Path]) -> Tuple[bool, str]:
+def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
     """Return whether a model is better than another one, and why, from the pairs.csv of both.
 
     It is better if the 95 % interval of the difference of AUC@5 on the same pairs lies above 0,
-    with enough photographs. `theirs` is None if the other model was never evaluated.
+    with enough photographs.
     """
     import pandas
 
     from pipeline.evaluate import metrics
 
-    if theirs is None:
-        return True, "that version was never evaluated"
-    tables = [pandas.read_csv(path, dtype=str) for path in (ours, theirs)]
-    nearest, rows = (
-        [table[table.matcher == name].reset_index(drop=True) for table in tables]
-        for name in ("nn", "superglue")
-    )
+    tables = [pandas.read_csv(path, dtype=str).set_index("matcher") for path in (ours, theirs)]
+    nearest, rows = ([table.loc[[name]] for table in tables] for name in ("nn", "superglue"))
     if not nearest[0].equals(nearest[1]):  # the same keypoints give the same nearest neighbours
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
     areas = [metrics.auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
-    scenes = pandas.Index(rows[0].scene, name="scene")
+    scenes = rows[0].set_index("scene").index
     if scenes.nunique() < MIN_SCENES:
         return False, f"too few photographs to compare: {scenes.nunique()} of {MIN_SCENES}"
     gains = pandas.DataFrame({"gain": 100 * (areas[0] - areas[1])}, scenes)
@@ -455,31 +372,23 @@ def use_of_machine() -> Dict[str, float]:
     return used
 
 
-def save_model(
-    folder: Path, run_id: str, model_id: str, files: List[str], threshold: float
-) -> None:
-    """Write an MLflow model into `folder`.
+def describe_model(files: List[str]) -> Dict[str, Any]:
+    """Return the arguments with which MLflow saves a model. `files` are the weights and their JSON.
 
-    `files` are the weights and their JSON. `threshold` is the model's own threshold.
+    Raises RequestError if the weights cannot be read.
     """
-    from mlflow import pyfunc
-    from mlflow.models import Model
-
     import superglue_sift
     from pipeline import served_model
 
+    threshold = superglue_sift.Matcher.load(files[0], device="cpu").threshold
     pins = provenance.pin(("mlflow", "numpy", "opencv-python", "safetensors", "torch"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
-        pyfunc.save_model(
-            folder,
-            python_model=str(served_model.__file__),
-            code_paths=[str(Path(superglue_sift.__file__).parent)],
-            artifacts=dict(zip((served_model.WEIGHTS, "description"), files)),
-            signature=served_model.signature(threshold),
-            pip_requirements=[f"{name}=={version}" for name, version in pins.items()],
-            mlflow_model=Model(run_id=run_id, model_id=model_id),
-        )
+    return {
+        "python_model": str(served_model.__file__),
+        "code_paths": [str(Path(superglue_sift.__file__).parent)],
+        "artifacts": dict(zip((served_model.WEIGHTS, "description"), files)),
+        "signature": served_model.signature(threshold),
+        "pip_requirements": [f"{name}=={version}" for name, version in pins.items()],
+    }
 
 
 def show_pages(uri: str, host: str, port: int) -> int:
@@ -489,9 +398,7 @@ def show_pages(uri: str, host: str, port: int) -> int:
     """
     try:
         _, experiment = open_experiment(uri, experiment_name())
-    except errors.RequestError:
-        raise
-    except Exception as error:  # an error of MLflow, HTTP or a database
+    except Exception as error:  # a wrong address, or an error of MLflow, HTTP or a database
         raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
     table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
     # without it MLflow 3.17 opens its page for chat models
@@ -501,9 +408,6 @@ def show_pages(uri: str, host: str, port: int) -> int:
         return 0
     print(f"table of runs: http://127.0.0.1:{port}{table}")
     print("MLflow takes up to a minute to start; Ctrl-C ends it")
-    other = provenance.main_root() / CUDA_STORE
-    if other.is_file() and database(uri) != other:
-        print(f"{other} has the runs of the CUDA 11.1 image: its command `ui` shows them")
     sys.stdout.flush()
     # The address is in the environment, so that `ps` shows no password
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri

@@ -14,7 +14,7 @@ import base64
 import binascii
 import dataclasses
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping
 
 import numpy as np
 from mlflow.exceptions import MlflowException
@@ -30,6 +30,7 @@ WEIGHTS = "weights"  # name of the artifact that holds the weights
 MAX_KEYPOINTS = 4096  # largest number of keypoints of an image, in any request
 MAX_PIXELS = 50_000_000  # largest number of pixels of an image that is given as pixels
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
+ANSWER = ("keypoints0", "keypoints1", "matches", "scores", *REFINED)  # keys of an answer
 
 
 def signature(threshold: float) -> ModelSignature:
@@ -69,6 +70,14 @@ def pixels(image: Any, name: str) -> np.ndarray:
     return array.astype(np.uint8)
 
 
+def as_lists(values: Any) -> Any:
+    """Return an array as lists, with None in place of NaN, which JSON does not have."""
+    if values is None:
+        return None
+    array = np.asarray(values)
+    return np.where(np.isfinite(array), array, None).tolist()  # pyright: ignore
+
+
 class Answers:
     """Base of MatcherModel.
 
@@ -82,49 +91,32 @@ class Answers:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
     # It has no type hints, because MLflow would read them as a signature
-    def predict(self, context, model_input, params=None):
+    def predict(self, context, model_input, params):
         """Match each row, and return one dict of lists for each row.
 
         A dict has keypoints0 and keypoints1 (N, 2), matches (K, 2) and scores (K,). It also has
         aligned0 and aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
         position was not refined. With refine=False, these four are None.
 
-        Raises MlflowException (HTTP 400), which gives the reason, for an invalid image or
-        parameter.
+        MLflow gives `params` all keys of the signature. Raises MlflowException (HTTP 400), which
+        gives the reason, for an invalid image or parameter.
         """
-        rows = model_input.to_dict("records") if hasattr(model_input, "to_dict") else model_input
         try:
-            return [self._match(row, **(params or {})) for row in rows]
+            return [self._match(row, **params) for row in model_input.to_dict("records")]
         except (RequestError, BadImage) as error:
             raise MlflowException.invalid_parameter_value(str(error)) from None
 
     def _match(
-        self,
-        row: Mapping[str, Any],
-        threshold: Optional[float] = None,
-        max_keypoints: int = MAX_KEYPOINTS,
-        refine: bool = True,
+        self, row: Mapping[str, Any], threshold: float, max_keypoints: int, refine: bool
     ) -> Dict[str, Any]:
         if not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"max_keypoints: must be 1 to {MAX_KEYPOINTS}")
         # the model itself stays as it is, since several threads may answer requests
         matcher = dataclasses.replace(
-            self.matcher,
-            max_keypoints=int(max_keypoints),
-            threshold=self.matcher.threshold if threshold is None else float(threshold),
-            refine=bool(refine),
+            self.matcher, max_keypoints=max_keypoints, threshold=threshold, refine=refine
         )
         found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
-        names = ("keypoints0", "keypoints1", "matches", "scores")
-        # JSON has lists, and no NaN: a position that was not refined is None
-        answer: Dict[str, Any] = {name: np.asarray(getattr(found, name)).tolist() for name in names}
-        for name in REFINED:
-            values = None
-            if found.aligned1 is not None:
-                values = np.asarray(getattr(found, name), np.float64).round(4)
-                values = np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
-            answer[name] = values
-        return answer
+        return {name: as_lists(getattr(found, name)) for name in ANSWER}
 
 
 class MatcherModel(Answers, PythonModel):

@@ -11,12 +11,10 @@ is the record and contains no password. A thread (`Sender`) sends the log to MLf
 from __future__ import annotations
 
 import argparse
-import atexit
 import contextlib
 import fcntl
 import itertools
 import json
-import math
 import os
 import textwrap
 import threading
@@ -30,7 +28,6 @@ from pipeline.mlflow_store import (
     EVALUATION,  # noqa: F401 (the prefix of the stage `evaluate`)
     OWN_STORE,
     SEPARATOR,
-    TAGS,
     Event,
     Store,
     database,
@@ -38,7 +35,6 @@ from pipeline.mlflow_store import (
     reason_of,
     redact,
     say,
-    shorten,
 )
 from pipeline.params import flatten
 from superglue_sift.files import json_digest
@@ -66,19 +62,17 @@ class EventLog:
 
     def append(self, event: Event) -> None:
         """Append one event. Raises OSError if it cannot be written."""
-        line = json.dumps(redact(event), separators=(",", ":"), default=str).encode() + b"\n"
+        line = redact(json.dumps(event, separators=(",", ":"), default=str)).encode()
         if self._stream is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._stream = open(self.path, "a+b")  # noqa: SIM115 (kept open)
-            # The file is opened when there is something to write, so that a run of another rank
-            # leaves no file. The lock tells `resend` that this process writes. A network folder
-            # may have no locks.
+            self._stream = open(self.path, "ab")  # noqa: SIM115 (kept open)
+            # The lock tells `resend` that this process writes. A network folder may have no locks.
             with contextlib.suppress(OSError):
                 fcntl.flock(self._stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = self.path.stat().st_size
-            if size and os.pread(self._stream.fileno(), 1, size - 1) != b"\n":
-                line = b"\n" + line  # a killed writer left a part of a line, which no reader takes
-        self._stream.write(line)
+            # A killed writer may have left a part of a line. The line ends here, and no reader
+            # takes it.
+            line = b"\n" + line
+        self._stream.write(line + b"\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -99,7 +93,7 @@ class EventLog:
     def read(self, offset: int = 0) -> Iterator[Tuple[Event, int]]:
         """Yield the events from byte `offset`, each with the offset of its end.
 
-        A partial last line is left out, and a damaged line is {}.
+        Empty and damaged lines are left out, and so is a last line that is not complete yet.
         """
         with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as stream:
             stream.seek(offset)
@@ -107,15 +101,12 @@ class EventLog:
                 if not line.endswith(b"\n"):
                     return
                 offset += len(line)
-                event: Any = {}
                 with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                yield (event if isinstance(event, dict) else {}), offset
+                    yield json.loads(line), offset
 
     def header(self) -> Event:
-        """Return the first event, or {} if the file is empty or no log."""
-        first = next((event for event, _ in self.read()), {})
-        return first if "run" in first else {}
+        """Return the event that describes the run, or {} if the file is empty or no log."""
+        return next((event for event, _ in self.read() if "run" in event), {})
 
     def sent(self) -> Dict[str, int]:
         """Return how many bytes each server has completely, 0 for one that has only answered
@@ -125,16 +116,20 @@ class EventLog:
 
 def find_log(folder: Path, training: Optional[str]) -> Optional[EventLog]:
     """Return the newest log of this training in a folder, or None."""
-    logs = sorted(folder.glob("log*.jsonl"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    found = (log for log in map(EventLog, logs) if log.header().get("training") == training)
-    return next(found, None) if training else None
+    # log.jsonl is the newest, and comes before log-TIME.jsonl in this order
+    for path in sorted(folder.glob("log*.jsonl"), reverse=True):
+        log = EventLog(path)
+        if log.header().get("training", "") == training:
+            return log
+    return None
 
 
 # --- a run, as the stages use it
 
 
 class Run:
-    """A run whose events go to a log, and from there to a server. Nothing here blocks or raises.
+    """A run whose events go to a log, and from there to a server. No server blocks it or makes it
+    fail.
 
     `open_run` and `attach` create it. Without a log it does nothing, as on ranks other than the
     first. As a context manager it closes itself: as FINISHED, as FAILED on an exception, and as
@@ -146,119 +141,95 @@ class Run:
 
         An `owner` also samples the use of the machine, and ends the run when it is closed.
         """
-        self._log = log
+        # a run that does nothing writes to nowhere
+        self._log = log or EventLog(Path(os.devnull))
         self._owner = owner
         self._warned = False
-        self._sampled = time.monotonic()
-        self._known: Dict[str, int] = {}  # last step of each metric before this process
+        self._last: Dict[str, int] = {}  # last step of each metric of the training
         self._sender: Optional[Sender] = None
         if log is None:
             return
-        # what a resumed training has logged before
-        for event, _ in log.read():
-            for name in event.get("metrics", ()) if owner else ():
-                self._known[name] = max(self._known.get(name, 0), event["step"])
-        # whether there is a point of the training, and the last sample of the machine
-        self._has_points = bool(self._known)
-        samples = [step for name, step in self._known.items() if name.startswith("system/")]
-        self._samples = max(samples, default=-1)
-        self.key = log.header()["run"]
-        self._sender = Sender(log, uri, self.sample if owner else None)
+        # a resumed training repeats steps that it has logged before
+        for event, _ in log.read() if owner else ():
+            self._last.update(dict.fromkeys(event.get("metrics", ()), event.get("step", 0)))
+        self._began = log.header()["time"]
+        self._sender = Sender(log, uri, self.sample)
         self._sender.start()
-        atexit.register(self.close, "FAILED")  # a stage may end without closing the run
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
         """Log metrics of one step by name: floats or tensors of one element, also NaN.
 
-        A resumed training repeats steps. Points that the log has already are left out.
+        A point that is not after the last one of its metric is in the log already, and is left out.
         """
-        if self._log is None:
-            return
-        points = {}
-        try:
-            for name, value in metrics.items():
-                if step > self._known.get(name, -1):
-                    number = float(value)
-                    # JSON has no NaN and no infinity, so they are written as text
-                    points[name] = number if math.isfinite(number) else str(number)
-        except (TypeError, ValueError) as error:
-            self._warn(f"a metric is not a number: {error}")
-        else:
-            if points:
-                self._append({"metrics": points, "step": int(step), "time": now_ms()})
-                self._has_points = True
+        names = [name for name in metrics if step > self._last.get(name, -1)]
+        if names:
+            self._last.update(dict.fromkeys(names, step))
+            points = {name: float(metrics[name]) for name in names}
+            self._append({"metrics": points, "step": step, "time": now_ms()})
 
     def sample(self) -> None:
         """Log the use of CPU, memory and GPUs if the next sample is due. The sender calls it."""
         seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
+        step = int((now_ms() - self._began) / 1000 / seconds)
         # these must not become the first metric, by which MLflow compares runs
-        if self._has_points and time.monotonic() >= self._sampled + seconds:
-            self._sampled = time.monotonic()
-            self._samples += 1
+        if (
+            self._owner
+            and self._last
+            and step > self._last.get("system/cpu_utilization_percentage", 0)
+        ):
             used = mlflow_store.use_of_machine()
-            self.log({f"system/{name}": value for name, value in used.items()}, self._samples)
+            self.log({f"system/{name}": value for name, value in used.items()}, step)
 
     def artifact(self, path: Path, folder: str = "") -> None:
         """Add a file, or all files of a folder, under `folder` of the run. They are sent at the
         end."""
-        self._append({"artifact": shorten(path), "folder": folder})
+        self._append({"artifact": mlflow_store.shorten(path), "folder": folder})
 
     def describe(self, result: str, note: str) -> None:
         """Append a result to the run's name, and show a Markdown note above its metrics."""
-        if self._log is not None:
-            name = f"{self._log.header().get('name', '')}{SEPARATOR}{result}"
-            self.tags({"mlflow.runName": name, "mlflow.note.content": note})
+        name = f"{self._log.header().get('name', '')}{SEPARATOR}{result}"
+        self.tags({"mlflow.runName": name, "mlflow.note.content": note})
 
     def model(self, *paths: Path, step: int = 0) -> None:
         """Register the model at the end of the run. `paths` are its weights and their JSON."""
-        self._append({"model": [shorten(path) for path in paths], "step": step})
+        self._append({"model": [*map(mlflow_store.shorten, paths)], "step": step})
 
     def compare_with_champion(self, pairs: Path) -> None:
         """Compare the run's model with the `champion`, by the pairs.csv of its evaluation."""
-        self._append({"compare": shorten(pairs)})
+        self._append({"compare": mlflow_store.shorten(pairs)})
 
     def tags(self, tags: Dict[str, str]) -> None:
         """Set further tags. All but MLflow's own tags get the prefix `superglue.`."""
-        self._append({"tags": prefixed(tags)})
+        self._append({"tags": tags})
 
-    def close(self, status: str = "FINISHED", patience: float = 6.0) -> bool:
+    def close(self, status: str = "FINISHED", patience: Optional[float] = None) -> bool:
         """End the run as FINISHED, FAILED or KILLED. Return whether everything reached the server.
 
-        It waits ten minutes at most, and `patience` seconds if the server did not answer the last
-        request. Then it names what has not arrived.
+        It waits ten minutes at most, and `patience` seconds (by default 6) if the server did not
+        answer the last request. Then it names what has not arrived.
         """
-        if self._sender is None or self._log is None:
+        if self._sender is None:
             return True
         sender, self._sender = self._sender, None
-        atexit.unregister(self.close)
         if self._owner:
             self._append({"end": status, "time": now_ms()})
-        arrived = sender.stop(patience)
+        arrived = sender.stop(PATIENCE_SECONDS if patience is None else patience)
         self._log.close()
         return arrived
 
     def _append(self, event: Event) -> None:
-        if self._log is None:
-            return
         try:
             self._log.append(event)
         except OSError as error:
-            self._warn(f"{self._log.path} cannot be written: {error}")
-
-    def _warn(self, text: str) -> None:
-        if not self._warned:
-            say(text)
-        self._warned = True
+            if not self._warned:
+                say(f"{self._log.path} cannot be written: {error}")
+            self._warned = True
 
     def __enter__(self) -> Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         self.close("FINISHED" if kind is None else ending(kind))
-
-
-def prefixed(tags: Dict[str, str]) -> Dict[str, str]:
-    return {key if key.startswith("mlflow.") else f"{TAGS}{key}": tags[key] for key in tags}
 
 
 def ending(kind: Any) -> str:
@@ -270,21 +241,18 @@ def tracking_uri(log: Optional[EventLog] = None) -> str:
     """Return the address for a new run, or for the run of a log.
 
     A run stays where it has once arrived, since the environment may be that of an image. Otherwise
-    MLFLOW_TRACKING_URI counts, then the address that the run began with, then `mlflow.db` in the
-    user's clone (also from a DVC experiment's copy). A file that is not there belongs to another
-    machine or container, and does not count. Passwords come from the environment.
+    MLFLOW_TRACKING_URI counts, then `mlflow.db` in the user's clone (also from a DVC experiment's
+    copy). A file that is not there belongs to another machine or container, and does not count.
+    Passwords come from the environment.
     """
-    current = os.environ.get("MLFLOW_TRACKING_URI") or OWN_STORE
-    places = [*log.sent()] if log else []
-    if log and current == OWN_STORE:
-        places.append(log.header().get("tracking_uri", OWN_STORE))
-    # Take the first place that exists. It may be the current one, which then keeps its password.
-    exists = (place for place in places if (database(place) or Path("/")).exists())
-    place = next(exists, current)
-    if place != place_of(current):
-        current = place
-    path = database(current)
-    return f"sqlite:///{path}" if path else current
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or OWN_STORE
+    places = log.sent() if log else ()
+    place = next((each for each in places if (database(each) or Path("/")).exists()), None)
+    # if it is the current address, that one may have a password
+    if place not in (None, place_of(uri)):
+        uri = place
+    path = database(uri)
+    return f"sqlite:///{path}" if path else uri
 
 
 def open_run(
@@ -306,14 +274,12 @@ def open_run(
     """
     if not enabled:
         return Run()
-    # the log of this run becomes log.jsonl, and that of another run gets a name of its own
-    log = EventLog(folder / "log.jsonl")
-    known = find_log(folder, training) if resume else None
-    if known is None or known.path != log.path:
+    # the log of the run to be continued, else log.jsonl, whose old content gets another name
+    log = find_log(folder, training) if resume else None
+    if log is None:
+        log = EventLog(folder / "log.jsonl")
         if log.path.exists():
-            log.path.rename(folder / f"log-{log.path.stat().st_mtime_ns}.jsonl")
-        if known is not None:
-            known.path.rename(log.path)
+            log.path.rename(folder / f"log-{time.time_ns()}.jsonl")
     # parameters of the run: the sections, and the machine
     flat = {key: str(value) for key, value in flatten(params).items()}
     # sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
@@ -322,10 +288,8 @@ def open_run(
     # tags of the project, and tags that MLflow shows as columns
     git = provenance.git_state()
     stage = os.environ.get("DVC_STAGE") or "train"
-    experiment = os.environ.get("DVC_EXP_NAME")
     all_tags = {
         **(tags or {}),
-        **({"dvc.exp_name": experiment} if experiment else {}),
         "git.dirty": git["dirty"],
         "world_size": os.environ.get("WORLD_SIZE", "1"),
         "params": json_digest(flat),
@@ -335,20 +299,19 @@ def open_run(
         "mlflow.user": os.environ.get("USER", str(os.getuid())),
     }
     uri = tracking_uri(log)
-    # a resumed run keeps its header, from which its name and address come
+    # a resumed run keeps its header, from which its name and parameters come
     if log.header():
-        log.append({"tags": prefixed(all_tags), "resumed": True})
+        log.append({"tags": all_tags, "resumed": True})
     else:
-        given = os.environ.get("MLFLOW_RUN_NAME") or experiment or name
+        given = os.environ.get("MLFLOW_RUN_NAME") or os.environ.get("DVC_EXP_NAME") or name
         log.append(
             {
                 "run": uuid.uuid4().hex,
                 "training": training,
-                "tracking_uri": place_of(uri),
                 "experiment": mlflow_store.experiment_name(),
                 "name": given or time.strftime("%Y-%m-%d %H.%M"),
                 "params": {**flat, **provenance.machine()},
-                "tags": prefixed(all_tags),
+                "tags": all_tags,
                 "time": now_ms(),
             }
         )
@@ -369,14 +332,22 @@ def attach(path: Path, training: Optional[str]) -> Run:
 # --- the thread that sends
 
 POLL_SECONDS = 2.0
-LONGEST_PAUSE_SECONDS = 10.0  # longest time between two tries while no server answers
 LONGEST_CLOSE_SECONDS = 600.0  # longest time that a run waits for a server that answers
-RESEND_PATIENCE_SECONDS = 60.0  # how long `resend` waits for a server that does not answer
+PATIENCE_SECONDS = 6.0  # how long a run waits for a server that does not answer
+RESEND_PATIENCE_SECONDS = 60.0  # how long `resend` does
 EVENTS_AT_ONCE = 100
-# Error codes of answers that mean that MLflow will never accept these events
-REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-# Answers before the first event that no wait will change: wrong address, login or host name
-CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
+FILES = {"artifact", "model", "compare"}  # events that send or need files
+# Error codes of answers that no wait will change: MLflow will never accept these events, or the
+# login or host name is wrong
+REFUSALS = (
+    "INVALID_PARAMETER_VALUE",
+    "BAD_REQUEST",
+    "RESOURCE_DOES_NOT_EXIST",
+    "INVALID_STATE",
+    "PERMISSION_DENIED",
+    "UNAUTHENTICATED",
+    "ENDPOINT_NOT_FOUND",
+)
 
 
 class Sender(threading.Thread):
@@ -385,12 +356,10 @@ class Sender(threading.Thread):
     While no server answers, it tries again, so everything is sent at least once. MLflow identifies
     a point by (run, name, time, step, value), so it stores a point once. Events that a server
     refuses, and files that are missing or damaged, are named and left out, so that they hold up no
-    other. A server that refuses the run from the start ends the thread.
+    other. A server that refuses the run ends the thread.
     """
 
-    def __init__(
-        self, log: EventLog, uri: str, sample: Optional[Callable[[], None]] = None
-    ) -> None:
+    def __init__(self, log: EventLog, uri: str, sample: Callable[[], None]) -> None:
         """Prepare to send `log` to the server or local store `uri`, and to call `sample` often."""
         super().__init__(name="tracking", daemon=True)
         self.place = place_of(uri)
@@ -399,24 +368,40 @@ class Sender(threading.Thread):
         self._uri = uri
         self._sample = sample
         self._store: Optional[Store] = None
-        self._marked = log.sent().get(self.place, 0)
-        self._offset = self._marked  # everything in the log before this byte is sent or refused
+        # everything in the log before this byte is sent or refused
+        self._offset = log.sent().get(self.place, 0)
         self._refused: List[str] = []
         self._stopping = threading.Event()
         self._given_up = threading.Event()
 
     def run(self) -> None:
-        pause = POLL_SECONDS
         while not self._given_up.is_set():
             # read it first, so that the run's last event is in the log
             last = self._stopping.is_set()
-            if self._try(last):
+            try:
+                if not last:
+                    self._sample()
+                self._send_log()
+                if last and not self._refused:
+                    self._log.append({"sent": self._offset, "place": self.place})
                 if last:
                     return
-                pause = POLL_SECONDS
-            else:
-                pause = 1.0 if last else min(2 * pause, LONGEST_PAUSE_SECONDS)
-            (self._given_up if last else self._stopping).wait(pause)
+            except Exception as error:  # whatever it is, the work continues
+                self._fail(error)
+            (self._given_up if last else self._stopping).wait(POLL_SECONDS)
+
+    def _fail(self, error: Exception) -> None:
+        """Say why a try failed, at first and at last. The next try opens the store again."""
+        # without MLflow, or with a wrong address, nothing can be sent
+        is_final = isinstance(error, (ImportError, errors.RequestError))
+        is_final |= getattr(error, "error_code", "") in REFUSALS
+        what = "gets nothing" if is_final else "does not answer"
+        if self.error is None or is_final:
+            say(f"{self.place} {what} ({reason_of(error)}); the log keeps all")
+        self.error = reason_of(error)
+        self._store = None
+        if is_final:
+            self._given_up.set()
 
     def stop(self, patience: float) -> bool:
         """Send the rest, and wait as `Run.close` says. Return whether everything has arrived."""
@@ -428,11 +413,8 @@ class Sender(threading.Thread):
             self.join(0.1)
         # end the thread, and name what has not arrived
         self._given_up.set()
-        rest = (event for event, _ in self._log.read(self._offset))
-        unsent = [event for event in rest if "sent" not in event]
-        entries = sum(not _paths(event) for event in unsent)
-        missing = [f"{entries} entries"] if entries else []
-        missing += [*self._refused, *(path.name for event in unsent for path in _paths(event))]
+        unsent = [event for event, _ in self._log.read(self._offset) if "sent" not in event]
+        missing = [*self._refused, *([f"{len(unsent)} entries"] if unsent else [])]
         if missing:
             named = textwrap.shorten(", ".join(missing), 600, placeholder=" ...")
             why = f" ({self.error})" if self.error else ""
@@ -441,29 +423,6 @@ class Sender(threading.Thread):
                 " python -m pipeline.tracking resend (--to URI: to another address)"
             )
         return not missing
-
-    def _try(self, last: bool) -> bool:
-        """Send what the log has. Return False to be called again."""
-        try:
-            if self._sample and not last:
-                self._sample()
-            self._send_log()
-            if last and self._offset != self._marked and not self._refused:
-                self._log.append({"sent": self._offset, "place": self.place})
-        except ImportError as error:  # without MLflow nothing can be sent
-            self.error = str(error)
-            self._given_up.set()
-        except Exception as error:  # whatever it is, the work continues
-            final = isinstance(error, errors.RequestError)
-            final |= self._store is None and getattr(error, "error_code", "") in CLOSED
-            what = "refuses the run" if final else "does not answer"
-            if self.error is None or final:
-                say(f"{self.place} {what} ({reason_of(error)}); the log keeps all")
-            self.error = reason_of(error)
-            if final:
-                self._given_up.set()
-            return False
-        return True
 
     def _send_log(self) -> None:
         """Send all events, in batches, from the first one that the server lacks."""
@@ -480,29 +439,22 @@ class Sender(threading.Thread):
                 if self._store.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
-            # points and tags, then files and the model, each by itself
-            self._send(self._store.send, [event for event in events if not _paths(event)])
-            for event in filter(_paths, events):
-                self._send(self._store.send_files, event, *_paths(event))
+            # points and tags together, files and the model each by itself
+            groups = [[event for event in events if not FILES & event.keys()]]
+            groups += [[event] for event in events if FILES & event.keys()]
+            for group in groups:
+                self._send(self._store, group)
             self._offset = batch[-1][1]
 
-    def _send(self, send: Callable[[Any], None], events: Any, *paths: Path) -> None:
-        """Send events, or the files `paths`. What is refused is named and left out."""
+    def _send(self, store: Store, events: List[Event]) -> None:
+        """Send events. What is refused is named and left out."""
         try:
-            send(events)
-            self.error = None
+            store.send(events)
         except Exception as error:
             missing = isinstance(error, (FileNotFoundError, errors.RequestError))
             if not missing and getattr(error, "error_code", "") not in REFUSALS:
                 raise
-            names = ", ".join(path.name for path in paths) or f"{len(events)} entries"
-            self._refused.append(f"{names} ({reason_of(error)})")
-
-
-def _paths(event: Event) -> List[Path]:
-    """Return the files and folders that an event sends or needs, [] for other events."""
-    names = event.get("model") or [event.get("artifact") or event.get("compare")]
-    return [provenance.main_root() / name for name in names if name]
+            self._refused.append(f"{len(events)} entries ({reason_of(error)})")
 
 
 # --- the commands

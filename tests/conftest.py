@@ -118,10 +118,10 @@ def make_params():
 @pytest.fixture(scope="session")
 def empty_mlflow_store(tmp_path_factory):
     """An MLflow store with tables, to be copied: creating one takes seconds."""
-    from mlflow.tracking import MlflowClient
+    from pipeline.mlflow_store import create_database
 
     path = tmp_path_factory.mktemp("store") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
+    create_database(path)
     return path
 
 

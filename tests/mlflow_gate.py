@@ -36,15 +36,10 @@ class Gate:
         mode = self.mode
         while self.mode == "hang":
             time.sleep(0.05)
-        if mode in ("error", "hang"):
-            return self._fail(start_response)
+        if mode == "up":
+            return self.app(environ, start_response)
         if mode == "deaf":
             list(self.app(environ, lambda *_args: None))
-            return self._fail(start_response)
-        return self.app(environ, start_response)
-
-    @staticmethod
-    def _fail(start_response):
         start_response("500 Broken", [("Content-Type", "text/plain")])
         return [b"broken on purpose"]
 
