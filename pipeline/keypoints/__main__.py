@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import importlib
 import json
 import multiprocessing
 import os
@@ -383,4 +384,7 @@ def tune_process() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(errors.run(main))
+    # The module is loaded by its name, because workers have to import the functions that they run.
+    # Python does not load the `__main__` of a package in them.
+    stage = importlib.import_module("pipeline.keypoints.__main__")
+    raise SystemExit(errors.run(stage.main))
