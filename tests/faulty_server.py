@@ -12,7 +12,7 @@ class FaultyServer:
     """Serves `data` under any path. Each GET first takes one fault from `faults`, when there is
     one.
 
-    Faults: an int (break off after so many bytes of the body), or the name of a method `fault_...`.
+    Faults: an int (break off after so many bytes of the body), "503", "404", "whole" or "stall".
     `sent` counts body bytes, `requests` the Range headers asked for.
     """
 
@@ -42,19 +42,26 @@ class FaultyServer:
         self._http.shutdown()
         self._http.server_close()
 
-    def _headers(self, request, code, length, **more):
+    def _headers(self, request, code, length, place=None):
         request.send_response(code)
         request.send_header("Content-Length", str(length))
-        for name, value in more.items():
-            request.send_header(name.replace("_", "-"), value)
+        if place:
+            request.send_header("Content-Range", place)
         request.end_headers()
 
     def _get(self, request):
         with self._lock:
             self.requests.append(request.headers.get("Range"))
             fault = self.faults.pop(0) if self.faults else None
-        if isinstance(fault, str):
-            getattr(self, f"fault_{fault}")(request)
+        if fault in ("503", "404"):
+            self._headers(request, int(fault), 0)
+        elif fault == "whole":  # 200 and the whole file, whatever was asked
+            self._headers(request, 200, len(self.data))
+            self._send(request, self.data)
+        elif fault == "stall":  # headers, and then nothing
+            self._headers(request, 206, 1000)
+            time.sleep(1.0)
+            request.close_connection = True
         else:
             self._serve(request, fault)
 
@@ -63,7 +70,7 @@ class FaultyServer:
         start, end = map(int, wanted.groups())
         body = self.data[start : end + 1]
         place = f"bytes {start}-{start + len(body) - 1}/{len(self.data)}"
-        self._headers(request, 206, len(body), Content_Range=place)
+        self._headers(request, 206, len(body), place)
         self._send(request, body[:cut])
         if cut is not None and cut < len(body):
             request.close_connection = True
@@ -77,22 +84,3 @@ class FaultyServer:
                 return
             with self._lock:
                 self.sent += len(body[at : at + PIECE])
-
-    # --- faults
-
-    def fault_503(self, request):
-        self._headers(request, 503, 0)
-
-    def fault_404(self, request):
-        self._headers(request, 404, 0)
-
-    def fault_whole(self, request):
-        """200 and the whole file, whatever was asked."""
-        self._headers(request, 200, len(self.data))
-        self._send(request, self.data)
-
-    def fault_stall(self, request):
-        """Headers, and then nothing."""
-        self._headers(request, 206, 1000)
-        time.sleep(1.0)
-        request.close_connection = True

@@ -3,7 +3,7 @@ cache.
 """
 
 import os
-import shutil
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ STAGES = ["fetch", "keypoints", "train", "evaluate", "export"]
 pytestmark = pytest.mark.slow
 
 
-def run(clone, *command, **environment):
+def run(clone, command, **environment):
     """Output of a command in a clone that has an MLflow store of its own. It must not fail."""
     own = {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
@@ -27,15 +27,15 @@ def run(clone, *command, **environment):
         "DVC_NO_ANALYTICS": "1",
     }
     done = subprocess.run(
-        command,
+        shlex.split(command),
         cwd=clone,
         env={**os.environ, **own, **environment},
+        text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    said = done.stdout.decode("utf-8", "replace")
-    assert done.returncode == 0, f"{' '.join(command)}\n{said[-5000:]}"
-    return said
+    assert done.returncode == 0, f"{command}\n{done.stdout[-5000:]}"
+    return done.stdout
 
 
 def stages_run(said):
@@ -45,49 +45,43 @@ def stages_run(said):
 @pytest.fixture(scope="module")
 def first(tmp_path_factory):
     """A clone of the working tree with preset `ci`, run and committed."""
-    clone = tmp_path_factory.mktemp("first") / "clone"
-    listed = ["git", "ls-files", "-co", "--exclude-standard"]
-    for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
-        if (ROOT / name).is_file():
-            (clone / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, clone / name)
-    run(clone, "git", "init", "-q")
-    run(clone, "python", "-m", "pipeline.presets", "use", "ci")
-    assert stages_run(run(clone, "dvc", "repro")) == STAGES
-    run(clone, "git", "add", "-A")
+    clone = tmp_path_factory.mktemp("first")
+    copy = f"git ls-files -zco --exclude-standard | xargs -0 cp --parents -t {clone}"
+    subprocess.run(copy, shell=True, cwd=ROOT)  # a file that git lists may be deleted
+    run(clone, "git init -q")
+    run(clone, "python -m pipeline.presets use ci")
+    assert stages_run(run(clone, "dvc repro")) == STAGES
+    run(clone, "git add -A")
     who = "-c user.name=tests -c user.email=tests@example.org -c commit.gpgsign=false"
-    run(clone, "git", *who.split(), "commit", "-q", "-m", "preset ci, and what it gives")
+    run(clone, f"git {who} commit -q -m 'preset ci, and what it gives'")
     return clone
 
 
-def clone_of(other, folder):
-    subprocess.run(["git", "clone", "-q", str(other), str(folder)], check=True)
-    return folder
-
-
 def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path):
-    other = clone_of(first, tmp_path / "another name")
+    other = tmp_path / "another name"
+    run(first, f"git clone -q . '{other}'")
     environment = {"TZ": "Asia/Tokyo", "LANG": "C", "DVC_EXP_NAME": "named-otherwise"}
-    said = run(other, "dvc", "repro", "--no-run-cache", **environment)
+    said = run(other, "dvc repro --no-run-cache", **environment)
     assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
-    assert run(other, "git", "status", "--porcelain") == ""
+    assert run(other, "git status --porcelain") == ""
 
 
 def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path):
-    other = clone_of(first, tmp_path / "other")
+    other = tmp_path / "other"
+    run(first, f"git clone -q . {other}")
     for clone in (first, other):
-        run(clone, "dvc", "remote", "add", "--local", "-d", "store", str(tmp_path / "store"))
-    run(first, "dvc", "push", "--run-cache")
-    run(other, "dvc", "pull", "--run-cache")
+        run(clone, f"dvc remote add --local -d store {tmp_path / 'store'}")
+    run(first, "dvc push --run-cache")
+    run(other, "dvc pull --run-cache")
     assert (other / "models/superglue.safetensors").is_file()
-    assert stages_run(run(other, "dvc", "repro")) == []
-    assert run(other, "git", "status", "--porcelain") == ""
+    assert stages_run(run(other, "dvc repro")) == []
+    assert run(other, "git status --porcelain") == ""
 
     # An export that this clone's lock does not know: another clone has run it already.
     lock = read_yaml(other / "dvc.lock")
     del lock["stages"]["export"]
     with open(other / "dvc.lock", "w", encoding="utf-8") as file:
         YAML(typ="safe", pure=True).dump(lock, file)
-    said = run(other, "dvc", "repro")
+    said = run(other, "dvc repro")
     assert stages_run(said) == [] and "Stage 'export' is cached - skipping run" in said
     assert read_yaml(other / "dvc.lock") == read_yaml(first / "dvc.lock")

@@ -37,14 +37,15 @@ def ask(tmp_path_factory):
     files = [str(weights), str(weights.with_suffix(".trained_on.txt"))]
     pyfunc.save_model(folder / "model", **describe_model(files))
     port = free_port()
-    words = [sys.executable, "-m", "mlflow", "models", "serve", "-m", str(folder / "model")]
-    words += ["--env-manager", "local", "--port", str(port), "--workers", "1"]
+    words = f"models serve -m {folder / 'model'} --env-manager local --port {port} --workers 1"
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     log = folder / "log"
-    with open(log, "wb") as file:
-        process = subprocess.Popen(
-            words, env={**os.environ, "PATH": path}, stdout=file, stderr=file
-        )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", *words.split()],
+        env={**os.environ, "PATH": path},
+        stdout=log.open("wb"),
+        stderr=subprocess.STDOUT,
+    )
 
     def is_up():
         assert process.poll() is None, log.read_text()
