@@ -1,6 +1,6 @@
 """Stage 2: from photographs to a store of keypoints.
 
-`views` renders all views of one photograph and finds their keypoints. `__main__` runs worker
-processes, whose finished shards survive a kill. `store` holds the keypoints of all views, which
+`views` renders all views of one photograph and finds their keypoints. `shards` runs worker
+processes, whose finished parts survive a kill. `store` holds the keypoints of all views, which
 training maps into memory.
 """

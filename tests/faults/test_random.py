@@ -26,6 +26,7 @@ from pipeline import params
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
+from pipeline.keypoints import shards
 from pipeline.train import __main__ as train
 from pipeline.workers import STOP_SIGNALS
 from superglue_sift.apps import cli
@@ -58,7 +59,7 @@ class Stage(NamedTuple):
 
 def extract(argv):
     """`keypoints` with one image in a shard."""
-    keypoints.SHARD_IMAGES = 1
+    shards.SHARD_IMAGES = 1
     return keypoints.main(argv)
 
 

@@ -19,7 +19,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import __main__ as fetch
 from pipeline.fetch import dataset
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints import store, views
+from pipeline.keypoints import shards, store, views
 from pipeline.keypoints.store import Store
 from pipeline.keypoints.views import gray_views
 from superglue_sift.features.images import BadImage, read_gray
@@ -28,7 +28,7 @@ from superglue_sift.geometry.two_view import transform
 SMALL = {"views_per_image": 3, "width": 128, "height": 96, "max_keypoints": 50}
 # The stage in a separate process.
 IN_SHARDS_OF_3 = (
-    "from pipeline.keypoints import __main__; __main__.SHARD_IMAGES = 3; __main__.main()"
+    "from pipeline.keypoints import __main__, shards; shards.SHARD_IMAGES = 3; __main__.main()"
 )
 
 
@@ -56,7 +56,7 @@ def stage(tmp_path, make_params, monkeypatch):
     """`stage(folder, ...)` fetches a folder and makes its keypoints, in shards of 3; gives the
     folder of the stores.
     """
-    monkeypatch.setattr(keypoints, "SHARD_IMAGES", 3)
+    monkeypatch.setattr(shards, "SHARD_IMAGES", 3)
 
     def run(folder, out="kp", workers=1, **changes):
         held = {"source": "folder", "path": str(folder), "val_fraction": 0.4}
@@ -148,11 +148,9 @@ def test_what_is_done_is_not_done_twice_but_what_is_damaged_or_changed_is(
     out = stage(pictures)
     before = read_files(out)
     made = []
-    write = keypoints.write_shard
+    write = shards.write
     monkeypatch.setattr(
-        keypoints,
-        "write_shard",
-        lambda shard, *more: made.append(shard.path) or write(shard, *more),
+        shards, "write", lambda shard, *more: made.append(shard.path) or write(shard, *more)
     )
     assert read_files(stage(pictures)) == before and not made
     damaged = out / "train/shard-00001.safetensors"
@@ -281,9 +279,9 @@ def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypat
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"a part")
     seen = []
-    write = keypoints.write_shard
+    write = shards.write
     monkeypatch.setattr(
-        keypoints, "write_shard", lambda *args: seen.append(partial.exists()) or write(*args)
+        shards, "write", lambda *args: seen.append(partial.exists()) or write(*args)
     )
     stage(pictures)
     assert seen and all(seen) and not partial.exists()
