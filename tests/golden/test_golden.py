@@ -13,6 +13,7 @@ import pytest
 import torch
 from made_pairs import of_pair, rounding
 from made_views import SIZE, made_image, made_store
+from reading import read_json
 
 from pipeline.keypoints.store import Store
 from pipeline.train.data import load_batch, training_pairs
@@ -84,7 +85,7 @@ def compute_assignments(exact):
 
 @pytest.fixture(scope="module")
 def golden():
-    return json.loads(FILE.read_text())
+    return read_json(FILE)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
+from reading import read_json, read_yaml
 
 from pipeline import provenance
 from superglue_sift import environment
@@ -91,7 +91,7 @@ def compute_stages(values, folder):
     folder.mkdir()
     shutil.copy(ROOT / "presets" / "ci.yaml", folder / "params.yaml")
     (folder / "pretrained").symlink_to(ROOT / "pretrained")
-    stages = YAML(typ="safe", pure=True).load((ROOT / "dvc.yaml").read_text())["stages"]
+    stages = read_yaml(ROOT / "dvc.yaml")["stages"]
     hashes = {}
     for stage, patterns in OUTPUTS.items():
         command = stages[stage]["cmd"].replace("--robustness 20", "")
@@ -107,11 +107,11 @@ def hash_files(folder, pattern):
     assert paths, pattern
     for path in paths:
         total.update(str(path.relative_to(folder)).encode())
-        if path.name != "best.safetensors":
+        if path.name == "best.safetensors":
+            for name, tensor in sorted(load_model_file(path)[0].items()):
+                total.update(name.encode() + tensor.numpy().tobytes())
+        else:
             total.update(file_sha256(path).encode())
-            continue
-        for name, tensor in sorted(load_model_file(path)[0].items()):
-            total.update(name.encode() + tensor.numpy().tobytes())
     return total.hexdigest()
 
 
@@ -132,7 +132,7 @@ def stored():
     """`processor.json`; skips where its hashes do not hold."""
     if platform.machine() != "x86_64":
         pytest.skip("the hashes are those of x86-64")
-    values = json.loads(FILE.read_text())
+    values = read_json(FILE)
     if values["versions"] != versions():
         pytest.skip(f"the hashes are those of {values['versions']}")
     return values
@@ -160,7 +160,7 @@ def test_all_stages_have_the_hashes_of_other_processors(stored, tmp_path, capsys
 
 def write():
     """Write the hashes of this processor, and which processors have the same."""
-    before = json.loads(FILE.read_text())
+    before = read_json(FILE)
     values = plain_environment()
     with tempfile.TemporaryDirectory() as folder:
         stages = compute_stages(values, Path(folder) / "run")

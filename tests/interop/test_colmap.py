@@ -10,11 +10,11 @@ import PIL.Image
 import pytest
 from made_scenes import TURN
 from PIL.TiffImagePlugin import IFDRational
-from scipy.spatial.distance import cdist
 
 from superglue_sift import Features, RequestError
 from superglue_sift.apps import cli
 from superglue_sift.features import sift
+from superglue_sift.features.nearest import ratio_matches
 from superglue_sift.features.sift import root_sift_of
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
@@ -67,17 +67,14 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
         descriptors = content.read_descriptors(number).data
     stored = Features.of_colmap(keypoints, descriptors, (600, 400)).records
     opencv = sift.extract(photo, 500)
-    # The nearest keypoint of the database by place, scale and angle
-    turns = [np.exp(1j * np.deg2rad(each["angle"])) for each in (stored, opencv)]
-    far = cdist(*(
-        np.column_stack([each["x"], each["y"], np.log(each["scale"]), turn.real, turn.imag])
-        for each, turn in zip((stored, opencv), turns)
-    ))  # fmt: skip
-    same = far.min(axis=0) < 0.5
-    assert same.mean() > 0.75  # COLMAP finds none below a contrast of 0.02
-    nearest = stored["descriptor"][far.argmin(axis=0)]
-    cosines = (root_sift_of(nearest) * root_sift_of(opencv["descriptor"])).sum(1)
-    assert np.median(cosines[same]) > 0.99
+    found = ratio_matches(stored, opencv)
+    one, other = (view[index] for view, index in zip((stored, opencv), found.indices.T))
+    same = np.hypot(one["x"] - other["x"], one["y"] - other["y"]) < 0.5
+    same &= np.abs(one["scale"] / other["scale"] - 1) < 0.1
+    same &= np.cos(np.deg2rad(one["angle"] - other["angle"])) > 0.98
+    assert same.sum() > 375  # COLMAP finds none below a contrast of 0.02
+    cosines = (root_sift_of(one["descriptor"]) * root_sift_of(other["descriptor"])).sum(1)
+    assert np.median(cosines) > 0.99
     # Keypoints without an affine shape
     four = np.column_stack([keypoints[:, :2], stored["scale"] / 2, np.deg2rad(stored["angle"])])
     again = Features.of_colmap(four, descriptors, (600, 400)).records
