@@ -144,19 +144,19 @@ class ColmapSuperGlue(OnnxSuperGlue):
 
     def forward(self, *inputs: Tensor) -> Tuple[Tensor, Tensor]:
         """Compute the outputs from COLMAP_INPUTS."""
-        _, desc0, _, scales0, _ = view0 = inputs[::2]
-        _, desc1, _, _, _ = view1 = inputs[1::2]
+        view0 = inputs[::2]  # kpts, desc, image_size, scales and oris of image 0
+        view1 = inputs[1::2]
         # Keep the keypoints that most likely have a match, in the units of the network. A slice
         # [:n] would fix the exported graph to fewer keypoints.
         order0, order1 = (
             rank.argsort()[torch.arange(torch.sym_min(rank.shape[0], self.max_keypoints))]
-            for rank in rank_by_descriptor(desc0[0], desc1[0])
+            for rank in rank_by_descriptor(view0[1][0], view1[1][0])
         )
         values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
         matches, _, scores, _ = super().forward(*values)
         # Back to indices of all keypoints. The index -1, no match, takes the last entry, also -1.
         index1 = torch.cat([order1, order1.new_full((1,), -1)])[matches[0]]
-        none = torch.zeros_like(scales0[0])
+        none = torch.zeros_like(view0[3][0])
         return (
             torch.full_like(none, -1, dtype=torch.int64).index_copy(0, order0, index1),
             none.index_copy(0, order0, scores[0].float()),
@@ -273,17 +273,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command `python -m superglue_sift.onnx`; return the exit code."""
     about = str(__doc__).splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=about)
-    parser.add_argument("out", type=Path, help="the file to write (.onnx)")
-    parser.add_argument("--model", type=Path, help="model file (default: the shipped weights)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("out", type=Path, help="the file to write (.onnx)")
+    add("--model", type=Path, help="model file (default: the shipped weights)")
+    add(
         "--threshold",
         type=float,
         help=f"minimum probability (default: the model's own; for colmap {COLMAP_THRESHOLD})",
     )
-    parser.add_argument(
-        "--for", dest="form", choices=list(FORMS), default="any", help="the program that reads it"
-    )
-    parser.add_argument(
+    add("--for", dest="form", choices=list(FORMS), default="any", help="the program that reads it")
+    add(
         "--max-keypoints",
         type=int,
         default=COLMAP_KEYPOINTS,

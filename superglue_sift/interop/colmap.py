@@ -146,7 +146,7 @@ def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
         # COLMAP keeps its own SIFT as RootSIFT in bytes.
         roots = root_sift_of(features.records["descriptor"])
         rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
-        sift = _pycolmap().FeatureExtractorType.__members__["SIFT"]
+        sift = _pycolmap().FeatureExtractorType.SIFT
         descriptors = _pycolmap().FeatureDescriptors(sift, rows)
         database.write_descriptors(image.image_id, descriptors)
     return image.image_id, database.read_camera(image.camera_id), points.astype(np.float64)

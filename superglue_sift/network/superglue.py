@@ -526,8 +526,6 @@ class TokenBatchNorm(nn.Module):
     statistics.
     """
 
-    weight: nn.Parameter
-    bias: nn.Parameter
     running_mean: Tensor
     running_var: Tensor
 
