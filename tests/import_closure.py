@@ -34,63 +34,44 @@ CHANGES_NO_OUTPUT = (
 
 def module_file(module):
     """The file of a module; None for a name inside a module and for modules of other projects."""
-    if module.split(".")[0] not in PACKAGES:
-        return None
     base = module.replace(".", "/")
-    return next(
-        (path for path in (f"{base}.py", f"{base}/__init__.py") if (ROOT / path).is_file()), None
-    )
+    found = (path for path in (f"{base}.py", f"{base}/__init__.py") if (ROOT / path).is_file())
+    return next(found, None)
 
 
-def imports(path, module):
+def imports(path, into_functions=True):
     """Modules (or names in them) of the project that the file imports, except under `if
     TYPE_CHECKING`.
     """
     names = []
-    for node in _nodes(
-        ast.parse(path.read_text(encoding="utf-8")), into_functions=module not in PACKAGES
-    ):
+    waiting = [ast.parse((ROOT / path).read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif (
-            isinstance(node, ast.ImportFrom) and node.module
-        ):  # imports are absolute (ruff's TID252)
+        elif isinstance(node, ast.ImportFrom):  # imports are absolute (ruff's TID252)
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        is_typing = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+        if not is_typing and (into_functions or not isinstance(node, ast.FunctionDef)):
+            waiting += ast.iter_child_nodes(node)
     return [name for name in names if name.split(".")[0] in PACKAGES]
-
-
-def _nodes(node, into_functions):
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
-            continue
-        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) and not into_functions:
-            continue
-        yield child
-        yield from _nodes(child, into_functions)
 
 
 def closure(modules):
     """Module name -> path, for these modules and all that they import of the project, also in
     functions.
 
-    CHANGES_NO_OUTPUT and the `__init__.py` of the two packages are not followed.
+    CHANGES_NO_OUTPUT and the functions in `__init__.py` of the two packages are not followed.
     """
     found = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
         path = module_file(name)
-        if (
-            name in found
-            or path is None
-            or any(f"{name}.".startswith(f"{other}.") for other in CHANGES_NO_OUTPUT)
-        ):
+        if path is None or name in found or name.startswith(CHANGES_NO_OUTPUT):
             continue
         found[name] = path
-        parts = name.split(".")
-        waiting += [".".join(parts[:end]) for end in range(1, len(parts))]
-        if name not in PACKAGES:
-            waiting += imports(ROOT / path, name)
+        waiting += imports(path, into_functions=name not in PACKAGES)
     return found
 
 
@@ -102,23 +83,6 @@ def modules_in(command):
     return [
         f"{name}.__main__" if (ROOT / name.replace(".", "/")).is_dir() else name for name in found
     ]
-
-
-def code_of(command):
-    """Files whose change can change the output of a command: what it imports, with more in it than
-    a docstring.
-    """
-    files = closure(modules_in(command))
-    return sorted(
-        path for name, path in files.items() if name not in PACKAGES and _has_code(ROOT / path)
-    )
-
-
-def _has_code(path):
-    return any(
-        not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-    )
 
 
 def covers(dependency, path):
@@ -133,7 +97,8 @@ def differences(tree):
     lines = []
     for name, stage in tree["stages"].items():
         held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
-        files = code_of(stage["cmd"])
+        modules = closure(modules_in(stage["cmd"]))
+        files = sorted(path for path in modules.values() if not path.endswith("__init__.py"))
         lines += [
             f"{name}: deps lack {path}"
             for path in files
