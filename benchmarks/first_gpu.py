@@ -101,55 +101,40 @@ def write_params(
 ) -> None:
     """Write OUT/NAME/params.yaml of each training.
 
-    `weights` is preset `pretrained`. The others are preset `sample` with a larger network.
+    `weights` is preset `pretrained`. The others are preset `sample` with a larger network. A
+    rehearsal has preset `ci` for all of them.
     """
-    # the short training, by the same kernels on each device: `portable` is slower on a CPU
-    keypoints = 64 if small else 512
-    steps = 8 if small else 100
-    curve = {
-        "keypoints.max_keypoints": keypoints,
-        "keypoints.views_per_image": 4 if small else 12,
-        "train.batch": 4 if small else 64,
-        "train.layers": 2 if small else 9,
+    # by the same kernels on each device: `portable` is slower on a CPU
+    curve: Dict[str, Any] = {"train.precision": "float32", "run.log_every": 1, "run.save_every": 10}
+    large = {
+        "keypoints.max_keypoints": 512,
+        "keypoints.views_per_image": 12,
+        "train.batch": 64,
+        "train.layers": 9,
         "train.optimizer": "adam",
-        "train.max_keypoints": keypoints,
+        "train.max_keypoints": 512,
         "train.neighbours": False,
-        "train.precision": "float32",
-        "train.steps": steps,
-        "train.val_every": steps,
+        "train.steps": 100,
+        "train.val_every": 100,
         "train.val_pairs": 8,
-        "run.log_every": 1,
-        "run.save_every": 2 if small else 25,
+        "run.save_every": 25,
     }
+    preset = "ci" if small else "sample"
+    curve.update({} if small else large)
     # only with `deterministic` a GPU computes the same bytes twice
     for name in ("curve", "whole", "cpu"):
-        write(out / name, "sample", {**curve, "run.deterministic": True})
-    write(out / "float16", "sample", {**curve, "train.precision": "float16"})
-    # compiling takes a minute or more for each layer
-    compiled = {"train.layers": 1 if small else 9, "run.compile": True}
-    write(out / "compiled", "sample", {**curve, **compiled})
-    if not images:
-        return
-    weights = {
-        "fetch.path": str(images.resolve()),
-        "fetch.val_path": str(val_images.resolve()) if val_images else "",
-        "run.save_every": 100,
-    }
-    rehearsal = {
-        "fetch.limit": 8,
-        "train.batch": 4,
-        "train.steps": 6,
-        "train.max_keypoints": 256,
-        "train.val_pairs": 4,
-        "train.val_every": 3,
-        "train.warmup_steps": 1,
-        "train.decay_start": 2,
-        "train.precision": "float32",
-        "run.save_every": 2,
-        "evaluate.pairs_per_image": 1,
-        "evaluate.max_keypoints": 128,
-    }
-    write(out / "weights", "pretrained", {**weights, **(rehearsal if small else {})})
+        write(out / name, preset, {**curve, "run.deterministic": True})
+    write(out / "float16", preset, {**curve, "train.precision": "float16"})
+    write(out / "compiled", preset, {**curve, "run.compile": True})
+    if images:
+        weights = {
+            "fetch.source": "folder",
+            "fetch.path": str(images.resolve()),
+            "fetch.val_path": str(val_images.resolve()) if val_images else "",
+            "fetch.limit": 8 if small else 0,
+            "run.save_every": 10 if small else 100,
+        }
+        write(out / "weights", "ci" if small else "pretrained", weights)
 
 
 def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:

@@ -36,6 +36,8 @@ from superglue_sift import torch_compat
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
+# In the message of a collective that failed because another rank is gone or hangs
+LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
 # MiB; on a slow link this is faster than torch's 25
 BUCKET_MB = 4
 
@@ -67,10 +69,8 @@ def _adopt_slurm() -> None:
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
     # Rank 0 runs on the first node of its step. The job may have been started on a login node.
-    nodes = (
-        os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-    )
-    os.environ.setdefault("MASTER_ADDR", first_host(nodes))
+    job = os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
+    os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", job)))
     os.environ.setdefault("MASTER_PORT", str(20000 + read_number("SLURM_JOB_ID", 0) % 20000))
 
 
@@ -181,12 +181,6 @@ def _abandon() -> None:
             nccl.abort()
 
 
-def lost_peer(error: BaseException) -> bool:
-    """Return whether a collective failed because another rank is gone or hangs."""
-    signs = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
-    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
-
-
 def several() -> bool:
     """Return whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
@@ -205,8 +199,9 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
         return dict(sums)
     # (names,): one tensor, so that there is one collective
     names = sorted(sums)
-    values = [sums[name] for name in names]
-    packed = torch.tensor(values, dtype=torch.float64, device=_collective_device())
+    # with torch 1.10 NCCL is the only backend, and carries tensors of GPUs
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    packed = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed)
     return dict(zip(names, packed.tolist()))
 
@@ -280,10 +275,6 @@ def barrier() -> None:
         dist.barrier()
 
 
-def _collective_device() -> torch.device:
-    return torch.device("cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu")
-
-
 def wrap(module: nn.Module) -> nn.Module:
     """Wrap `module` in DistributedDataParallel if there are several ranks. Else return `module`.
 
@@ -315,7 +306,7 @@ def process_group() -> Iterator[Context]:
         yield start()
     except BaseException as error:
         _abandon()
-        if not lost_peer(error):
+        if not (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error))):
             raise
         time.sleep(NOTICE_SECONDS)
         rank = os.environ.get("RANK", "0")

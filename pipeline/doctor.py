@@ -62,8 +62,7 @@ def software() -> Iterator[Finding]:
     text = f"Python {platform.python_version()}, torch {torch.__version__}"
     image = os.environ.get("IMAGE_STACK", "none")
     yield OK, "software", f"{text}, CUDA {torch.version.cuda or 'none'}, image {image}"
-    found = provenance.versions(PACKAGES).items()
-    yield OK, "packages", ", ".join(f"{name} {version}" for name, version in found)
+    yield OK, "packages", ", ".join(map(" ".join, provenance.versions(PACKAGES).items()))
 
 
 def workspace() -> Iterator[Finding]:

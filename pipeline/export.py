@@ -51,13 +51,13 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         stored = {name: info[name] for name in ("model", "step", "training", "validation")}
         stored[provenance.PHOTOGRAPHS_KEY] = info[provenance.PHOTOGRAPHS_KEY]
         data = info["data"]
-        trained_with = {f"train.{key}": value for key, value in info["train"].items()}
+        trained_with = info["train"]
     except KeyError as error:
         raise RequestError(
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
     # digests and versions, but nothing that differs between two clones
-    versions = provenance.pin(WEIGHTY)
+    versions = provenance.pin(WEIGHTY).items()
     return {
         **stored,
         "match_threshold": match_threshold(info),
@@ -67,12 +67,10 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "initial_weights.digest": info.get("initial_weights", ""),
             "source.sha256": file_sha256(source),
             "version": __version__,
-            **{f"version.{name}": version for name, version in versions.items()},
+            **{f"version.{name}": version for name, version in versions},
         },
         "params": {k: value for k, value in flatten(sections).items() if k not in PLACES},
-        "trained_with": {
-            key[len("train.") :]: value for key, value in trained_with.items() if key not in PLACES
-        },
+        "trained_with": {k: v for k, v in trained_with.items() if f"train.{k}" not in PLACES},
     }
 
 
@@ -88,9 +86,9 @@ def main(argv: Optional[List[str]] = None) -> int:
     description = describe(info, sections, metrics, args.model)
     # the file of the model, and the list of its photographs beside it
     path = args.out / f"{NAME}.safetensors"
-    weights = model.state_dict()
     if args.half:
-        weights = {name: t.half() if t.is_floating_point() else t for name, t in weights.items()}
+        model.half()  # buffers of whole numbers stay
+    weights = model.state_dict()
     provenance.write_photographs(path, provenance.read_photographs(args.model))
     save_model_file(path, weights, description)
     # the run in MLflow gets the description

@@ -63,8 +63,9 @@ class FetchParams(Section):
         for name in UNUSED.get(self.source, OF_A_FOLDER):
             value = getattr(self, name)
             if value:
-                reason = f"has no effect when source is {self.source!r}"
-                raise ValueError(f"{name} = {value!r}: {reason}")
+                raise ValueError(
+                    f"{name} = {value!r}: has no effect when source is {self.source!r}"
+                )
         return self
 
 
@@ -209,9 +210,9 @@ class Params(Section):
         used = self.train.max_keypoints
         stored = self.keypoints.max_keypoints
         if used > stored:
-            limit = f"keypoints.max_keypoints ({stored})"
             raise ValueError(
-                f"train.max_keypoints = {used}: must be at most {limit}, what a view stores"
+                f"train.max_keypoints = {used}: must be at most keypoints.max_keypoints ({stored}),"
+                " what a view stores"
             )
         # ways of computing that would silently change the results
         if self.run.checkpoint_layers and self.train.norm == "batch":

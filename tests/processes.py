@@ -1,7 +1,7 @@
 """Run a function in several processes that form a gloo group, and collect what they return."""
 
 import os
-import traceback
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.multiprocessing as mp
@@ -9,57 +9,30 @@ import torch.multiprocessing as mp
 from pipeline import distributed
 from pipeline.distributed import free_port
 
-LIMIT_SECONDS = 120
-
-
 # Processes fork from one that has imported torch: an import takes a second, and no test runs there.
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "pipeline.distributed"])
 
 
-def _work(environment, function, arguments, answers):
+def _work(environment, function, arguments):
     os.environ.clear()
     os.environ.update(environment)
-    rank = int(environment["RANK"])
     torch.set_num_threads(1)
-    try:
-        with distributed.process_group() as context:
-            answers.put((rank, function(context, *arguments), None))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+    with distributed.process_group() as context:
+        return function(context, *arguments)
 
 
 def in_group(world_size, function, *arguments):
-    """`function(context, *arguments)` on each rank; its answers in rank order. AssertionError when
-    a rank fails.
+    """`function(context, *arguments)` on each rank; its answers in rank order, or its exception.
 
     Answers must be plain values (numbers, lists, numpy arrays).
     """
-    answers = CONTEXT.Queue()
-    group = {
-        **os.environ,
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    environments = [
-        {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)
-    ]
-    processes = [
-        CONTEXT.Process(target=_work, args=(environment, function, arguments, answers), daemon=True)
-        for environment in environments
-    ]
-    for process in processes:
-        process.start()
-    try:
-        found = {}
-        for _ in processes:
-            rank, answer, trouble = answers.get(timeout=LIMIT_SECONDS)
-            assert trouble is None, f"rank {rank} of {world_size}:\n{trouble}"
-            found[rank] = answer
-        return [found[rank] for rank in range(world_size)]
-    finally:
-        for process in processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
+    group = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group["SG_TIMEOUT"] = 120  # seconds, after which a rank that hangs ends all
+    with ProcessPoolExecutor(world_size, CONTEXT) as pool:
+        answers = []
+        for rank in range(world_size):
+            own = {**group, "RANK": rank, "LOCAL_RANK": rank}
+            environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+            answers.append(pool.submit(_work, environment, function, arguments))
+        return [answer.result() for answer in answers]

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -24,79 +25,82 @@ ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 900
 
 
-class TestRequest:
-    def test_number_of_processes(self, monkeypatch):
-        monkeypatch.setenv("NPROC_PER_NODE", "3")
-        assert launch.processes_per_node() == 3
-        for wrong in ("0", "two", "-1", "1.5"):
-            monkeypatch.setenv("NPROC_PER_NODE", wrong)
-            with pytest.raises(RequestError, match="NPROC_PER_NODE"):
-                launch.processes_per_node()
+def test_number_of_processes(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+    assert launch.processes_per_node() == 3
+    for gpus, processes in ((0, 2), (4, 4)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         monkeypatch.setenv("NPROC_PER_NODE", "auto")
-        for gpus, processes in ((0, 2), (4, 4)):
-            monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
-            assert launch.processes_per_node() == processes
-        monkeypatch.setenv("NPROC_PER_NODE", "5")
-        with pytest.raises(RequestError, match="NPROC_PER_NODE=5, but GPUs here: 4; set it to 4"):
+        assert launch.processes_per_node() == processes
+    for wrong, said in {"0": "from 1 on", "two": "", "5": "=5, but GPUs here: 4; set"}.items():
+        monkeypatch.setenv("NPROC_PER_NODE", wrong)
+        with pytest.raises(RequestError, match=f"NPROC_PER_NODE.*{said}"):
             launch.processes_per_node()
 
-    def test_a_wrong_training_is_refused_before_any_process_starts(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(launch, "run_stage", None)
-        with pytest.raises(RequestError, match=r"params\.yaml: no such file"):
-            launch.main(["pipeline.train", "--params", str(tmp_path / "params.yaml")])
-        with pytest.raises(RequestError, match=r"pipeline\.train"):
-            launch.main(["pipeline.fetch"])
 
-    def test_one_node_and_several(self, monkeypatch):
-        one = launch.torchrun_options(2, restarts=3)
-        assert {"--nnodes=1", "--master_addr=127.0.0.1", "--max_restarts=0"} <= set(one)
-        assert not [part for part in one if "-per-" in part]  # torch 1.10 knows underscores alone
-        port = free_port()
-        monkeypatch.setenv("MASTER_PORT", str(port))
-        assert f"--master_port={port}" in launch.torchrun_options(1, restarts=3)
-        monkeypatch.setenv("NNODES", "1:2")
-        assert launch.least_nodes() == 1
-        monkeypatch.setenv("RDZV_ENDPOINT", "head")
-        with pytest.raises(RequestError, match="RDZV_ENDPOINT"):
-            launch.torchrun_options(1, restarts=3)
-        monkeypatch.setenv("RDZV_ENDPOINT", "head:29400")
-        monkeypatch.setenv("LOCAL_ADDR", "head")
-        two = set(launch.torchrun_options(1, restarts=3))
-        assert {"--nnodes=1:2", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= two
-        assert "--rdzv_conf=is_host=true" in two
-        for wrong in ("0", "a", "1:2:3", ":2"):
-            monkeypatch.setenv("NNODES", wrong)
-            with pytest.raises(RequestError, match="NNODES"):
-                launch.least_nodes()
+def test_a_wrong_training_is_refused_before_any_process_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "run_stage", None)
+    with pytest.raises(RequestError, match=r"params\.yaml: no such file"):
+        launch.main(["pipeline.train", "--params", str(tmp_path / "params.yaml")])
+    with pytest.raises(RequestError, match=r"pipeline\.train"):
+        launch.main(["pipeline.fetch"])
 
-    @pytest.mark.parametrize(
-        ("address", "port", "reason"),
-        [
-            ("127.0.0.1", "taken", "MASTER_PORT=.*in use"),
-            ("203.0.113.7", "", "MASTER_ADDR=203.0.113.7"),  # of the documentation, nobody's
-            ("no-such-host.invalid", "29500", "MASTER_ADDR=no-such-host"),
-            ("127.0.0.1", "70000", "MASTER_PORT=70000: cannot be used"),
-        ],
-    )
-    def test_an_address_that_cannot_be_used_is_one_line(self, monkeypatch, address, port, reason):
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            taken = str(other.getsockname()[1])
-            monkeypatch.setenv("MASTER_ADDR", address)
-            monkeypatch.setenv("MASTER_PORT", taken if port == "taken" else port)
-            with pytest.raises(RequestError, match=reason):
-                launch.torchrun_options(2, restarts=3)
+
+def options_of(monkeypatch, **variables):
+    """The options of torchrun with these variables of the environment."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return set(launch.torchrun_options(2, restarts=3))
+
+
+def test_options_of_one_node_and_of_several(monkeypatch):
+    port = str(free_port())
+    one = options_of(monkeypatch, MASTER_PORT=port)
+    assert {"--nnodes=1", "--master_addr=127.0.0.1", "--max_restarts=0"} <= one
+    assert f"--master_port={port}" in one
+    assert not any("-per-" in part for part in one)  # torch 1.10 knows underscores alone
+    job = {"NNODES": "1:2", "RDZV_ENDPOINT": "head:29400", "LOCAL_ADDR": "head"}
+    two = options_of(monkeypatch, **job)
+    assert {"--nnodes=1:2", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= two
+    assert "--rdzv_conf=is_host=true" in two and launch.least_nodes() == 1
+    for wrong in ("0", "a", "1:2:3", ":2"):
+        monkeypatch.setenv("NNODES", wrong)
+        with pytest.raises(RequestError, match="NNODES"):
+            launch.least_nodes()
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"MASTER_PORT": "taken"}, "MASTER_PORT=.*in use"),
+        ({"MASTER_ADDR": "203.0.113.7"}, "MASTER_ADDR=203.0.113.7"),  # nobody's
+        ({"MASTER_ADDR": "no-such-host.invalid"}, "MASTER_ADDR=no-such-host"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000: cannot be used"),
+        ({"NNODES": "2", "RDZV_ENDPOINT": "head"}, "RDZV_ENDPOINT"),
+    ],
+)
+def test_an_address_that_cannot_be_used_is_one_line(monkeypatch, variables, said):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        if variables.get("MASTER_PORT") == "taken":
+            variables = {"MASTER_PORT": str(other.getsockname()[1])}
+        with pytest.raises(RequestError, match=said):
+            options_of(monkeypatch, **variables)
+
+
+LAUNCH = [sys.executable, "-m", "pipeline.launch", "pipeline.train"]
+OWN = {"OMP_NUM_THREADS": "1", "NPROC_PER_NODE": "2"}
 
 
 def launcher(arguments, **environment):
-    own = {
-        "OMP_NUM_THREADS": "1",
-        "NPROC_PER_NODE": "2",
-        "PYTHONPATH": str(ROOT / "tests/faults/start"),
-    }
-    values = {**os.environ, **own, **environment}
-    command = [sys.executable, "-m", "pipeline.launch", "pipeline.train", *arguments]
+    faults = {"PYTHONPATH": str(ROOT / "tests/faults/start")}
     return subprocess.Popen(
-        command, cwd=ROOT, env=values, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*LAUNCH, *arguments],
+        cwd=ROOT,
+        env={**os.environ, **OWN, **faults, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -148,12 +152,8 @@ class TestFaults:
     def test_an_error_of_a_rank_shows_where_it_happened(self, bench):
         code, out = end(launcher(bench.training("run"), SG_FAULT="bomb"))
         assert code == 1, out
-        assert "ValueError: SG_FAULT: 'bomb'" in out and "in at\n" in out.replace("(", "\n")
-        assert (
-            "ChildFailedError" not in out
-            and "starting again" not in out
-            and out.count("Traceback") <= 4
-        )
+        assert "KeyError: 'SIGBOMB'" in out and "in at\n" in out and out.count("Traceback") <= 4
+        assert "ChildFailedError" not in out and "starting again" not in out
 
     def test_after_a_killed_dvc_the_next_repro_goes_on(self, bench, monkeypatch):
         """The launcher stops with a checkpoint, so that two trainings never write into one
@@ -161,21 +161,15 @@ class TestFaults:
         """
         keys = (("steps", 200), ("save_every", 1000), ("val_every", 200))
         expected = bench.clean(2, keys)
+        # DVC runs commands with SHELL
+        for name, value in {**OWN, "SHELL": "/bin/sh", "PYTHONPATH": str(ROOT)}.items():
+            monkeypatch.setenv(name, value)
+        line = f"exec {shlex.join([*LAUNCH, *bench.training('run', keys)])}"  # as in dvc.yaml
+        out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
+        stages = {"train": {"cmd": line, "outs": [out]}}
         workspace = bench.folder / "workspace"
         workspace.mkdir()
-        for name, value in {
-            "SHELL": "/bin/sh",  # DVC runs commands with it
-            "PYTHONPATH": str(ROOT),
-            "NPROC_PER_NODE": "2",
-            "OMP_NUM_THREADS": "1",
-        }.items():
-            monkeypatch.setenv(name, value)
-        command = [sys.executable, "-m", "pipeline.launch", "pipeline.train"]
-        line = f"exec {shlex.join([*command, *bench.training('run', keys)])}"  # as in dvc.yaml
-        out = {str(bench.folder / "run"): {"persist": True, "cache": False}}
-        stage = {"cmd": line, "outs": [out]}
-        # JSON is YAML
-        (workspace / "dvc.yaml").write_text(json.dumps({"stages": {"train": stage}}))
+        (workspace / "dvc.yaml").write_text(json.dumps({"stages": stages}))  # JSON is YAML
         command = [sys.executable, "-m", "dvc"]
         subprocess.run([*command, "init", "-q", "--no-scm"], cwd=workspace, check=True)
         dvc = subprocess.Popen([*command, "repro"], cwd=workspace)
@@ -210,23 +204,17 @@ class TestFaults:
             "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
             "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
-        tasks = [
-            subprocess.Popen(
-                arguments,
-                cwd=ROOT,
-                env={**os.environ, **job, "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)},
-            )
-            for i in range(2)
-        ]
+        tasks = []
+        for i in "01":
+            values = {**os.environ, **job, "SLURM_PROCID": i, "SLURM_LOCALID": i}
+            tasks.append(subprocess.Popen(arguments, cwd=ROOT, env=values))
         assert [task.wait(timeout=PATIENCE) for task in tasks] == [0, 0]
         assert digest(bench.folder / "run") == bench.clean(2)
 
 
 def ranks_of(folder):
-    found = subprocess.run(
-        ["pgrep", "-f", f"pipeline.train.*{folder}"], stdout=subprocess.PIPE, text=True, check=False
-    )
-    return found.stdout.split()
+    command = ["pgrep", "-f", f"pipeline.train.*{folder}"]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout.split()
 
 
 @pytest.mark.slow
@@ -250,13 +238,10 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     code, out = end(one)
     end(other)
     assert code == 0, out
-    lines = (bench.folder / "run-r/log.jsonl").read_text().splitlines()
-    tags = [json.loads(line).get("tags", {}) for line in lines]
-    name = "superglue.world_size"
-    sizes = [each[name] for each in tags if name in each]  # of each start
-    # groups: a start is tried again while the lost node counts as there
-    worlds = [world for world, _ in itertools.groupby(sizes)]
-    assert worlds == ["3", "2", "3"]
+    # of each start; groups, because one is tried again while the lost node counts as there
+    log = (bench.folder / "run-r/log.jsonl").read_text()
+    sizes = re.findall(r'"superglue.world_size": "(\d)"', log)
+    assert [size for size, _ in itertools.groupby(sizes)] == ["3", "2", "3"]
     assert newest_step(checkpoints) == 600
 
 

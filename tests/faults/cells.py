@@ -29,6 +29,15 @@ TRAIN = {
 }
 
 
+def write_params(file, **sections):
+    """Write the sample preset with these values in its sections."""
+    read = params.load(ROOT / "presets/sample.yaml")
+    whole = {
+        name: {**getattr(read, name).model_dump(), **values} for name, values in sections.items()
+    }
+    file.write_text(json.dumps(file_of(whole)))  # JSON is YAML
+
+
 class Workbench:
     """A folder with synthetic views, and the arguments of trainings on them."""
 
@@ -39,11 +48,8 @@ class Workbench:
 
     def arguments(self, keys=()):
         """Command line of pipeline.train, without --out and --reports."""
-        section = params.load(ROOT / "presets/sample.yaml").train.model_dump()
-        section.update(TRAIN)
-        section.update(dict(keys))
         file = self.folder / f"params-{abs(hash(repr(keys)))}.yaml"
-        file.write_text(json.dumps(file_of({"train": section})))  # JSON is YAML
+        write_params(file, train={**TRAIN, **dict(keys)})
         return ["--keypoints", str(self.keypoints), "--params", str(file)]
 
     def training(self, name, keys=()):

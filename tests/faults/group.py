@@ -42,9 +42,9 @@ def begin(main, arguments, log, folder, **environment):
 
 def _become(main, arguments, log, folder, environment, ready):
     os.setsid()  # as torchrun's ranks have it
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(out, stream)
+    with open(log, "a") as out:
+        for stream in (1, 2):
+            os.dup2(out.fileno(), stream)
     sys.stdout.reconfigure(line_buffering=True)
     os.chdir(folder)
     os.environ.update(environment)
@@ -75,12 +75,12 @@ def wait(processes):
     deadline = time.monotonic() + HANG_SECONDS
     for each in processes:
         each.join(max(deadline - time.monotonic(), 0))
-    hung = [each.pid for each in processes if each.is_alive()]
+    codes = [each.exitcode for each in processes]
     for each in processes:
         each.kill()
         each.join()
-    assert not hung
-    return [each.exitcode for each in processes]
+    assert None not in codes
+    return codes
 
 
 def until_done(folder, arguments, ranks, fault="", **environment):
@@ -94,7 +94,7 @@ def until_done(folder, arguments, ranks, fault="", **environment):
     codes = []
     while not codes or any(codes[-1]):
         codes.append(wait(start(ranks, train.main, whole, folder / "log", **faults)))
-        assert len(codes) < 12, f"{codes}\n{(folder / 'log').read_text()}"
+        assert len(codes) < 12, (folder / "log").read_text()
     return digest(folder / "checkpoints"), codes
 
 

@@ -4,9 +4,9 @@ SG_FAULT="kill:rank=1,step=7,phase=ckpt_replace;nan:step=3" names faults of a tr
 and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder in which each fault
 leaves a mark, so that it does not strike again after a restart.
 
-Kinds: a signal of `SIGNALS` to itself, group-term (or another) to its process group, oom (CUDA's
-out-of-memory error), full (disk full), nan (a loss that is not a number). Phases, in the order of a
-step: `PHASES`.
+Kinds: a signal to itself (kill, term, int, usr1, stop), group-term (or another) to its process
+group, oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
+Phases, in the order of a step: `PHASES`.
 """
 
 import errno
@@ -16,13 +16,8 @@ import os
 import signal
 from pathlib import Path
 
-SIGNALS = {
-    name: getattr(signal, f"SIG{name.upper()}") for name in ("kill", "term", "int", "usr1", "stop")
-}
-GROUP = "group-"
-KINDS = (*SIGNALS, *(GROUP + name for name in SIGNALS), "oom", "full", "nan")
-COMPUTING = ("load_batch", "forward", "backward", "opt_step", "eval")
-PHASES = (*COMPUTING, "ckpt_fsync", "ckpt_replace", "ckpt_prune")
+PHASES = ("load_batch", "forward", "backward", "opt_step", "eval")
+PHASES += ("ckpt_fsync", "ckpt_replace", "ckpt_prune")
 
 _now = {"step": 0, "saving": False}
 
@@ -30,44 +25,43 @@ _now = {"step": 0, "saving": False}
 def at(phase, step=None):
     """Inject the faults planned for this place. True if the caller has to carry one out (nan).
 
-    Raises ValueError for a kind that is not known.
+    Raises KeyError for a kind that is not known.
     """
     here = {"rank": os.environ.get("RANK", "0"), "phase": phase}
     here["step"] = str(_now["step"] if step is None else step)
     struck = False
     for index, part in enumerate(os.environ["SG_FAULT"].split(";")):
         kind, _, rest = part.partition(":")
-        if kind not in KINDS:
-            raise ValueError(f"SG_FAULT: {part!r}: must be one of {', '.join(KINDS)}")
         # a fault without a phase strikes at the start of the forward pass
         wanted = {"phase": "forward", **dict(item.split("=") for item in rest.split(",") if item)}
         if all(here[name] == value for name, value in wanted.items()) and _is_first_time(index):
-            struck = _strike(kind) or struck
+            struck |= _strike(kind)
     return struck
 
 
 def _is_first_time(index):
-    folder = os.environ.get("SG_FAULT_ONCE")
-    if folder:
-        # a fault without a rank strikes every rank once
-        mark = Path(folder, f"fault-{index}-rank-{os.environ.get('RANK', '0')}")
-        try:
-            mark.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-    return True
+    if "SG_FAULT_ONCE" not in os.environ:
+        return True
+    # a fault without a rank strikes every rank once
+    name = f"fault-{index}-rank-{os.environ.get('RANK', '0')}"
+    mark = Path(os.environ["SG_FAULT_ONCE"], name)
+    is_first = not mark.exists()
+    mark.touch()
+    return is_first
 
 
 def _strike(kind):
-    if kind in SIGNALS:
-        os.kill(os.getpid(), SIGNALS[kind])
-    elif kind.startswith(GROUP):
-        os.killpg(0, SIGNALS[kind[len(GROUP) :]])
-    elif kind == "oom":
+    if kind == "nan":
+        return True
+    if kind == "oom":
         raise RuntimeError("CUDA out of memory (a fault on purpose)")
-    elif kind == "full":
+    if kind == "full":
         raise OSError(errno.ENOSPC, "No space left on device (a fault on purpose)")
-    return kind == "nan"
+    # a signal to this process, or to all of its group
+    name = kind.rpartition("-")[2]
+    number = signal.Signals[f"SIG{name.upper()}"]
+    os.kill(os.getpid() if name == kind else 0, number)
+    return False
 
 
 def install():

@@ -53,12 +53,10 @@ def test_a_signal_after_the_last_step_also_ends_the_pipeline(bench):
     assert carry_out(bench, 2, "int:rank=0,step=7,phase=eval") == [[143, 0], [0, 0]]
 
 
+@SLOW
 @pytest.mark.parametrize(
     "fault, code",
-    [
-        pytest.param("group-term:rank=0,step=3,phase=forward", 143, marks=SLOW),
-        ("kill:rank=0,step=3,phase=load_batch", 1),
-    ],
+    [("group-term:rank=0,step=3,phase=forward", 143), ("kill:rank=0,step=3,phase=load_batch", 1)],
 )
 def test_processes_that_make_batches(bench, fault, code):
     """A signal to all saves. If one of them is killed, the same command resumes."""

@@ -19,21 +19,16 @@ def nodes(bench):
     return folders
 
 
-def run(folders, arguments, fault="", more=((), ())):
-    """Exit codes of a rank on each node; more: arguments of each."""
+def run(folders, fault="", *arguments):
+    """Exit codes of a rank on each node, with these arguments of each."""
     group = {"WORLD_SIZE": str(len(folders)), "SG_FAULT": fault, **rendezvous()}
     ranks = []
     for rank, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
-        words = [*arguments, "--out", "checkpoints", "--reports", "reports", *more[rank]]
+        words = [*arguments[rank], "--out", "checkpoints", "--reports", "reports"]
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **group}
         ranks.append(begin(train.main, words, folder / "log", folder, **own))
     return wait(ranks)
-
-
-def kill(folders, arguments, step):
-    """Training on both until one is killed at `step`."""
-    assert -9 in run(folders, arguments, f"kill:rank=1,step={step},phase=backward")
 
 
 def text(folder):
@@ -41,9 +36,10 @@ def text(folder):
 
 
 def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes):
-    kill(nodes, bench.arguments(), 5)
+    both = [bench.arguments()] * 2
+    assert -9 in run(nodes, "kill:rank=1,step=5,phase=backward", *both)
     shutil.rmtree(nodes[1])
-    assert run(nodes, bench.arguments()) == [0, 0]
+    assert run(nodes, "", *both) == [0, 0]
     assert "resuming at step 4 of 8" in text(nodes[0])
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
 
@@ -53,10 +49,10 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     """The second node continues alone, then the first returns, as rank 0 again, with its old
     checkpoint.
     """
-    arguments = bench.arguments()
-    kill(nodes, arguments, 3)
-    assert run(nodes[1:], arguments, "term:rank=0,step=5,phase=forward") == [143]
-    assert run(nodes, arguments) == [0, 0]
+    both = [bench.arguments()] * 2
+    assert -9 in run(nodes, "kill:rank=1,step=3,phase=backward", *both)
+    assert run(nodes[1:], "term:rank=0,step=5,phase=forward", *both) == [143]
+    assert run(nodes, "", *both) == [0, 0]
     assert "resuming at step 6 of 8" in text(nodes[0])
     assert "resuming at step 2 of 8" in text(nodes[1])
     assert digest(nodes[0] / "checkpoints") == digest(nodes[1] / "checkpoints")
@@ -65,8 +61,7 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
 
 
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
-    files = [bench.arguments((("log_every", every),))[-2:] for every in (2, 4)]
-    assert run(nodes, bench.arguments(), more=files) == [2, 2]
+    assert run(nodes, "", *(bench.arguments((("log_every", n),)) for n in (2, 4))) == [2, 2]
     lines = "".join(map(text, nodes)).splitlines()
     (line,) = [line for line in lines if line.startswith("error")]
     assert "rank 1 has log_every: 4, rank 0 2" in line

@@ -5,24 +5,20 @@ is a function of its number, except for the load of the machine.
 """
 
 import contextlib
-import hashlib
-import json
 import os
 import random
 import shutil
 import signal
 import time
-from typing import Callable, NamedTuple, Tuple
+from typing import Callable, NamedTuple
 
 import cv2
 import psutil
 import pytest
-from made_params import file_of
 from skimage import data
 
-from faults.cells import ROOT, TRAIN
+from faults.cells import TRAIN, write_params
 from faults.group import start, wait
-from pipeline import params
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
@@ -42,7 +38,7 @@ SMALL = {
 
 
 class Stage(NamedTuple):
-    """A command on small inputs; names of files are shell patterns below its folder.
+    """A command on small inputs; names of files are shell patterns below its folder, in one text.
 
     made: files whose bytes are promised; kept: those of them that are not made again once they are
     there.
@@ -50,9 +46,9 @@ class Stage(NamedTuple):
 
     main: Callable[..., int]
     words: str
-    needs: Tuple[str, ...]
-    made: Tuple[str, ...]
-    kept: Tuple[str, ...] = ()
+    needs: str
+    made: str
+    kept: str = ""
     ranks: int = 1
     loaders: str = "0"
 
@@ -67,22 +63,22 @@ BEST = "checkpoints/best.safetensors"
 LEARN = Stage(
     train.main,
     "--params params.json --keypoints keypoints --out checkpoints --reports reports/train",
-    ("keypoints",),
-    (BEST, "checkpoints/*/step-00000010.safetensors"),  # a stop saves in between
+    "keypoints",
+    f"{BEST} checkpoints/*/step-00000010.safetensors",  # a stop saves in between
 )
 STAGES = [
     Stage(
         fetch.main,
         "--params params.json --out images --reports reports/fetch",
-        ("photos",),
-        ("images/manifest.csv", "images/source.json"),
+        "photos",
+        "images/manifest.csv images/source.json",
     ),
     Stage(
         extract,
         "--params params.json --images images --out keypoints --workers 1",
-        ("photos", "images"),
-        ("keypoints/*/*",),
-        ("keypoints/*/shard-*.safetensors",),
+        "photos images",
+        "keypoints/*/*",
+        "keypoints/*/shard-*.safetensors",
     ),
     LEARN,
     LEARN._replace(ranks=2),
@@ -90,15 +86,15 @@ STAGES = [
     Stage(
         evaluate.main,
         f"--model {BEST} --device cpu --params params.json --images images",
-        ("photos", "images", "checkpoints"),
-        ("reports/evaluate/pairs.csv", "reports/evaluate/metrics.json"),
+        "photos images checkpoints",
+        "reports/evaluate/pairs.csv reports/evaluate/metrics.json",
     ),
     Stage(
         cli.main,
         f"photos --out-dir found --model {BEST} --device cpu --max-keypoints 64 --resize 160",
-        ("photos", "checkpoints"),
-        ("found/*_matches.npz",),
-        ("found/*_matches.npz",),
+        "photos checkpoints",
+        "found/*_matches.npz",
+        "found/*_matches.npz",
     ),
 ]
 
@@ -117,16 +113,14 @@ class Base:
         for name in names.split():
             image = cv2.resize(getattr(data, name)(), (320, 240))
             cv2.imwrite(str(base / "photos" / f"{name}.jpg"), image)
-        read = dict(params.load(ROOT / "presets/sample.yaml"))
-        sections = {name: {**read[name].model_dump(), **SMALL.get(name, {})} for name in read}
-        (base / "params.json").write_text(json.dumps(file_of(sections)))  # JSON is YAML
+        write_params(base / "params.json", **SMALL)
         for number, stage in enumerate(STAGES):
             # the first three make what the others need
             place = base if number < 3 else self.make_folder(stage)
             began = time.monotonic()
             assert not any(wait(self.start(stage, place))), self.log.read_text()
             self.seconds[stage] = time.monotonic() - began
-            self.expected[stage] = digests(place, stage.made)
+            self.expected[stage] = files(place, stage.made)
 
     def start(self, stage, folder):
         words = stage.words.split()
@@ -137,7 +131,7 @@ class Base:
         """A folder with the inputs of the stage; always the same place, which results may name."""
         folder = self.folder / "cell"
         shutil.rmtree(folder, ignore_errors=True)
-        for name in stage.needs:
+        for name in stage.needs.split():
             old = shutil.ignore_patterns("step-*")
             shutil.copytree(self.folder / "base" / name, folder / name, ignore=old)
         shutil.copy2(self.folder / "base/params.json", folder)
@@ -152,13 +146,10 @@ def family(pid):
     return []
 
 
-def digests(folder, patterns):
-    """SHA-256 of files by name."""
-    return {
-        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
-        for pattern in patterns
-        for path in folder.glob(pattern)
-    }
+def files(folder, patterns):
+    """Bytes of files by path below the folder."""
+    paths = (path for pattern in patterns.split() for path in folder.glob(pattern))
+    return {path.relative_to(folder): path.read_bytes() for path in paths}
 
 
 def is_finished(path):
@@ -196,14 +187,13 @@ def test_a_stage_that_gets_a_signal_ends_with_the_same_bytes(base, number):
     if sent != signal.SIGKILL:
         assert "Traceback" not in base.log.read_text()
         if in_steps and any(codes):
-            assert set(codes) <= {0, 143}
-            assert list(folder.glob("checkpoints/*/step-*.safetensors"))
+            assert set(codes) <= {0, 143} and list(folder.glob("checkpoints/*/step-*.safetensors"))
     # what is right must not be computed again
     expected = base.expected[stage]
-    right = digests(folder, stage.kept).items() & expected.items()
+    right = files(folder, stage.kept).items() & expected.items()
     kept = [folder / name for name, _ in right if is_finished(folder / name)]
-    stamps = [path.stat().st_mtime_ns for path in kept]
+    written = [path.stat().st_mtime_ns for path in kept]
     starts = (wait(base.start(stage, folder)) for _ in range(STARTS))
     assert any(not any(codes) for codes in starts), base.log.read_text()
-    assert digests(folder, stage.made) == expected
-    assert [path.stat().st_mtime_ns for path in kept] == stamps
+    assert files(folder, stage.made) == expected
+    assert [path.stat().st_mtime_ns for path in kept] == written
