@@ -95,7 +95,7 @@ def onnx_runtime(setting: Setting) -> Iterator[str]:
     own = ways["ONNX"]()[0][0]
     theirs, _ = ways["torch"]().dense()
     equal = (own == theirs)[(own >= 0) | (theirs >= 0)].mean()
-    yield f"ONNX Runtime on {kind}: share of matches equal to torch's: {equal:.4f}"
+    yield f"ONNX Runtime on {kind}: share of matches equal to torch's {equal:.4f}"
 
 
 def two_views() -> Tuple[np.ndarray, np.ndarray]:

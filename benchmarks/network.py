@@ -119,4 +119,4 @@ def parity(setting: Setting) -> Iterator[str]:
         found = matches(precision)
         # of the keypoints that have a match in one of both
         equal = (exact == found)[(exact >= 0) | (found >= 0)].double().mean()
-        yield f"parity: {precision} to float32, share of equal matches: {equal:.4f}"
+        yield f"parity: {precision} to float32, share of equal matches {equal:.4f}"

@@ -124,25 +124,21 @@ def training_step(
     # the parts of the stage
     precision, _ = choose_precision(train.precision, context.device)
     objective, wrapped, state, *_ = trainer.build(train, run, context, precision)
-    wrapped = DataParallelObjective(objective) if several else wrapped
+    wrapped = DataParallelObjective(_FromTensors(objective)) if several else wrapped
     part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate
     return lambda: trainer.train_step(*common, pairs * context.world_size, context.world_size)
 
 
-class DataParallelObjective(nn.Module):
+class DataParallelObjective(nn.DataParallel):
     """The objective over all GPUs of one process, by torch's DataParallel.
 
     DataParallel scatters only tensors, so a batch is passed as its tensors.
     """
 
-    def __init__(self, objective: MatchingObjective) -> None:
-        super().__init__()
-        self.parallel = nn.DataParallel(_FromTensors(objective))
-
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute what `MatchingObjective.forward` computes."""
-        total, parts = self.parallel(*vars(batch).values(), wait=wait)
+        total, parts = super().forward(*vars(batch).values(), wait=wait)
         return total.sum().reshape(1), parts
 
 
