@@ -137,19 +137,19 @@ def test_known_features_of_neighbours():
     """Descriptors are directions of the plane: 0 and 90 degrees against 10, 60 and 80, and 0
     against 60.
     """
-    sides = ((0.0, 90.0), (10.0, 60.0, 80.0), (0.0,), (60.0,))
-    counts = [len(side) for side in sides]
-    angles = torch.tensor(sum(sides, ()), dtype=torch.float64).deg2rad()
-    geometry = torch.zeros(len(angles), 6, dtype=torch.float64)
-    geometry[:, 0] = torch.cat([torch.arange(count) for count in counts])
+    counts = [2, 3, 1, 1]
+    angles = torch.tensor([0, 90, 10, 60, 80, 0, 60], dtype=torch.float64).deg2rad()
+    geometry = torch.arange(7.0).double()[:, None].expand(-1, 6)
     images = Images([masks([count], count) for count in counts], [False] * 4)
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
-    found = superglue.neighbour_features(descriptors, geometry, images).split(counts)
-    chord = [2 * math.sin(math.radians(degrees) / 2) for degrees in (10, 30, 60)]
-    expected = [[chord[0], chord[0] / chord[2], 1.0], [chord[0], chord[0] / chord[1], 1.0]]
-    assert torch.allclose(found[0][:, :3], torch.tensor(expected).double(), atol=1e-6)
-    assert found[1][:, 2].tolist() == [1.0, 0.0, 1.0]  # mutual neighbours
-    # the position of the neighbour, here its index
-    assert found[0][:, 3].tolist() == [0, 2] and found[1][:, 3].tolist() == [0, 1, 1]
-    # one descriptor alone has no distinctive neighbour
-    assert torch.allclose(torch.cat(found[2:])[:, :3], torch.ones(2, 3).double())
+    found = superglue.neighbour_features(descriptors, geometry, images)
+    chord10, chord30, chord60 = (2 * math.sin(math.radians(each) / 2) for each in (10, 30, 60))
+    # distance, ratio to the second, mutual, and the position of the neighbour, here its index
+    expected = [
+        [chord10, chord10 / chord60, 1.0, 2.0],
+        [chord10, chord10 / chord30, 1.0, 4.0],
+        [1.0, 1.0, 1.0, 6.0],  # one descriptor alone has no distinctive neighbour
+    ]
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert torch.allclose(found[[0, 1, 5], :4], expected, atol=1e-12)
+    assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
