@@ -275,7 +275,8 @@ class Matcher:
         An image without keypoints has no matches. Features without pixels (`Features.of`) have no
         refined positions. Raises RequestError for an image that cannot be read.
         """
-        (result,) = self.match_batch([(image0, image1)], refine=refine)
+        features0, features1 = self.extract_all([image0, image1])
+        (result,) = self._match([(features0, features1)], refine)
         return result
 
     def match_many(
@@ -311,8 +312,7 @@ class Matcher:
         Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
-        refine = self.refine if refine is None else refine
-        for group in _groups(pairs, batch_size):
+        for group in groups(pairs, batch_size):
             features = self.extract_all(itertools.chain.from_iterable(group))
             # The images of pair i are entries 2 i and 2 i + 1.
             batch = list(zip(features[::2], features[1::2]))
@@ -334,7 +334,7 @@ class Matcher:
                 return result
             return result.refine(features0, features1, self.device)
 
-        for group in _groups(results, 2 * self.workers):
+        for group in groups(results, 2 * self.workers):
             yield from self._map(refine, group)
 
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
@@ -353,23 +353,31 @@ class Matcher:
             self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
 
-    def _match(self, batch: Sequence[Tuple[Features, Features]], refine: bool) -> List[MatchResult]:
-        """Match a batch of pairs. The network takes them all at once."""
+    def _match(
+        self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]
+    ) -> List[MatchResult]:
+        """Match a batch of pairs. The network takes them all at once. refine: as for `match`."""
         self._check_process()
         for pair in batch:
             check_features(self.model.config, *pair)
-        results = []
-        if self.rules is not None:
-            results = self._match_scene(batch, self.rules)
+        if self.rules is None:
+            results = self._match_any(batch)
         else:
-            for features, matched in zip(batch, self.match_network(batch)):
-                pair, found, mutual, selected = matched
-                points = positions(pair.records0), positions(pair.records1)
-                # Add matches of keypoints that the network did not get, then drop doubtful ones.
-                found = add_guided_matches(found, mutual, selected, points, self.threshold)
-                results.append(MatchResult.of(*features, found).above(self.threshold))
-        if refine:
+            results = self._match_scene(batch, self.rules)
+        # Move the matched positions to where the pixels of both images agree best.
+        if self.refine if refine is None else refine:
             results = [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
+        return results
+
+    def _match_any(self, batch: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
+        """Match pairs of any images: run the network, and add matches that its matches suggest."""
+        results = []
+        for features, matched in zip(batch, self.match_network(batch)):
+            pair, found, mutual, selected = matched
+            points = positions(pair.records0), positions(pair.records1)
+            # Add matches of keypoints that the network did not get, then drop doubtful ones.
+            found = add_guided_matches(found, mutual, selected, points, self.threshold)
+            results.append(MatchResult.of(*features, found).above(self.threshold))
         return results
 
     def match_network(
@@ -425,7 +433,7 @@ class Matcher:
         ]
 
 
-def _groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
+def groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     """Yield lists of `size` items, read as they are needed. The last list may have fewer."""
     waiting = iter(items)
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])

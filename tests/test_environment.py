@@ -8,10 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
-from pipeline import params
-from pipeline.errors import RequestError
 from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,14 +83,6 @@ def test_libraries_choose_their_code_by_them():
     assert run_python(script, **environment.NETWORK).split() == ["AVX2", "1", "Haswell"]
 
 
-def test_compiled_code_is_of_one_processor():
-    presets = (Path(__file__).parents[1] / "presets/ci.yaml").read_text(encoding="utf-8")
-    whole = YAML(typ="safe", pure=True).load(presets)
-    assert whole["train"]["precision"] == "portable"
-    with pytest.raises(RequestError, match=r"run\.compile = true: compiles for this processor"):
-        params.parse({**whole, "run": {"compile": True}}, "params.yaml")
-
-
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
     script = "import cv2, superglue_sift; print(cv2.ipp.useIPP(), cv2.setLogLevel(3))"
     assert run_python(script).split() == ["False", "3"]
@@ -103,15 +92,13 @@ def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
 
 # How idle threads wait
 
-ENTRY = "import sys; from {} import {}; sys.exit({}())"  # what pip writes for an entry point
 
-
-def spins_of(words, **said):
+def spins_of(words):
     """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
     kept = {
         name: value for name, value in os.environ.items() if name not in environment.WAIT_VARIABLES
     }
-    values = {**kept, **said, "OMP_DISPLAY_ENV": "VERBOSE"}
+    values = {**kept, "OMP_DISPLAY_ENV": "VERBOSE"}
     done = subprocess.run([sys.executable, *words], env=values, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
@@ -120,18 +107,14 @@ def spins_of(words, **said):
     return found.group(1)
 
 
-def entry_point(root):
-    """The script of `superglue-match`."""
-    words = re.search(
-        r'^superglue-match = "([\w.]+):(\w+)"', (root / "pyproject.toml").read_text(), re.MULTILINE
-    )
-    return ENTRY.format(*words.groups(), words.group(2))
-
-
-def test_threads_of_the_installed_command_sleep_and_what_the_user_says_wins(root):
-    words = ["-c", entry_point(root), "--version"]
-    assert spins_of(words) == "0"
-    assert int(spins_of(words, OMP_WAIT_POLICY="active")) > 1000
+def test_threads_of_the_command_sleep_and_what_the_user_says_wins(root):
+    entry = 'superglue-match = "superglue_sift.__main__:command"'
+    assert entry in (root / "pyproject.toml").read_text()
+    assert spins_of(["-m", "superglue_sift", "--version"]) == "0"
+    for name in environment.WAIT_VARIABLES:
+        said = {name: "active", "OPENBLAS_NUM_THREADS": "3"}
+        environment.wait_passively(said)
+        assert said == {name: "active", "OPENBLAS_NUM_THREADS": "3"}
 
 
 PRINTS_A_NAME = """

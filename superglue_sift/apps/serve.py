@@ -19,7 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any, Dict, Iterator, Sequence
 
-from superglue_sift.apps import folder, pairing
+from superglue_sift.apps import folder
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import UPRIGHT, decode_color
@@ -134,9 +134,9 @@ def answer_of(found: MatchResult) -> Dict[str, Any]:
     """
     picture = found.show(captions=False)
     files = {
-        pairing.JSON: folder.json_of(found, {}),
-        pairing.MATCHES: folder.npz_of(found),
-        pairing.PICTURE: picture.encode(),
+        folder.JSON: folder.json_of(found, {}),
+        folder.MATCHES: folder.npz_of(found),
+        folder.PICTURE: picture.encode(),
     }
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
     return {"summary": found.summarize(), "caption": picture.legend, "files": encoded}

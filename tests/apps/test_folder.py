@@ -1,7 +1,9 @@
-"""Many pairs into files: what they hold, how stopped work goes on, which images are bad."""
+"""Which pairs are matched, what their files are called and hold, and how stopped work goes on."""
 
+import functools
 import itertools
-from pathlib import Path
+import unicodedata
+from pathlib import Path, PureWindowsPath
 
 import cv2
 import numpy as np
@@ -9,8 +11,8 @@ import pytest
 from made_scenes import TURN, write_model
 from reading import read_files, read_json
 
-from superglue_sift import Matcher, errors
-from superglue_sift.apps import cli
+from superglue_sift import Matcher, RequestError, errors
+from superglue_sift.apps import cli, folder
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
     assert run("photos --out-dir whole --pictures --json-files") == 0
     assert run("photos --out-dir found") == 0
     forbid_matching(monkeypatch)
-    for words in ("--pictures", "--pictures --json-files", "--json-files"):
+    for words in ("--pictures", "--pictures --json-files"):
         assert run(f"photos --out-dir found {words}") == 0
     assert read_files(work / "found") == read_files(work / "whole")
 
@@ -125,7 +127,6 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
         ("torn", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
         ("foreign", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
         ("image", "_cup1_matches.npz: is of other images or settings than those of this command"),
-        ("--max-keypoints 200", "is of other images or settings"),
         ("--scene --max-keypoints 300 --resize 1024", "is of other images or settings"),
     ],
 )
@@ -146,8 +147,7 @@ def test_matches_that_do_not_fit_the_command_are_said_in_one_line(
 
 
 def test_pictures_of_matches_are_never_matched(work):
-    # neither those of this command nor of another
-    for name in ("photos/found", "photos/found", "photos/second"):
+    for name in ("photos/found", "photos/second"):
         assert run(f"photos --out-dir {name} --pictures") == 0
         assert len(npz_names(name)) == 6
 
@@ -156,3 +156,90 @@ def test_pictures_of_matches_are_never_matched(work):
 def test_nearest_finds_the_other_view_of_each_scene(work, words):
     assert run(f"photos --out-dir found {words}") == 0
     assert npz_names("found") == {"cats-cat0_cats-cat1_matches.npz", "cup0_cup1_matches.npz"}
+
+
+@pytest.mark.parametrize("k, count", [(1, 3), (2, 5), (9, 6)])
+def test_sequential_pairs_each_with_those_before_it(k, count):
+    pairs, total = folder.choose_pairs("abcd", None, "sequential", k)
+    assert len(set(pairs)) == total == count
+
+
+@pytest.mark.parametrize("count", [2, 16, 17, 40])
+def test_exhaustive_pairs_are_each_two_once_and_seldom_far_apart(count):
+    pairs = list(folder.exhaustive(range(count)))
+    assert sorted(pairs) == list(itertools.combinations(range(count), 2))
+    store = functools.lru_cache(32)(lambda item: item)
+    for item in itertools.chain.from_iterable(pairs):
+        store(item)
+    assert store.cache_info().misses <= 2 * count
+
+
+@pytest.mark.parametrize(
+    "files, names",
+    [
+        ("a.jpg b/c.png", "a b-c"),
+        ("a.jpg a.png", "a.jpg a.png"),  # one stem twice
+        ("a.jpg A.png", "a.jpg A.png"),  # one file name on Windows and macOS
+        ("a.jpg a_b.jpg b_c.jpg", "a.jpg a_b.jpg b_c.jpg"),  # a_b_c would be two pairs
+        ("img_1.jpg img_10.jpg", "img_1 img_10"),
+        ("bare", "bare"),
+    ],
+)
+def test_a_name_of_two_images_means_one_pair(files, names):
+    paths = [Path("root") / file for file in files.split()]
+    assert [photo.name for photo in folder.name_photos(paths, Path("root"))] == names.split()
+
+
+def test_two_images_of_one_name_are_refused():
+    with pytest.raises(RequestError, match=r"a-b\.png: the results of two images"):
+        folder.name_photos([Path("a/b.png"), Path("a-b.png")], Path("."))
+
+
+def test_names_of_windows_have_neither_drives_nor_backslashes():
+    root = PureWindowsPath("C:/photos")
+    paths = [PureWindowsPath(name) for name in ("C:/photos/cats/a.jpg", "D:/b.jpg")]
+    assert [photo.name for photo in folder.name_photos(paths, root)] == ["cats-a", "b"]
+
+
+def names_of(pairs):
+    return [[item.image.name for item in pair] for pair in pairs]
+
+
+def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
+    lines = ['"a 1.jpg" b.jpg', "a 1.jpg\tc d.jpg", "it's.jpg  b.jpg", "# a b", ""]
+    text = "\n".join([*lines, '"a 1.jpg"\t"b.jpg"'])
+    (tmp_path / "pairs.txt").write_text(text, encoding="utf-8-sig")  # as Windows' Notepad does
+    pairs = folder.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    assert names_of(pairs) == [["a 1.jpg", "b.jpg"], ["a 1.jpg", "c d.jpg"], ["it's.jpg", "b.jpg"]]
+
+
+POSE = " ".join(["0.5"] * 34)
+
+
+@pytest.mark.parametrize(
+    "text, encoding",
+    [
+        ("a.jpg b.jpg 0 0\n", "utf-8"),  # SuperGlue's two rotations
+        (f"a.jpg b.jpg 0 0 {POSE}\n", "utf-8"),  # and intrinsics and pose
+        ("a.jpg b.jpg\r\n", "utf-16"),  # PowerShell's `>`
+    ],
+)
+def test_lists_as_other_programs_write_them(tmp_path, text, encoding):
+    (tmp_path / "pairs.txt").write_bytes(text.encode(encoding))
+    pairs = folder.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    assert names_of(pairs) == [["a.jpg", "b.jpg"]]
+
+
+@pytest.mark.parametrize("on_disk, in_list", [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_name_from_a_mac_is_the_file_of_the_same_letters(tmp_path, on_disk, in_list):
+    (tmp_path / unicodedata.normalize(on_disk, "café.jpg")).touch()
+    text = unicodedata.normalize(in_list, "café.jpg b.jpg")
+    (tmp_path / "pairs.txt").write_text(text, encoding="utf-8")
+    ((photo, _),) = folder.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    assert photo.image.exists()
+
+
+def test_photographs_without_keypoints_look_like_none():
+    words = np.eye(2, 128, dtype=np.float32)
+    assert not folder.vlad(words[:0], words).any()
+    assert folder.nearest_pairs(["alone"], lambda _name: words, 1) == []
