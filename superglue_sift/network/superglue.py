@@ -633,7 +633,7 @@ def match_pairs(
     if model.compiled:
         # CUDA graphs need few shapes, so widths are rounded up.
         batches = [part.pad(len(part), size_class(int(part.counts.max()))) for part in batches]
-    rows: List[Tuple[np.ndarray, np.ndarray]] = []
+    rows = []
     for log_P in model.assign(batches)[0]:
         # Keep every mutual match: callers apply their own thresholds.
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)

@@ -198,8 +198,7 @@ def choose_device(name: str) -> str:
         torch.zeros(1, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        known = "auto, cpu, cuda or cuda:N"
         raise RequestError(
-            f"device {name}: not available here; name {known} ({reason:.80})"
+            f"device {name}: not available here; name auto, cpu, cuda or cuda:N ({reason:.80})"
         ) from error
     return name
