@@ -128,8 +128,8 @@ def find_log(folder: Path, training: Optional[str]) -> Optional[EventLog]:
 
 
 class Run:
-    """A run whose events go to a log, and from there to a server. No server blocks it or makes it
-    fail.
+    """A run whose events go to a log, and from there to a server, which can neither block the work
+    nor make it fail.
 
     `open_run` and `attach` create it. Without a log it does nothing, as on ranks other than the
     first. As a context manager it closes itself: as FINISHED, as FAILED on an exception, and as
@@ -141,7 +141,7 @@ class Run:
 
         An `owner` also samples the use of the machine, and ends the run when it is closed.
         """
-        # a run that does nothing writes to nowhere
+        # without a log, events go nowhere
         self._log = log or EventLog(Path(os.devnull))
         self._owner = owner
         self._warned = False
@@ -171,18 +171,14 @@ class Run:
         """Log the use of CPU, memory and GPUs if the next sample is due. The sender calls it."""
         seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
         step = int((now_ms() - self._began) / 1000 / seconds)
+        last = self._last.get("system/cpu_utilization_percentage", 0)
         # these must not become the first metric, by which MLflow compares runs
-        if (
-            self._owner
-            and self._last
-            and step > self._last.get("system/cpu_utilization_percentage", 0)
-        ):
+        if self._owner and self._last and step > last:
             used = mlflow_store.use_of_machine()
             self.log({f"system/{name}": value for name, value in used.items()}, step)
 
     def artifact(self, path: Path, folder: str = "") -> None:
-        """Add a file, or all files of a folder, under `folder` of the run. They are sent at the
-        end."""
+        """Add a file, or all files of a folder, under `folder` of the run."""
         self._append({"artifact": mlflow_store.shorten(path), "folder": folder})
 
     def describe(self, result: str, note: str) -> None:
@@ -337,17 +333,10 @@ PATIENCE_SECONDS = 6.0  # how long a run waits for a server that does not answer
 RESEND_PATIENCE_SECONDS = 60.0  # how long `resend` does
 EVENTS_AT_ONCE = 100
 FILES = {"artifact", "model", "compare"}  # events that send or need files
-# Error codes of answers that no wait will change: MLflow will never accept these events, or the
-# login or host name is wrong
-REFUSALS = (
-    "INVALID_PARAMETER_VALUE",
-    "BAD_REQUEST",
-    "RESOURCE_DOES_NOT_EXIST",
-    "INVALID_STATE",
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-    "ENDPOINT_NOT_FOUND",
-)
+# Error codes of answers that mean that MLflow will never accept these events
+REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
+# Answers that no wait will change: also a wrong login or host name
+CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
 
 
 class Sender(threading.Thread):
@@ -394,7 +383,7 @@ class Sender(threading.Thread):
         """Say why a try failed, at first and at last. The next try opens the store again."""
         # without MLflow, or with a wrong address, nothing can be sent
         is_final = isinstance(error, (ImportError, errors.RequestError))
-        is_final |= getattr(error, "error_code", "") in REFUSALS
+        is_final |= getattr(error, "error_code", "") in CLOSED
         what = "gets nothing" if is_final else "does not answer"
         if self.error is None or is_final:
             say(f"{self.place} {what} ({reason_of(error)}); the log keeps all")

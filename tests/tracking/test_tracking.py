@@ -74,11 +74,6 @@ def steps(store, metric, name="identity"):
     return [point.step for point in client_of(store).get_metric_history(run_id, metric)]
 
 
-def files_of(store, folder=None):
-    run_id = stored_run(store).info.run_id
-    return [file.path for file in client_of(store).list_artifacts(run_id, folder)]
-
-
 def write_weights(path, name="trained"):
     """A small model file; `name` decides its bytes."""
     return write_model(path, {"name": name}, dim=16, heads=2)
@@ -117,19 +112,18 @@ def test_a_run_has_params_curves_tags_files_and_model(mlflow_store, tmp_path, mo
     assert {"version.torch", "host", "platform", "processor"} <= set(params)
     tilts = {name: value for name, value in params.items() if "tilt" in name}
     assert tilts == {"views.tilt_deg": "0.0", "evaluate.views.tilt_deg": "9.0"}  # each once
-    assert steps(mlflow_store, "train/loss") == list(range(50)) and steps(
-        mlflow_store, "val/loss"
-    ) == [10]
+    assert steps(mlflow_store, "train/loss") == list(range(50))
+    assert steps(mlflow_store, "val/loss") == [10]
     assert len(steps(mlflow_store, "system/cpu_utilization_percentage")) >= 2
     tags = stored.data.tags
     assert tags["superglue.data"] == "ab" * 32 and len(tags["superglue.params"]) == 16
     assert tags["superglue.world_size"] == "1" and len(tags["mlflow.source.git.commit"]) == 40
-    assert files_of(mlflow_store, "pictures") == ["pictures/matches.png"]
     version = client_of(mlflow_store).get_model_version_by_alias("superglue-sift", "champion")
     assert version.run_id == stored.info.run_id
-    names = {path.name for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
-    assert {"MLmodel", "best.safetensors"} <= names
-    assert not [name for name in names if name.endswith((".pkl", ".pickle", ".pyc"))]
+    files = {path.name: path for path in (tmp_path / "mlartifacts").rglob("*") if path.is_file()}
+    assert {"MLmodel", "best.safetensors", "matches.png"} <= {*files}
+    assert files["matches.png"].parent.name == "pictures"
+    assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pyc"))]
 
 
 def pairs_csv(path, errors, keypoints):
@@ -202,7 +196,9 @@ def test_a_dead_server_gets_nothing_and_resend_sends_all(gate, mlflow_store, tmp
     gate.start()
     assert resend(tmp_path) == 0
     assert steps(mlflow_store, "train/loss") == list(range(1000))
-    assert stored_run(mlflow_store).info.status == "FINISHED" and files_of(mlflow_store) == ["test"]
+    stored = stored_run(mlflow_store)
+    (file,) = client_of(mlflow_store).list_artifacts(stored.info.run_id, "test")
+    assert stored.info.status == "FINISHED" and file.path == "test/page.html"
     assert "1 of 1 runs" in capfd.readouterr().out
     before = gate.requests
     assert resend(tmp_path) == 0
@@ -391,9 +387,10 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
     monkeypatch.chdir(copy)
     with tracking.attach(copy / "reports/log.jsonl", "identity") as run:
         run.artifact(copy / "dvc.yaml", "new")
-    store = f"sqlite:///{copy / 'mlflow.db'}"
-    assert {"new", "old"} <= set(files_of(store))
-    place = client_of(store).get_model_version_download_uri("superglue-sift", "1")
+    assert {path.parent.name for path in copy.glob("mlartifacts/**/dvc.yaml")} == {"new", "old"}
+    place = client_of(f"sqlite:///{copy / 'mlflow.db'}").get_model_version_download_uri(
+        "superglue-sift", "1"
+    )
     assert f"{copy}/mlartifacts/superglue-sift/" in place
     assert read_files(first) == before
 
