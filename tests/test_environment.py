@@ -1,11 +1,13 @@
 """Variables by which libraries choose their code and their threads sleep are set in time."""
 
+import io
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -32,14 +34,20 @@ except SystemExit:
 
 
 def run_python(*words, **variables):
-    """What a new process prints to stdout, without the variables of this one that count."""
-    names = (*environment.NETWORK, "OPENCV_IPP", "OPENCV_LOG_LEVEL", "OPENCV_CPU_DISABLE")
+    """Run a new process without the variables of this one that count; return what it prints."""
+    names = (
+        *environment.NETWORK,
+        *environment.WAIT_VARIABLES,
+        "OPENCV_IPP",
+        "OPENCV_LOG_LEVEL",
+        "OPENCV_CPU_DISABLE",
+    )
     values = {name: value for name, value in os.environ.items() if name not in names}
     values.update(PYTHONPATH=str(ROOT), **variables)
-    command = [sys.executable, "-c", *words]
-    done = subprocess.run(command, env=values, capture_output=True, text=True, check=True)
-    assert "WARN" not in done.stderr
-    return done.stdout
+    command = [sys.executable, *words]
+    done = subprocess.run(command, env=values, capture_output=True, text=True)
+    assert done.returncode == 0 and "WARN" not in done.stderr, done.stderr
+    return done
 
 
 def params_file(folder, precision):
@@ -60,7 +68,7 @@ def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     """Also what a launcher gave its ranks is replaced."""
     file = params_file(tmp_path, precision)
     words = [stage, "--params", str(file), missing, str(tmp_path / "missing")]
-    printed = run_python(WATCH, *words, OMP_NUM_THREADS="7")
+    printed = run_python("-c", WATCH, *words, OMP_NUM_THREADS="7").stdout
     seen = json.loads(printed.splitlines()[-1])
     assert set(seen) == {"torch", "numpy", "cv2"}
     for values in seen.values():
@@ -80,49 +88,36 @@ def test_libraries_choose_their_code_by_them():
         "print(*{one.get('architecture') for one in threadpoolctl.threadpool_info()"
         " if one['internal_api'] == 'openblas'})"
     )
-    assert run_python(script, **environment.NETWORK).split() == ["AVX2", "1", "Haswell"]
+    assert run_python("-c", script, **environment.NETWORK).stdout.split() == [
+        "AVX2",
+        "1",
+        "Haswell",
+    ]
 
 
 def test_opencv_that_is_loaded_first_starts_without_ipp_and_without_a_warning():
     script = "import cv2, superglue_sift; print(cv2.ipp.useIPP(), cv2.setLogLevel(3))"
-    assert run_python(script).split() == ["False", "3"]
-    known = run_python("import cv2; print(cv2.ipp.useIPP())").split()
+    assert run_python("-c", script).stdout.split() == ["False", "3"]
+    known = run_python("-c", "import cv2; print(cv2.ipp.useIPP())").stdout.split()
     assert known == ["True"]  # so the line above means something
 
 
 # How idle threads wait
 
 
-def spins_of(words):
-    """GOMP_SPINCOUNT as GNU's OpenMP, which torch loads, read it in a separate process."""
-    kept = {
-        name: value for name, value in os.environ.items() if name not in environment.WAIT_VARIABLES
-    }
-    values = {**kept, "OMP_DISPLAY_ENV": "VERBOSE"}
-    done = subprocess.run([sys.executable, *words], env=values, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    if not found:
-        pytest.skip("this torch is not built with GNU's OpenMP")
-    return found.group(1)
-
-
 def test_threads_of_the_command_sleep_and_what_the_user_says_wins(root):
     entry = 'superglue-match = "superglue_sift.__main__:command"'
     assert entry in (root / "pyproject.toml").read_text()
-    assert spins_of(["-m", "superglue_sift", "--version"]) == "0"
     for name in environment.WAIT_VARIABLES:
-        said = {name: "active", "OPENBLAS_NUM_THREADS": "3"}
-        environment.wait_passively(said)
-        assert said == {name: "active", "OPENBLAS_NUM_THREADS": "3"}
-
-
-PRINTS_A_NAME = """
-import sys, types
-from superglue_sift import environment
-sys.modules["said"] = types.SimpleNamespace(main=lambda _: print({name!r}))
-environment.run("said")
-"""
+        given = {name: "active", "OPENBLAS_NUM_THREADS": "3"}
+        environment.wait_passively(given)
+        assert given == {name: "active", "OPENBLAS_NUM_THREADS": "3"}
+    # GNU's OpenMP, which torch loads, prints what it has read.
+    words = ("-m", "superglue_sift", "--version")
+    said = run_python(*words, OMP_DISPLAY_ENV="VERBOSE").stderr
+    if "GOMP_SPINCOUNT" not in said:
+        pytest.skip("this torch is not built with GNU's OpenMP")
+    assert "GOMP_SPINCOUNT = '0'" in said
 
 
 @pytest.mark.parametrize(
@@ -132,9 +127,12 @@ environment.run("said")
         ("utf8", "a\udcff.jpg", b"a\xff.jpg"),  # a name on Linux that is not UTF-8
     ],
 )
-def test_names_that_the_output_cannot_show_are_no_error(encoding, name, printed):
-    values = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    values["LC_ALL"] = "C.UTF-8"
-    words = [sys.executable, "-c", PRINTS_A_NAME.format(name=name)]
-    done = subprocess.run(words, env=values, capture_output=True)
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, printed, b"")
+def test_names_that_the_output_cannot_show_are_no_error(monkeypatch, encoding, name, printed):
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    command = SimpleNamespace(main=lambda _: print(name))
+    monkeypatch.setitem(sys.modules, "command", command)
+    monkeypatch.setattr(environment, "wait_passively", lambda: None)
+    environment.run("command")
+    output.flush()
+    assert output.buffer.getvalue().strip() == printed

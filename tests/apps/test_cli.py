@@ -1,4 +1,4 @@
-"""The command: two images, wrong requests, and what it needs."""
+"""The command: two images, photographs stored lying, wrong requests, and what it needs."""
 
 import os
 import shutil
@@ -8,10 +8,13 @@ import cv2
 import numpy as np
 import pytest
 from made_scenes import TURN, write_model
+from PIL import Image
 from reading import read_json
 
 from superglue_sift import Matcher, errors
 from superglue_sift.apps import cli
+from superglue_sift.features import images
+from superglue_sift.features.images import STORED, UPRIGHT
 from superglue_sift.geometry.two_view import corner_error
 
 
@@ -113,3 +116,49 @@ def test_a_missing_package_is_named_before_any_work(
     assert run(words) == 2
     assert f"pip install 'superglue-sift[{extra}]'" in capsys.readouterr().err
     assert not os.path.exists("x")
+
+
+@pytest.fixture
+def lying(work, photo):
+    """Both views as files that a camera stored lying: by orientation 6, and by 3."""
+    views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)))
+    os.mkdir("lying")
+    for name, view, orientation in zip(("a", "b"), views, (6, 3)):
+        exif = Image.Exif()
+        exif[images.ORIENTATION] = orientation
+        pixels = images.turn_upright(view, images.inverse(orientation))
+        Image.fromarray(pixels).save(f"lying/{name}.png", exif=exif)
+    return work
+
+
+@pytest.mark.parametrize("frame", images.FRAMES)
+def test_results_of_lying_files_are_in_the_frame_that_is_asked_for(lying, frame):
+    files = f"lying/a.png lying/b.png --frame {frame}"
+    assert run(f"{files} --json m.json") == 0
+    found = read_json(lying / "m.json")
+    assert found["frame"] == frame
+    assert found["image_size0"] == ([600, 400] if frame == UPRIGHT else [400, 600])
+    assert run(f"{files} --out-dir found --pictures") == 0
+    with np.load("found/a_b_matches.npz") as file:
+        assert str(file["frame"]) == frame
+        assert file["turned"].tolist() == ([6, 3] if frame == UPRIGHT else [1, 1])
+        np.testing.assert_allclose(file["keypoints0"], found["keypoints0"], atol=1e-3)
+    assert cv2.imread("found/a_b_matches.jpg").shape[1] == 600 + 8 + 600  # upright
+
+
+def test_a_colmap_database_is_of_stored_pixels_in_any_case(lying):
+    pycolmap = pytest.importorskip("pycolmap")
+    words = "--out-dir found --colmap d.db --no-scene --no-refine --frame upright"
+    assert run(f"lying {words}") == 0
+    stored = Matcher.load("model.safetensors", "cpu", frame=STORED)
+    with pycolmap.Database.open("d.db") as database:
+        for image in database.read_all_images():
+            camera = database.read_camera(image.camera_id)
+            size = (400, 600) if image.name == "a.png" else (600, 400)
+            assert (camera.width, camera.height) == size
+            # SIFT of the lying pixels finds most of the places that SIFT of the upright ones does
+            keypoints = database.read_keypoints(image.image_id)[:, :2]
+            expected = stored.extract(f"lying/{image.name}").keypoints + 0.5
+            nearest = np.linalg.norm(keypoints[:, None] - expected[None], axis=2).min(axis=1)
+            assert np.median(nearest) < 0.1
+        assert len(database.read_matches(1, 2)) > 30
