@@ -157,15 +157,13 @@ def test_a_stop_reaches_the_trainer_although_dvc_may_be_killed(
     assert (workspace / "checkpoint").read_text() == "saved"
 
 
-def test_a_second_run_is_refused_in_one_line(training, workspace):
+def test_a_second_run_is_refused_also_after_a_kill_of_the_entrypoint(training, workspace, tmp_path):
     for program, *words in (("entrypoint",), ("workspace", "touch", "written")):
         code, said = run(workspace, program, *words)
         assert code == 2 and len(said.splitlines()) == 1
         assert "is in use by container or host" in said and f"process {training.pid}," in said
     assert not (workspace / "written").exists()
-
-
-def test_a_kill_of_the_entrypoint_alone_does_not_release_the_lock(training, workspace, tmp_path):
+    # the trainer outlives the entrypoint, and so does the lock
     training.kill()
     training.wait(timeout=PATIENCE)
     try:

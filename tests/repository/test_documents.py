@@ -17,7 +17,7 @@ DOCUMENTS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")
 # Blocks and commands run in a folder of their own, with the packages of this clone.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 # Packages of other projects that a block may need. Without them the block is skipped.
-FOREIGN = ("kornia", "onnxruntime", "pycolmap", "poselib")
+FOREIGN = {"kornia", "onnxruntime", "pycolmap", "poselib"}
 
 
 def blocks_of(document):
@@ -71,10 +71,8 @@ def names_around_blocks():
 
 def missing_packages(block):
     """Packages that the block imports and that are not installed."""
-    named = [
-        name for name in FOREIGN if re.search(rf"^(import|from) {name}\b", block, re.MULTILINE)
-    ]
-    return [name for name in named if importlib.util.find_spec(name) is None]
+    named = set(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE))
+    return [name for name in named & FOREIGN if importlib.util.find_spec(name) is None]
 
 
 def run_module(*words):
@@ -147,7 +145,7 @@ def test_every_link_to_a_file_or_a_heading_leads_somewhere(document):
     broken = []
     for link in links:
         name, _, anchor = link.partition("#")
-        target = (path.parent / name).resolve() if name else path
+        target = path.parent / name if name else path
         if not target.exists() or (anchor and anchor not in anchors_of(target)):
             broken.append(link)
     assert broken == []
