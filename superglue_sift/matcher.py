@@ -370,7 +370,7 @@ class Matcher:
         return results
 
     def _match_any(self, batch: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
-        """Match pairs of any images: run the network, and add matches that its matches suggest."""
+        """Match pairs of any images: run the network, then add guided matches."""
         results = []
         for features, matched in zip(batch, self.match_network(batch)):
             pair, found, mutual, selected = matched

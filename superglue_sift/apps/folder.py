@@ -1,7 +1,7 @@
 """Match the photographs of a folder, of many files or of a list, and write each result to a file.
 
-The first part names the photographs, the second chooses the pairs, the third matches them, and the
-last one writes and reads the files of a pair.
+The first part of this file names the photographs, and the second one chooses pairs. The third part
+matches the pairs. The last part writes and reads their files.
 
 Photographs that look alike are found by VLAD of their SIFT descriptors (Jegou et al. 2010). The
 vocabulary comes from OpenCV's k-means of RootSIFT of all images. The vector of an image sums the
