@@ -269,13 +269,12 @@ def learn(pairs: pd.DataFrame) -> np.ndarray:
     return minimize(loss, np.zeros(len(bounds)), bounds=bounds).x / deviation
 
 
-def score(pairs: pd.DataFrame, weights: Sequence[float]) -> np.ndarray:
-    """Compute the probabilities (n,) of pairs by the weights and the bias."""
-    return expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
+def count(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
+    """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit.
 
-
-def count(pairs: pd.DataFrame, scores: np.ndarray) -> str:
-    """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit."""
+    weights: those of the evidence, then the bias.
+    """
+    scores = expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
     right = pairs.right.to_numpy(bool)
     counts = {"pairs": right | True, "right": right}
     for limit in LIMITS:
@@ -290,7 +289,7 @@ def report(pairs: pd.DataFrame) -> str:
     """Format the constants, and the counts for the places they were learned from and for others."""
     learned = pairs.place < LEARNED
     weights = learn(pairs[learned]).round(1).tolist()
-    counts = [count(part, score(part, weights)) for part in (pairs[learned], pairs[~learned])]
+    counts = [count(part, weights) for part in (pairs[learned], pairs[~learned])]
     return "\n\n".join([f"WEIGHTS = np.array({weights[:-1]})\nBIAS = {weights[-1]}", *counts])
 
 
@@ -305,7 +304,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     matcher = Matcher.load(device="cpu", scene=True)
     if options.check:
         pairs = examine_all(matcher, real_pairs(matcher, options.places, options.others))
-        print(count(pairs, score(pairs, [*verification.WEIGHTS, verification.BIAS])))
+        print(count(pairs, [*verification.WEIGHTS, verification.BIAS]))
         return 0
     files = sorted(options.places.glob("*.jpg"))[:PLACES]
     others = sorted(options.others.glob("*.jpg"))[OTHERS:]
