@@ -240,7 +240,7 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     assert code == 0, out
     # of each start; groups, because one is tried again while the lost node counts as there
     log = (bench.folder / "run-r/log.jsonl").read_text()
-    sizes = re.findall(r'"superglue.world_size":"(\d)"', log)
+    sizes = re.findall(r'"world_size":"(\d)"', log)
     assert [size for size, _ in itertools.groupby(sizes)] == ["3", "2", "3"]
     assert newest_step(checkpoints) == 600
 
