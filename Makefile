@@ -62,10 +62,10 @@ endif
 	@python -m pipeline.report
 
 test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
-	@python -m pytest -m "not slow" -n 2 --dist loadfile
+	@python -m pytest -m "not slow" -n 2 --dist worksteal
 
 test-all: $(SETUP_DEV)  ## all tests, also the slow ones
-	@python -m pytest -n 2 --dist loadfile
+	@python -m pytest -n 2 --dist worksteal
 
 test-cu111:  ## the tests marked cu111 on the CUDA 11.1 stack, Python 3.9 and torch 1.10 (.venv-cu111)
 	@requirements/test-cu111.sh -q -m "cu111 and not slow"
@@ -74,7 +74,7 @@ images:  ## build and try all images without a container engine (root, buildah, 
 	@docker/ci.sh --always
 
 faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random (an hour): docs/faults.md
-	@RANDOM_FAULTS=$(or $(N),100) python -m pytest -n 2 --dist loadfile tests/faults tests/tracking/test_tracking.py \
+	@RANDOM_FAULTS=$(or $(N),100) python -m pytest -n 2 --dist worksteal tests/faults tests/tracking/test_tracking.py \
 		tests/commands/test_launch.py tests/train/test_checkpoint.py tests/fetch/test_coco.py
 
 random-faults: $(SETUP_DEV)  ## its random part alone: 100 faults, or make random-faults N=1000

@@ -26,7 +26,7 @@ def collectives(context):
     }
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_collectives(count):
     ranks = range(count)
     expected = {

@@ -123,6 +123,7 @@ def wait_for_a_step(bench, process):
     assert has_point(), process.communicate()[0]
 
 
+@pytest.mark.slow
 def test_sigterm_leaves_a_checkpoint_and_143(bench):
     keys = (("steps", 100000), ("val_every", 1000), ("save_every", 1000))
     process = launcher(bench.training("run", keys))

@@ -34,11 +34,8 @@ def carry_out(bench, ranks, fault, **environment):
     return codes
 
 
-# where time is short, in saving, also among the fast tests
-@pytest.mark.parametrize(
-    "phase",
-    [pytest.param(phase, marks=[SLOW] * (phase != "ckpt_replace")) for phase in inject.PHASES],
-)
+@SLOW
+@pytest.mark.parametrize("phase", inject.PHASES)
 def test_killed_anywhere_the_weights_are_the_same_bytes(bench, phase):
     assert len(carry_out(bench, 2, f"kill:rank=0,step=5,phase={phase}")) == 2
 
@@ -48,6 +45,7 @@ def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     assert carry_out(bench, 2, fault) == [[143, 143], [0, 0]]
 
 
+@SLOW
 def test_a_signal_after_the_last_step_also_ends_the_pipeline(bench):
     """DVC starts the next stage when this one returns 0."""
     assert carry_out(bench, 2, "int:rank=0,step=7,phase=eval") == [[143, 0], [0, 0]]
@@ -64,6 +62,7 @@ def test_processes_that_make_batches(bench, fault, code):
     assert ("Traceback" in (bench.folder / "cell/log").read_text()) == (code == 1)
 
 
+@SLOW
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(training):
     codes, log = training(2, "nan:rank=1,step=3")
     assert codes == [0, 0]

@@ -35,6 +35,7 @@ def text(folder):
     return (folder / "log").read_text()
 
 
+@pytest.mark.slow
 def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes):
     both = [bench.arguments()] * 2
     assert -9 in run(nodes, "kill:rank=1,step=5,phase=backward", *both)

@@ -368,6 +368,7 @@ def test_a_run_stays_where_it_arrived_else_the_current_address_counts(tmp_path, 
     assert tracking.tracking_uri() == f"sqlite:///{tmp_path}/clone/mlflow.db"
 
 
+@pytest.mark.slow
 def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path, monkeypatch):
     """The first clone stays as it is, and the copy shows its old files too."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)

@@ -125,6 +125,7 @@ def each_way(context, folder):
 
 
 @pytest.mark.cu111
+@pytest.mark.slow
 def test_two_ranks_train_in_every_way(tmp_path):
     """Also where torch 1.10 recomputes layers under DistributedDataParallel."""
     folder = str(made_store(tmp_path))
