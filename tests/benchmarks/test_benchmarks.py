@@ -106,6 +106,7 @@ def test_wrong_requests_are_named(arguments):
         benchmark.main([*arguments, "--device", "cpu"])
 
 
+@pytest.mark.slow
 def test_every_way_to_train_works_or_says_what_it_lacks():
     modes = training.list_modes("cpu")
     assert {name for name, (_, _, missing) in modes.items() if missing} >= {
