@@ -35,6 +35,7 @@ from pipeline import params, presets
 from pipeline.errors import STOPPED
 from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import shipped_weights
+from superglue_sift.torch_compat import no_compiler
 
 CLONE = Path(__file__).resolve().parents[1]
 GRACE = 60  # seconds to save after SIGTERM
@@ -51,6 +52,7 @@ class Part(NamedTuple):
     until: pattern of files under OUT. When a new file matches it, SIGTERM stops the command, as it
         stops a preempted job.
     expected: exit codes that count as success.
+    missing: what this machine lacks for the part, or "".
     figures: pattern of the lines with its figures. By default it is the last line.
     """
 
@@ -60,6 +62,7 @@ class Part(NamedTuple):
     folder: str = ""
     until: str = "nothing"
     expected: Sequence[int] = (0,)
+    missing: str = ""
     figures: str = ""
 
 
@@ -89,7 +92,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if rows.get(part.name, "").startswith("ok") or left <= 0:
             continue
         limit = min(part.seconds * (PATIENCE if small else 1), left)
-        rows[part.name] = run(part, limit, out / f"{number:02d}-{part.name}.log", small)
+        log = out / f"{number:02d}-{part.name}.log"
+        skipped = f"SKIP: {part.missing}" if part.missing else ""
+        rows[part.name] = skipped or run(part, limit, log, small)
         write_atomic(file, json.dumps(rows, indent=1) + "\n")
         print(f"{part.name}: {rows[part.name]}", flush=True)
         shutil.copytree(out, out / "back", ignore=LARGE, dirs_exist_ok=True)
@@ -173,8 +178,8 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("train-whole", 60, train, "whole"),
         Part("train-cpu", 60, train, "cpu", expected=stopped),
         Part("compare", 10, f"benchmarks.first_gpu --compare --out {out}"),
-        Part("train-float16", 60, train, "float16"),
-        Part("train-compiled", 240, train, "compiled"),
+        Part("train-float16", 60, train, "float16", missing="needs a GPU" if small else ""),
+        Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
         Part("parity", 50, f"{table} parity", figures=rows),
         Part("speed", 90, f"{table} step,sinkhorn,latency,files", figures=rows),
         Part("decoders", 60, f"{table} decoders,views", figures=rows),
