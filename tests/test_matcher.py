@@ -96,12 +96,11 @@ def test_tensors_and_pil_images_give_the_matches_of_the_same_pixels(matcher, col
         assert_same(expected, matcher.match(*pair))
 
 
-OTHER_SIDES = (512, 1536, 16384)
+SIDES = (512, 1536, 4096, 16384)
 
 
-@pytest.mark.parametrize(
-    "side", [4096, *(pytest.param(side, marks=pytest.mark.slow) for side in OTHER_SIDES)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("side", SIDES)
 def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side):
     """The second photograph, reduced to 1,024 px and resized to `side`, has the matches that it has
     at 1,024, but for a small part.

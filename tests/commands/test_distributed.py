@@ -26,7 +26,7 @@ def collectives(context):
     }
 
 
-@pytest.mark.parametrize("count", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_collectives(count):
     ranks = range(count)
     expected = {

@@ -81,12 +81,10 @@ def test_too_many_bad_steps_end_the_run(training):
     assert "2 steps had a gradient that was not finite, more than 1;" in log
 
 
+@SLOW
 @pytest.mark.parametrize(
     "fault, text",
-    [
-        pytest.param("oom:step=3", "set run.accumulate: 2", marks=SLOW),
-        ("full:step=3,phase=ckpt_fsync", "No space left"),
-    ],
+    [("oom:step=3", "set run.accumulate: 2"), ("full:step=3,phase=ckpt_fsync", "No space left")],
 )
 def test_the_message_names_the_fix(training, fault, text):
     codes, log = training(1, fault)
