@@ -69,7 +69,9 @@ EXCLUDED = (
     ("robustness", "pairs"),
     *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
 )
+# Smallest values of options
 LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
+# How the captions of pictures begin
 KINDS = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
@@ -119,18 +121,18 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 
     Raises RequestError for a wrong option.
     """
-    # options that exclude each other
+    # refuse options that exclude each other
     for option, other in EXCLUDED:
         if getattr(args, option) and getattr(args, other):
             raise RequestError(f"--{option} and --{other} exclude each other: leave one out")
-    # values of single options
+    # check the values of single options
     args.out.mkdir(parents=True, exist_ok=True)  # report a wrong folder before the work begins
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():
         if getattr(args, name) is not None:
             check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
-    # what the options name: models, parameters and estimators
+    # find the models, parameters and estimators that the options name
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     asked = args.estimators.split(",") if args.estimators else estimators.DEFAULT
@@ -204,7 +206,7 @@ def choose_photographs(
     evaluated network was trained on all photographs. A further network that was trained on all that
     remain is left out itself.
     """
-    # the split `test`, or `val` where there is none
+    # take the split `test`, or `val` if there is no test image
     images = dataset.open_manifest(args.images)
     left = images.entries("test")
     if not left:
@@ -243,17 +245,17 @@ def choose_source(
     few = f"{args.network_keypoints} of " if args.network_keypoints else ""
     keypoints = f"{few}{section.max_keypoints} keypoints"
     size = f"short side {args.resize}" if args.resize else "full size"
-    # pairs that are read from files
+    # read the pairs from files
     if args.pairs:
         source = HPatchesPairs(args.pairs, args.resize)
         return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
     if args.poses:
         source = PosePairs(args.poses, args.images, args.resize)
         return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
-    # pairs that are rendered from photographs, named by where these come from
+    # or render them from photographs
     held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    # a source that has a name, such as coco2017, or the names of the user's folders
+    # the title names the source, such as coco2017, or the user's folders
     name = fetched.get("source", "folder")
     if name == "folder":
         name = ", ".join(Path(each["path"]).name for each in fetched["containers"].values())
@@ -316,11 +318,11 @@ def draw_pictures(
 
     If errors are equal, the pair with more correct matches is better.
     """
-    # matches, correct matches and the leading estimator's error, by matcher and pair
+    # tabulate matches, correct matches and the leading estimator's error by matcher and pair
     lead = table.loc[table["metric"] == "error", "estimator"].iloc[0]
     detected = table[~table["refined"] & table["estimator"].isin(["", lead])]
     values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
-    # numbers of pairs, from the best to the worst of the network
+    # rank the numbers of the pairs from the network's best to its worst
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
     # The first screen shows the typical pair in which the network has most correct matches ahead.
@@ -341,9 +343,9 @@ def draw_pictures(
         left, right = (
             source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
         )
-        # the matches that count, those above the threshold
+        # show the matches that count
         shown = matched.above(matched.answers([known.pair], 1)[0])
-        # one panel for each matcher
+        # draw one panel for each matcher
         panels = []
         caption = f"{KINDS[name.partition('-')[0]]} ({known.name})."
         for matcher in (OURS, RATIO_TEST):
@@ -388,18 +390,18 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
 
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """
-    # the section of params.yaml, changed by options, and what the options name
+    # read the section of params.yaml, change it by options, and load the networks
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
     section = params.load(args.params).evaluate.model_copy(update=asked)
     device = choose_device(args.device)
     notes: List[str] = []
     networks, extractor = load_networks(args, device, notes)
-    # the pairs: photographs leave out what a compared network was trained on
+    # choose the pairs, without photographs that a compared network was trained on
     entries: List[Entry] = []
     if not (args.pairs or args.poses):
         entries, networks = choose_photographs(args, networks, notes)
     source, where = choose_source(args, section, entries, notes)
-    # the matchers, and how they are scored
+    # match and score
     matched = Matchers(networks, device, args.further, args.network_keypoints)
     settings = Settings(section, args.estimators, extractor, args.bound, args.refine)
     results = run(source, where, matched, settings, args.robustness)
@@ -429,7 +431,7 @@ def run(
     every = [source, *negative, *(variant for _, _, variant in hard)]
     total = sum(count for each in every for _, count in each.scenes)
     conditions = []
-    # match and score: the pairs, the disturbed pairs, the negative pairs
+    # match and score all of it
     with Progress(total=total, desc="pairs", unit="pair") as bar:
         given = matched, settings
         # the pairs themselves
@@ -437,7 +439,7 @@ def run(
         if not found:
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        # the second views disturbed, each way at each level: only the means are kept
+        # disturb the second views in each way at each level, and keep only the means
         for name, level, variant in hard:
             disturbed, _ = match_all(variant, *given, score, bar)
             if disturbed:
@@ -447,9 +449,9 @@ def run(
                 means = pd.DataFrame({"value": values.mean(), "pairs": values.count()})
                 named = {"keys": [(name, level)], "names": ["condition", "level"]}
                 conditions.append(pd.concat([means], **named))
-        # different photographs: every match is wrong
+        # match different photographs, where every match is wrong
         counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
-    # all metrics, computed from the table
+    # compute all metrics from the table
     places, rows, scored = zip(*found)
     table = metrics.make_table(rows)
     own = {name: [each[name] for each in scored] for name in matched.networks}
@@ -501,7 +503,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     cv2.setNumThreads(1)  # the threads work on several images at a time
     results, info = evaluate(args)
-    # the files first, so that MLflow can copy them
+    # write the files first, so that MLflow can copy them
     report.write(args.out, results, report.render(results, args.curves))
     # A stage of DVC prints the whole report at the end, by `python -m pipeline.report`
     in_stage = "DVC_STAGE" in os.environ

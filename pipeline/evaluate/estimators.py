@@ -23,7 +23,8 @@ DEFAULT = ("ransac", "dlt", "confident")
 PX = 3.0  # inlier limit of the robust homographies
 ITERATIONS = 3000  # largest number of iterations of the robust homographies
 MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds stay finite
-DECIDING = 16  # number of matches with the largest odds that weigh alike, at most half of all
+# So many matches, those with the largest odds, get equal weights (but at most half of all matches)
+DECIDING = 16
 BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
 # The fraction of a matcher's most confident matches that the estimator `confident` takes
 CONFIDENT = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
@@ -46,7 +47,7 @@ class Points(NamedTuple):
         matcher: name of the matcher.
         scores: (K,), its confidences.
         seed: seed of random samples, which depends on the pair alone.
-        deviations: (K,) px, how uncertain refined matches are. None for matches as detected.
+        deviations: (K,) px, how uncertain refined matches are, or None for matches as detected.
     """
 
     points0: np.ndarray
@@ -105,7 +106,7 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     p0 = points0[used]
     p1 = points1[used]
     w = weights[used]
-    # conditioned points, whose equations have entries of similar size
+    # condition the points, so that their equations have entries of similar size
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
     homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
@@ -115,11 +116,11 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     horizontal = np.hstack([homogeneous, zeros, -x[:, None] * homogeneous])
     vertical = np.hstack([zeros, homogeneous, -y[:, None] * homogeneous])
     rows = np.concatenate([horizontal, vertical]) * np.tile(w, 2)[:, None]
-    # The null vector of the rows. The 9x9 normal matrix gives it much faster than an SVD.
+    # Find the null vector of the rows. The 9x9 normal matrix gives it much faster than an SVD.
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points
-    # back to pixels
+    # map back to pixels
     H = two_view.compose(two_view.inverse(T1), vectors[:, 0].reshape(3, 3), T0)
     return H if np.isfinite(H).all() else None
 
@@ -157,7 +158,7 @@ ESTIMATORS: Dict[str, Callable[[Points], Optional[np.ndarray]]] = {
 
 
 def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
-    """Return the weights of least squares for matches with confidences `scores` (K,), (K,).
+    """Return the weights (K,) of least squares for matches with the confidences `scores` (K,).
 
     The weights were chosen on validation pairs by each matcher's own AUC@10
     (docs/evaluation.md#least-squares). They scale the equations of a network's match by the odds p
@@ -175,8 +176,10 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
 
 
 def most_confident(matcher: str, scores: np.ndarray) -> np.ndarray:
-    """Return which matches `confident` takes, (K,) bool. The fraction was chosen as the weights
-    were."""
+    """Return which matches `confident` takes, (K,) bool.
+
+    The fraction was chosen as `weights_of` says.
+    """
     fraction = CONFIDENT.get(matcher, CONFIDENT_OF_NETWORK)
     count = max(two_view.MIN_POINTS, math.ceil(fraction * len(scores)))
     return scores >= np.sort(scores)[-count]
@@ -188,13 +191,14 @@ def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
 
 
 def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: Pose) -> np.ndarray:
-    """Return the squared symmetric epipolar distance of matched pixels (K, 2), (K,) float64.
+    """Return the squared symmetric epipolar distance of each match, (K,) float64.
 
-    It is in normalized coordinates, and infinite where a line is undefined.
+    The matched points are (K, 2) px. The distance is in normalized coordinates, and infinite where
+    a line is undefined.
     """
     t = cameras.T_0to1[:3, 3]
     x, y, z = t / max(np.linalg.norm(t), 1e-12)
-    # E is the essential matrix, [t]x R with t of length one
+    # the essential matrix is [t]x R, where t has length one
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ cameras.T_0to1[:3, :3]
     p0 = two_view.to_homogeneous(normalize(points0, cameras.K0))
     p1 = two_view.to_homogeneous(normalize(points1, cameras.K1))
@@ -214,7 +218,7 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
     K0 = cameras.K0
     K1 = cameras.K1
     flat = normalize(found.points0, K0), normalize(found.points1, K1)
-    # one pixel in normalized coordinates
+    # convert one pixel to normalized coordinates
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     if stacked is None:

@@ -60,7 +60,7 @@ class Matchers:
         networks: networks by name, the evaluated one first.
         further: other matchers by name.
         network_keypoints: number of keypoints of an image that a network gets. If None, it gets
-        all.
+            all.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Matchers:
         self.device = device
         self.further = further
         self.network_keypoints = network_keypoints
-        # Smallest confidences by name. `answers` also gives the mutual matches below them.
+        # A match of a matcher counts above this confidence. `answers` gives all mutual matches.
         own = {name: network.threshold for name, network in networks.items()}
         self.thresholds = {**own, RATIO_TEST: RATIO_THRESHOLD}
 
@@ -84,7 +84,7 @@ class Matchers:
         Equal batches give equal bits.
         """
         answers: List[Dict[str, Matches]] = [{} for _ in pairs]
-        # Neighbours of keypoints that a network does not get. The ratio 1 keeps all mutual ones.
+        # Keypoints that no network gets are matched as mutual neighbours, which the ratio 1 keeps
         most = self.network_keypoints or sys.maxsize
         mutual = [
             nearest.ratio_matches(*pair[:2], ratio=1.0)
@@ -96,7 +96,7 @@ class Matchers:
             nearest.select_keypoints(*pair[:2], most, near) for pair, near in zip(pairs, mutual)
         ]
         for name, network in self.networks.items():
-            # one network after the other, on batches of pairs
+            # run the network on batches of pairs
             found: List[Matches] = []
             for start in range(0, len(pairs), batch):
                 part = slice(start, start + batch)
@@ -104,7 +104,7 @@ class Matchers:
             for by_name, pair, own, near, chosen in zip(answers, pairs, found, mutual, selected):
                 points = positions(pair.records0), positions(pair.records1)
                 by_name[name] = add_guided_matches(own, near, chosen, points, network.threshold)
-        # the baselines and the functions of the user, one pair after the other
+        # run the baselines and the user's functions on one pair after the other
         for by_name, pair in zip(answers, pairs):
             by_name.update(match_baselines(pair))
             by_name.update((name, match(pair)) for name, match in self.further.items())
@@ -112,7 +112,7 @@ class Matchers:
 
     def above(self, answers: Mapping[str, Matches]) -> Dict[str, Matches]:
         """Drop the matches below the threshold of each matcher that has a threshold."""
-        # no threshold: all matches of a baseline or of a function count
+        # all matches of a baseline or of a user's function count, which have no threshold
         limits = self.thresholds
         return {name: found.above(limits.get(name, -1.0)) for name, found in answers.items()}
 
@@ -136,7 +136,7 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
         count1 = len(pair.records1)
         if not count0 or not count1:
             return Matches.none()
-        # (M,) each, checked since they come from the user's code
+        # check both arrays (M,), since they come from the user's code
         views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         matches0, scores0 = map(np.asarray, function(*views))
         whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
@@ -154,6 +154,6 @@ def match_baselines(pair: Pair) -> Dict[str, Matches]:
     The confidence is 1 - ratio of distances. The ratio test gets all mutual matches: its threshold
     of the confidence selects matches, as the threshold of a network does.
     """
-    # one product of the descriptors for all three
+    # all three share one product of the descriptors
     found, mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     return {"nn": found, "mutual_nn": found.only(mutual), RATIO_TEST: found.only(mutual)}

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: means over the rows of one long table, with intervals and differences.
+"""Compute metrics, which are means over the rows of one long table, with intervals and differences.
 
 The table has a row for each value of each pair: number, pair, scene, matcher, estimator, refined,
 metric, value. Every metric is a mean of one value per pair. Pairs of one photograph or sequence are
@@ -31,7 +31,7 @@ COLUMNS = ["number", "pair", "scene", "matcher", "estimator", "refined", "metric
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
-# Metrics that are means of a column of the table
+# Metrics whose values are in the table itself
 SHARES = ("matches", "precision", "recall", "matching_score")
 DIGITS = 6  # decimals of the ends of intervals; beyond them float32 sums are noise
 RESAMPLES = 2000
@@ -60,12 +60,12 @@ def make_table(results: Sequence[Sequence[Row]]) -> pd.DataFrame:
 
 
 def is_posed(table: pd.DataFrame) -> bool:
-    """Return whether the errors are errors of poses, in degrees."""
+    """Return whether the errors are pose errors, in degrees, and not corner errors, in px."""
     return bool(table["estimator"].isin(list(POSE_ESTIMATORS)).any())
 
 
 def recall_of(table: pd.DataFrame) -> str:
-    """Return the kind of recall: "recall" for pairs with a homography, else "matching_score"."""
+    """Return the metric of recall: "recall" for pairs with a homography, else "matching_score"."""
     return "matching_score" if is_posed(table) else "recall"
 
 
@@ -86,7 +86,7 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
             columns[(matcher, f"within_{WITHIN}", *estimated)] = (values <= WITHIN).astype(float)
         elif metric in SHARES:
             columns[(matcher, *key)] = values
-    # the recall of the networks at the precision of the ratio test, which needs all their matches
+    # the recall of a network at the precision of the ratio test needs all matches of the network
     recall = recall_of(table)
     asked = f"{recall}_at_ratio_precision", "", False
     least = np.mean(columns[RATIO_TEST, "precision", "", False])
@@ -95,7 +95,7 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
     for matcher, pairs in scored.items():
         limit = threshold_at_precision(pairs, float(least))
         columns[(matcher, *asked)] = rates(pairs, np.array([limit]))[1][:, 0]
-    # (pairs, columns), with the matchers in their order of appearance
+    # make the frame (pairs, columns), with the matchers in their order of appearance
     names = pd.MultiIndex.from_tuples(columns, names=["matcher", *KEY])
     scenes = pd.Index(table.drop_duplicates("number")["scene"], name="scene")
     frame = pd.DataFrame(np.array(list(columns.values())).T, scenes, names)
@@ -118,7 +118,7 @@ def threshold_at_precision(scored: Sequence[Scored], least: float) -> float:
     """
     steps = []
     for scores, correct, *_ in scored:
-        # by how much each match of this pair changes its precision, from the most confident one on
+        # each match, from the most confident on, changes the precision of its pair by some amount
         order = np.argsort(-scores, kind="stable")
         precision = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
         steps.append((scores[order], np.diff(precision, prepend=0.0)))
@@ -130,7 +130,7 @@ def threshold_at_precision(scored: Sequence[Scored], least: float) -> float:
 
 
 def rates(scored: Sequence[Scored], thresholds: np.ndarray) -> np.ndarray:
-    """Compute precision and recall of each pair at each threshold (T,), (2, P, T)."""
+    """Return precision and recall of each of P pairs at each of T thresholds, (2, P, T)."""
     parts = []
     for scores, correct, found, truth in scored:
         # (T, K): which matches count, then (T,): how many of them do, are correct, and are found
@@ -155,11 +155,12 @@ def resample(
     drawn = random.integers(max(count, 1), size=(RESAMPLES if count > 1 else 0, count))
     weights = np.array([np.bincount(each, minlength=count) for each in drawn], np.float64)
     weights = weights.reshape(len(drawn), count)
-    # (R, scenes) @ (scenes, columns): sums and numbers of values, NaN left out
+    # (R, scenes) @ (scenes, columns): divide sums by numbers of values, without NaN
     with np.errstate(invalid="ignore"):
         means = (weights @ by_scene.sum().to_numpy()) / (weights @ by_scene.count().to_numpy())
     samples = pd.DataFrame(means, columns=values.columns)
-    # the last column of a network: a resample has its own threshold at the ratio test's precision
+    # each resample has its own threshold for the last column of a network, the recall at the ratio
+    # test's precision
     for matcher, pairs in scored.items():
         every = np.concatenate([[1.0], *(scores for scores, *_ in pairs)])
         curves = rates(pairs, np.quantile(every, np.linspace(0, 1, POINTS)))
@@ -173,8 +174,8 @@ def summarize(values: pd.DataFrame, samples: pd.DataFrame) -> pd.DataFrame:
     """Compute value, low, high and number of pairs of each metric.
 
     Low and high are the 95 % interval by the percentile bootstrap (Efron and Tibshirani 1993,
-    chapter 13), NaN for a single scene. Pairs without
-    a value, such as the recall of a pair without true matches, are not counted.
+    chapter 13). They are NaN for a single scene. Pairs without a value, such as the recall of a
+    pair without true matches, are not counted.
     """
     low, high = samples.quantile(ENDS).round(DIGITS).to_numpy()
     return pd.DataFrame({"value": values.mean(), "low": low, "high": high, "pairs": values.count()})
@@ -199,7 +200,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
         for other in dict.fromkeys([best, RATIO_TEST, *further]):
             if (other, *key) not in means:
                 continue
-            # the interval of the difference, within each resample
+            # subtract within each resample, and take the interval of the differences
             gain = samples[(OURS, *key)] - samples[(other, *key)]
             low, high = gain.quantile(ENDS).round(DIGITS)
             # a verdict needs an interval, and enough scenes
@@ -217,7 +218,7 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 
     Ranges without a match are left out. The columns are confidence, precision and matches.
     """
-    # (E,) the matches of all pairs, each of them with its range
+    # join the matches (E,) of all pairs, and find the range of each
     scores = np.concatenate([each[0] for each in scored])
     correct = np.concatenate([each[1] for each in scored])
     part = np.minimum((scores * BINS).astype(int), BINS - 1)
@@ -226,12 +227,12 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 
 
 def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
-    """Compute the fraction of pairs with an error of at most each limit by matcher, per estimator.
+    """Compute the curve of each estimator: the fraction of pairs whose error is at most a limit.
 
-    The keys are those of the errors: (metric, estimator, refined). The area below a curve is the
-    AUC.
+    A key is ("error", estimator, refined). A curve has a row for each limit and a column for each
+    matcher. The area below it is the AUC.
     """
-    # a hundred steps up to the widest AUC: 10 px or 20 degrees
+    # the limits rise in a hundred steps to the widest AUC, 10 px or 20 degrees
     steps = np.arange(101)
     limits, unit = (steps / 5, "error_deg") if is_posed(table) else (steps / 10, "error_px")
     curves = {}

@@ -1,9 +1,8 @@
-"""Pairs with ground truth, and the pairs that are rendered from held-out photographs.
+"""Pairs with ground truth, rendered from held-out photographs or read from files.
 
 A `Source` has scenes (photographs, sequences), and each scene has pairs of images. Loading a scene
 twice gives the same bytes, so pictures are drawn afterwards without keeping the images of all pairs
-in memory. Sources of pairs in files are folders in HPatches layout, and
-lists of pairs with cameras.
+in memory. Pairs in files are a folder in HPatches layout, or a list of pairs with cameras.
 
 Held-out pairs follow the protocol of the SuperGlue paper (section 5.1): a pair has two views of one
 photograph. The first shows nearly the whole of it. The second is seen through a random homography
@@ -68,7 +67,7 @@ class KnownPair(NamedTuple):
     Attributes:
         place: numbers of the scene, of the pair in it, and of both images in it.
         truth: a homography, (3, 3) float64 from pixels of view 0 to view 1, or two cameras.
-        images: both images, (H, W) uint8 gray, to refine matches. Without them no match is refined.
+        images: both images, (H, W) uint8 gray. Without them no match is refined.
     """
 
     name: str
@@ -199,7 +198,7 @@ class HeldOutPairs(Source):
 
         Also return the generator, from which the view's distortion is drawn.
         """
-        # a name of its own, so that no view of the training is drawn alike
+        # the name differs from the one in training, so no view of the training is drawn again
         rng = views.generator(SEED, f"evaluate {name}", number)
         if number % 2 == 0:
             return views.mild_view(rng, size, self.view_size), rng
@@ -223,7 +222,7 @@ class NegativePairs(Source):
         self.source = source
         names = [name for name, _ in source.scenes]
         count = len(names)
-        # each pair: the indices of both photographs, and the number of their views
+        # a pair has the indices of both photographs, and the number of their views
         pairs = (
             (first, (first + 1 + number % (count - 1)) % count, number)
             for number in range((count - 1) * source.params.pairs_per_image)
@@ -279,7 +278,7 @@ class ZoomedPairs(HeldOutPairs):
 def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
-    # This is half the size of the part. The centre moves in the rest of the view.
+    # half the size of the part is `middle / zoom`, so its centre may move by the rest
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
     H = np.diag([zoom, zoom, 1.0])
     H[:2, 2] = middle - H[:2, :2] @ centre
@@ -297,11 +296,8 @@ def blur(image: np.ndarray, deviation: float) -> np.ndarray:
 
 
 def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
-    """Add Gaussian noise with a standard deviation in gray levels.
-
-    The noise is the same for all images of one size.
-    """
-    # (H, W) the same draw for every image
+    """Add Gaussian noise with a standard deviation in gray levels."""
+    # (H, W): every image of one size gets the same noise
     drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
     return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
 
@@ -315,12 +311,12 @@ DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 
 
 def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
-    """Yield condition, level and pairs of each line of robustness.csv.
+    """Yield the condition, the level and the pairs of each line of robustness.csv.
 
-    There is one pair of each of the first `count` photographs. Its second view is disturbed instead
-    of the photometric distortion, or magnified.
+    There is one pair of each of the first `count` photographs. Its second view is disturbed or
+    magnified. The views have no photometric distortion.
     """
-    # no other distortion than the one of the level
+    # switch all other distortions off
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     calm = source.params.views.model_copy(update={"photometric": clear})
     params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})
@@ -442,9 +438,9 @@ def find_sequences(folder: Path) -> List[HPatchesSequence]:
 
 
 def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
-    """Return the images in a folder, the first one first, and the homographies by number.
+    """Return the images in a folder, image 1 first, and the homographies H_1_k by their number k.
 
-    Raises RequestError if one of two files that belong together is missing.
+    Raises RequestError for an image without its homography, or a homography without its image.
     """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
@@ -481,7 +477,7 @@ def read_homography(path: Path) -> np.ndarray:
     RequestError unless it is an invertible 3x3 matrix.
     """
     wrong = f"{path}: not a homography"
-    # also the forms of NumPy, MATLAB and CSV
+    # NumPy, MATLAB and CSV write brackets, commas and semicolons
     words = re.sub(r"[][,;]", " ", " ".join(line for _, line in read_lines(path))).split()
     try:
         numbers = list(map(float, words))
@@ -517,7 +513,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
                 f"{where}: EXIF rotation {words[2]} {words[3]}: rotate the images first and write"
                 " 0 0"
             )
-        # the words after the two rotations, row by row
+        # read the words after the two rotations, row by row
         K0, K1 = values[2:20].reshape(2, 3, 3)
         T = values[20:].reshape(4, 4)
         R = T[:3, :3]

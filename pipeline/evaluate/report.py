@@ -1,4 +1,4 @@
-"""The report of an evaluation: its verdict, the printed tables, the files, the note in MLflow.
+"""Report an evaluation: the verdict, the printed tables, the files, the page, the note in MLflow.
 
 Every table is a slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
 The page needs no other file. Its charts are drawn by matplotlib, and its text is `page.html`.
@@ -79,7 +79,7 @@ class Results(NamedTuple):
 
     Attributes:
         title: where the pairs come from.
-        unit: what intervals resample, for example photographs.
+        unit: plural noun of the scenes that intervals resample, for example "photographs".
         table: the long table of all pairs.
         values: what each pair contributes to each metric, from `metrics.values_of_pairs`.
         metrics: from `metrics.summarize`, named by (matcher, metric, estimator, refined).
@@ -156,7 +156,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
     lead = leading(results)
     recall = recall_of(results.table)
     found = "of the true matches" if recall == "recall" else "of the keypoints"
-    # label, detail, metric and estimator of each row
+    # each row has a label, a detail, a metric and an estimator
     asked = (
         ("correct matches", "of the matches", "precision", ""),
         ("found matches", found, recall, ""),
@@ -176,7 +176,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
 
 
 def verdict(results: Results) -> str:
-    """Say the comparison with the ratio test in at most 15 words."""
+    """Return the comparison with the ratio test in a sentence of at most 15 words."""
     if not enough(results):
         counts = f"{results.values.index.nunique()}, and at least {metrics.MIN_SCENES} are needed"
         return f"Too few {results.unit} to judge: {counts}."
@@ -186,7 +186,7 @@ def verdict(results: Results) -> str:
 
 def best_gains(results: Results) -> pd.DataFrame:
     """Return the differences from the best baseline of each metric."""
-    # the first row of each metric is that of the best baseline
+    # the first row of each metric has the best baseline
     keys = results.differences.index.droplevel("baseline")
     return results.differences[~keys.duplicated()].reset_index("baseline")
 
@@ -297,8 +297,8 @@ def scenes_table(results: Results) -> pd.DataFrame:
 
 
 def legend(results: Results) -> List[str]:
-    """Explain the columns."""
-    # only the columns that the table has
+    """Return lines that explain the columns of the tables."""
+    # explain only the columns that the table has
     known = results.metrics.index.unique("metric")
     words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
     what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
@@ -310,7 +310,7 @@ def legend(results: Results) -> List[str]:
 def remarks(results: Results) -> List[str]:
     """Return the sentences below the tables."""
     lines = []
-    # two photographs with nothing in common, where every match is wrong
+    # every match is wrong between two photographs with nothing in common
     key = "negative_matches", "", False
     if (OURS, *key) in results.metrics.index:
         ours = results.metrics.loc[(OURS, *key)]
@@ -319,7 +319,7 @@ def remarks(results: Results) -> List[str]:
             f"Two photographs with nothing in common have {ours['value']:.1f} matches, by the ratio"
             f" test {theirs['value']:.1f} ({ours['pairs']:.0f} pairs)."
         )
-    # a training that has not improved on the weights that it started from
+    # a training may keep the weights that it started from
     values = results.values
     models = [name for name in matchers_of(results) if name in results.protocol.get("models", {})]
     lines += [
@@ -363,9 +363,9 @@ def shorten(value: Any) -> Any:
 
 
 def tables(results: Results) -> Dict[str, pd.DataFrame]:
-    """Return the content of each CSV file by its name."""
+    """Return the content of each CSV file by its name, without ".csv"."""
     names = [name_of(*key) for key in results.table[KEY].itertuples(index=False, name=None)]
-    # one line for each pair and matcher, in the order of the table
+    # make one line for each pair and matcher, in the order of the table
     index = ["number", "pair", "scene", "matcher"]
     pairs = results.table.assign(name=names).pivot(index=index, columns="name", values="value")
     pairs = pairs[list(dict.fromkeys(names))].reset_index().drop(columns="number")
@@ -392,7 +392,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
 
 def write(out: Path, results: Results, page: str) -> None:
     """Write all files, and remove the files of an earlier evaluation."""
-    # metrics, for DVC and for programs
+    # write the metrics for DVC and for programs
     values = {
         f"{matcher}.{name_of(*key)}": None if math.isnan(value) else shorten(value)
         for (matcher, *key), value in results.metrics["value"].items()
@@ -409,7 +409,7 @@ def write(out: Path, results: Results, page: str) -> None:
         write_atomic(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
-    # the report as text and as a page
+    # write the report as text and as a page
     write_atomic(out / TEXT, text(results) + "\n")
     write_atomic(out / PAGE, page)
 
@@ -435,9 +435,9 @@ def line_chart(
     `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
-        # Figure, not pyplot: there is no window, and no figure is kept in memory
+        # pyplot would open a window, and would keep each figure in memory
         figure = Figure(figsize=(4.6, 3.1))
-        # margins by hand: a layout that measures the text takes as long as drawing it
+        # margins are fixed, because a layout that measures the text takes as long as drawing
         axes = figure.add_axes((0.14, 0.17, 0.84, 0.8))
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
@@ -446,7 +446,7 @@ def line_chart(
             width = 2.6 if name == OURS else 1.4
             axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
         axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
-        # an SVG without a date, so that equal charts give equal bytes
+        # the SVG has no date, so equal charts give equal bytes
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     source = address("svg+xml", svg.getvalue())
@@ -470,8 +470,8 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
 
 
 def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
-    """Draw whether the network's confidence is the probability that a match is correct."""
-    # (bins,) one line, which is the network's
+    """Draw the fraction of correct matches over the network's confidence."""
+    # (bins,): only the network has a line
     bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
     frame = bins.rename_axis("confidence of a match")
     words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
@@ -488,7 +488,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
     charts = []
     for name, part in results.robustness.reset_index().groupby("condition", sort=False):
         for metric, estimator, label in shown:
-            # one line for each matcher over the levels, which are words at equal distances
+            # each matcher has a line over the levels, which are words at equal distances
             key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]
             frame = part[key].pivot(index="level", columns="matcher", values="value")
             frame = frame.set_axis([f"{level:g}" for level in frame.index]).rename_axis(name)
@@ -523,7 +523,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         show=lambda table: Markup(table.to_html(border=0)),
     )
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    # charts, each a text of some 20 kB
+    # draw the charts, each of which is a text of some 20 kB
     colours = colours_of(matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
@@ -531,7 +531,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     posed = metrics.is_posed(results.table)
     return environment.from_string(template).render(
         results=results,
-        # JPEG on the page, since it holds all pictures, and PNG in the folder
+        # the page has JPEG, which is smaller than the PNG of the folder
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures

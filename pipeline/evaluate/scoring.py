@@ -52,7 +52,7 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
 
     The index is negative for a keypoint without a true match.
     """
-    # the function of the training's loss, on a batch of one pair
+    # call the function of the training's loss on a batch of one pair
     batch = from_pairs([pair], H_0to1[None])
     return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
@@ -68,7 +68,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     It is the larger error of both directions, and infinite if a point maps to infinity. points0 and
     points1 are (K, 2) float64 px.
     """
-    # (2, K, 2) differences in both images, then (K,) the larger distance
+    # differences in both images are (2, K, 2), and the larger distance is (K,)
     forward = two_view.transform(points0, H_0to1) - points1
     backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
     worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
@@ -144,7 +144,7 @@ def score_pair(
         index0, index1 = matches.indices.T
         correct = correct_matches(known, matches)
         found = correct if posed else truth0[index0] == index1
-        # the curves over the confidence need all matches, the rows those above the threshold
+        # the curves over the confidence need all matches, but the rows need those that count
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found, truth
             kept = matches.scores > thresholds[name]
@@ -162,7 +162,7 @@ def score_pair(
             "precision": correct.sum() / max(len(matches), 1),
             "matching_score" if posed else "recall": found.sum() / truth if truth else np.nan,
         }
-        # one row for each value, and for each error of an estimate
+        # make one row for each value, and for each error of an estimate
         start = (known.name, known.scene, name)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
         for estimator, refined, error in estimate_errors(known, name, matches, settings):
