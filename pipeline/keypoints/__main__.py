@@ -24,6 +24,7 @@ from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.keypoints import shards
 from pipeline.keypoints.shards import Shard
 from pipeline.keypoints.store import Store
+from pipeline.params import KeypointsParams
 from superglue_sift.environment import usable_cores
 from superglue_sift.files import check_writable, write_csv, write_json
 from superglue_sift.progress import Progress
@@ -48,7 +49,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     settings = params.load(options.params).keypoints
     decoders.make_decoder(settings.decoder)  # a missing package is reported first
-    # the plan: which shards each split has, and whether all folders can be written
+    # plan the shards of each split, and check that all folders can be written
     images = open_manifest(options.images)
     plans = {
         split: shards.plan(options.out / split, images.entries(split), settings) for split in SPLITS
@@ -61,7 +62,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             )
     for folder in (options.out, options.reports):
         check_writable(folder / "metrics.json", folder)
-    # the work: every rank makes its own shards, and rank 0 waits for all of them
+    # every rank makes its own shards, and rank 0 waits for all of them
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
@@ -71,7 +72,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0
     rows = {split: _wait_for_all(plans[split]) for split in SPLITS}
     seconds = time.monotonic() - started
-    # the reports: images that could not be used, then the stores' index and metrics
+    # report the images that could not be used, then write the stores' index and metrics
     bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
     total = sum(len(shard.entries) for split in SPLITS for shard in plans[split])
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
@@ -94,7 +95,7 @@ def _extract(
     options: argparse.Namespace,
     mine: Dict[str, List[Shard]],
     images: ImageSet,
-    settings: Any,
+    settings: KeypointsParams,
     quiet: bool,
 ) -> int:
     """Write those of `mine` that are missing. Return the number of images processed.
@@ -110,7 +111,7 @@ def _extract(
     cores = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     workers = max(min(options.workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
-    # one stream of results through all shards, so that no worker waits at the end of a shard
+    # all shards share one stream of results, so no worker waits at the end of a shard
     found = shards.extract_all(images, settings, entries, workers)
     with contextlib.closing(found):
         results = iter(Progress(found, disable=quiet, **shown))

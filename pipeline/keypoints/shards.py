@@ -1,4 +1,4 @@
-"""The work of the stage `keypoints`: worker processes, one per core, make the shards of a split.
+"""Make the shards of a split by worker processes, one per core.
 
 A shard is a fixed run of manifest rows, so its bytes depend only on these and on the parameters.
 During the work each finished shard has a note next to it. In the end the notes become store.json. A
@@ -30,13 +30,14 @@ from pipeline.fetch import decoders
 from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store, views
 from pipeline.keypoints.store import ImageViews
+from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_parent, in_order
 from superglue_sift.features import extractors
 from superglue_sift.features.images import STORED, BadImage, decode
 from superglue_sift.files import write_atomic, write_json
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
-_IN_FLIGHT = 4  # images per worker
+_IN_FLIGHT = 4  # images of each worker that wait or are computed
 # glibc's numbers of two settings of malloc
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
@@ -65,12 +66,12 @@ class Shard:
         return {}
 
 
-def plan(folder: Path, entries: Sequence[Entry], settings: Any) -> List[Shard]:
+def plan(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> List[Shard]:
     """Cut the rows of a split (sorted, as in the manifest) into the shards of a folder."""
     values = settings.model_dump()
     if not values["seed"]:
         del values["seed"]  # shards from before this key was added have the seed 0
-    # everything but the images that determines the bytes of a shard
+    # collect everything but the images that determines the bytes of a shard
     common = {
         "settings": values,
         "version": views.VERSION,
@@ -121,7 +122,7 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
 
     Raises OSError, for example if the disk is full.
     """
-    # the views of 64 images are in memory at most
+    # the views of SHARD_IMAGES images are in memory at most
     done = list(results)
     bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
     row = store.write_shard(shard.path, [each for each in done if isinstance(each, ImageViews)])
@@ -129,12 +130,12 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
     write_atomic(shard.note, json.dumps(row))
 
 
-def finish(folder: Path, shards: Sequence[Shard], settings: Any) -> None:
+def finish(folder: Path, shards: Sequence[Shard], settings: KeypointsParams) -> None:
     """Write store.json from the notes of all shards, and delete all other files.
 
     All ranks must be done, because an unknown file may be one that another rank writes.
     """
-    # the rows of store.json: the notes, and which photographs the images are
+    # a row of store.json is a note, with the photographs that its images are
     rows = []
     for shard in shards:
         row = shard.row()
@@ -152,7 +153,7 @@ def finish(folder: Path, shards: Sequence[Shard], settings: Any) -> None:
 # --- worker processes
 
 
-def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
+def extract(images: ImageSet, settings: KeypointsParams, work: decoders.Work) -> Result:
     """Return the views of an image, or the BadImage that says why it cannot be used."""
     try:
         if isinstance(work, Entry):
@@ -165,7 +166,7 @@ def extract(images: ImageSet, settings: Any, work: decoders.Work) -> Result:
 
 
 def extract_all(
-    images: ImageSet, settings: Any, entries: Iterable[Entry], workers: int
+    images: ImageSet, settings: KeypointsParams, entries: Iterable[Entry], workers: int
 ) -> Generator[Result, None, None]:
     """Yield one result for each entry, in order. Closing the generator ends the processes.
 

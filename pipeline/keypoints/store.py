@@ -1,11 +1,11 @@
-"""The keypoint store: written once, mapped into memory, verified.
+"""The keypoint store, which is written once, verified, and mapped into memory.
 
 It is a folder with `store.json` and shards `shard-00000.safetensors`. Each shard holds consecutive
 images:
 
     records      uint8   (keypoints, R)       packed records of R bytes (280 for SIFT), view after
                                               view
-    offsets      int64   (images * views + 1) where each view's records begin
+    offsets      int64   (images * views + 1) index of each view's first record, and the end
     homographies float64 (images, views, 3, 3) image pixels to view pixels
     sizes        int32   (images, 2)          width, height of the image
     view_sizes   int32   (images, views, 2)   width, height of the view
@@ -43,8 +43,7 @@ SAMPLED_SHARDS = 3
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
-# The cell of a view that shows its image alone. It maps every pixel to the middle of the unit
-# square.
+# The cell of a view that shows its image alone. Every pixel is in the middle of the unit square.
 EVERYWHERE = np.array([[0.0, 0.0, 0.5], [0.0, 0.0, 0.5], [0.0, 0.0, 1.0]])
 
 
@@ -97,7 +96,6 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
         metadata={"format": TITLE},
     )
     write_atomic(path, data)
-    # the row of this shard in store.json
     return {
         "file": path.name,
         "images": [image.name for image in images],
@@ -130,6 +128,7 @@ def index(
 
 
 def _digest(shards: Sequence[Dict[str, Any]]) -> str:
+    """Return the SHA-256 over the names of the images and the SHA-256 of the shards."""
     lines = [TITLE, *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
@@ -170,14 +169,13 @@ class Store:
             check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)
         shards = [shard for shard in about["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
-        # the photograph of each image, "" if unknown
         self.photographs: List[str] = [
             name
             for shard in shards
             for name in shard.get("photographs", [""] * len(shard["images"]))
         ]
         self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
-        # for each image the number of its shard and its place there
+        # each image has the number of its shard and its place there
         self._places = [
             (number, place)
             for number, shard in enumerate(shards)
@@ -214,7 +212,7 @@ class Store:
 def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
     """Check the file of this row. Raises RequestError, which names it."""
     path = folder / shard["file"]
-    # the size first, because a hash reads the whole file
+    # compare the size first, because a hash reads the whole file
     size = path.stat().st_size if path.is_file() else 0
     fits = size == shard["bytes"] and (not hashed or file_sha256(path) == shard["sha256"])
     if not fits:

@@ -1,7 +1,6 @@
-"""Views of a photograph: random homographies without borders, rendering, light and camera.
+"""Render views of a photograph by random homographies without borders, and find their keypoints.
 
-The module also finds the keypoints of all views. All functions are pure functions of pixels, name
-and parameters.
+All functions are pure functions of pixels, name and parameters.
 
 A view is cut from a quadrilateral. The quadrilateral is built around the origin (perspective,
 scale, rotation), shrunk until its bounding box fits into the image, and moved to a random place
@@ -19,14 +18,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from typing import Any, Optional
+from typing import Optional
 
 import cv2
 import numpy as np
 
 from pipeline.fetch.dataset import MAX_UPSCALE, require_size
 from pipeline.keypoints.store import ImageViews
-from pipeline.params import Homography, Photometric
+from pipeline.params import Homography, KeypointsParams, Photometric
 from superglue_sift.features import extractors
 from superglue_sift.geometry.two_view import (
     Size,
@@ -53,7 +52,7 @@ _MIN_BLUR = 0.2  # px; a weaker blur is invisible and is skipped
 
 
 def gray_views(
-    gray: np.ndarray, name: str, settings: Any, mask: Optional[np.ndarray] = None
+    gray: np.ndarray, name: str, settings: KeypointsParams, mask: Optional[np.ndarray] = None
 ) -> ImageViews:
     """Render the views of an image and find their keypoints, as the section `keypoints` asks.
 
@@ -75,7 +74,7 @@ def gray_views(
     records = []
     view_sizes = []
     for index in range(settings.views_per_image):
-        # the size and the geometry of the view, then its light, then its keypoints
+        # draw the size and the geometry of the view
         rng = generator(settings.seed, name, index)
         factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
         view_size = (round(settings.width * factor), round(settings.height * factor))
@@ -159,7 +158,8 @@ def _outline(view_size: Size) -> np.ndarray:
 def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
-    # the quadrilateral (4, 2): the corners of the view, moved, rotated, and tilted
+    """Sample one view as `sample_view` does, or return None if it must be rejected."""
+    # move, rotate and tilt the corners of the view, a quadrilateral (4, 2)
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -169,7 +169,7 @@ def _try_view(
     if not _convex(quad):
         return None
     largest = largest_crop(image_size, view_size)
-    # bounds of the scale: the quadrilateral fits into the image, and is not magnified too much
+    # bound the scale: the quadrilateral fits into the image, and is not magnified too much
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
         magnification(through_four_points(quad, corners(view_size)), view_size).max()
@@ -180,7 +180,7 @@ def _try_view(
     min_scale = min(
         max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
     )
-    # a log-uniform scale within the bounds, and a random place
+    # draw a log-uniform scale within the bounds, and a random place
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
@@ -191,8 +191,7 @@ def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
 
 
 def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
-    """Draw the stretch of a camera tilted by up to `tilt` (radians) along a random direction, (2,
-    2).
+    """Draw the stretch (2, 2) of a camera tilted by up to `tilt` radians in a random direction.
 
     The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
     stretched by 2 and more, as photographs of a wall from its side are (Morel and Yu 2009, "ASIFT",
@@ -261,12 +260,12 @@ def render(
         image: (H, W) or (H, W, 3) uint8. Where the view is much smaller, areas are averaged first,
             to avoid aliasing.
         H_image_to_view: (3, 3) float64, pixel centres at integers.
-        sampling: OpenCV's flag; bilinear by default. A mask needs the nearest pixel, so that its
-            edges stay sharp.
+        sampling: OpenCV's flag, which is bilinear by default. A mask needs the nearest pixel, so
+            that its edges stay sharp.
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
-    # strong shrinking: average areas first, with the homography from the smaller image
+    # a much smaller view averages areas first, and its homography is from the smaller image
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
@@ -282,7 +281,7 @@ def _scale(H: np.ndarray, view_size: Size) -> float:
 
     It is the square root of the ratio of areas.
     """
-    # the corners of the view in the image, and the area of that quadrilateral
+    # find the corners of the view in the image, and the area of that quadrilateral
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
@@ -300,7 +299,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         view,
         _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
     )
-    # light, then lens, sensor and file
+    # light has changed; lens, sensor and file follow
     if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
