@@ -40,7 +40,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
     for folder in (options.out, options.archives, options.reports):
         check_writable(folder / "manifest.csv", folder)
-    # the sample is copied, all other images stay where they are or are downloaded
+    # copy the sample; all other images stay where they are, or are downloaded
     shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
     if settings.source == "sample":
         entries = dataset.copy_sample(options.out / SAMPLE)
@@ -56,7 +56,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         containers = {key: _describe(container, options.out) for key, container in held.items()}
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", {"source": settings.source, "containers": containers})
-    # metrics for DVC
+    # write the metrics for DVC
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in dataset.SPLITS

@@ -1,10 +1,9 @@
-"""COCO's archives: addresses, sizes, checksums, and their images, from a local or a remote archive.
+"""Read the images of COCO's archives, which may be local or remote.
 
 fsspec reads a remote archive in parts, from the first address that answers. A whole archive grows
 as `NAME.part`, so a killed download resumes at its length. Only a file with the right MD5 is
-renamed to `NAME`. A file with another MD5 is moved to `NAME.bad`.
-The checksum protects against plain HTTP, against a file that changes between two requests, and
-against a wrong server.
+renamed to `NAME`. A file with another MD5 is moved to `NAME.bad`. The checksum protects against
+plain HTTP, against a file that changes between two requests, and against a wrong server.
 
 With `fetch.limit`, single images are read, many at a time. Each is checked against the CRC-32 in
 the archive's directory, since the published MD5 is the MD5 of the whole archive.
@@ -36,7 +35,7 @@ PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 BLOCK = 1 << 22  # bytes of a request; a kill or a broken connection loses at most these
 TOGETHER = 32  # images of a remote archive that are requested at once
-AFTER_NAME = 1 << 10  # more bytes than follow a member's name before its data
+AFTER_NAME = 1 << 10  # more bytes than the extra field between a member's name and its data has
 CONNECT_S = 10.0  # seconds to connect
 SILENCE_S = 30.0  # seconds without a byte, after which a connection is broken
 TRIES = 5  # further tries after a failure
@@ -45,7 +44,7 @@ sleep = time.sleep  # a test replaces it
 
 
 class Archive(NamedTuple):
-    """One zip of `size` bytes."""
+    """One zip of `size` bytes with `images` photographs, and its published MD5."""
 
     file: str
     md5: str
@@ -60,8 +59,6 @@ VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_
 
 # Number of images of val2014 that are held out, as many as val2017 has. The others are not used.
 HELD_OUT = 5_000
-
-
 # The archive of the training images, and the archive of the held-out images if that is another
 SOURCES: Dict[str, Sequence[Archive]] = {
     "coco2014": (TRAIN2014, VAL2014),
@@ -71,7 +68,10 @@ SOURCES: Dict[str, Sequence[Archive]] = {
 
 
 def expect(source: str, limit: int = 0) -> Tuple[int, int]:
-    """Return (bytes of the archives, photographs) of a source, 0 if unknown before the fetch."""
+    """Return the bytes to download from a source, and the number of its photographs.
+
+    The number is 0 if it is not known before the fetch.
+    """
     archives = SOURCES.get(source, ())
     # With a limit only a part of a remote archive is downloaded. If there is one archive, it holds
     # the training and the held-out images.
@@ -93,10 +93,12 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     """
     wanted = dict(zip(("train", "val"), SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
-    both = RequestError(f"fetch.path = {settings.path}: must hold {stems}, as .zip or as folders")
+    incomplete = RequestError(
+        f"fetch.path = {settings.path}: must hold {stems}, as .zip or as folders"
+    )
     if "val" in wanted and Path(settings.path).is_file():
-        raise both
-    # each archive: given by the user, downloaded before, to be downloaded, or read in parts
+        raise incomplete
+    # open an archive that is there; without a limit download it, else read it in parts
     sources: Dict[str, Union[Container, Remote]] = {}
     for key, archive in wanted.items():
         target = archives / archive.file
@@ -111,7 +113,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     if "val" in sources:
         names = sources["val"].names
         if not set(names).isdisjoint(train):
-            raise both
+            raise incomplete
         held_out = dataset.divide(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
     # The chosen images of a remote archive are copied into a zip. One archive may hold all
@@ -128,7 +130,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
 
 
 def _open_local(archive: Archive, path: Path) -> Container:
-    """Open an archive that is there: a zip, or the folder that it unpacks to."""
+    """Open a local archive, which is a zip or the folder that it unpacks to."""
     for zipped in (path, path / archive.file):
         if zipped.is_file():
             # each image is checked against its CRC-32 when it is read
@@ -212,7 +214,7 @@ class Remote:
     def _read_members(self, members: Sequence[zipfile.ZipInfo]) -> List[bytes]:
         """Read these members with their headers. What has arrived is not requested again."""
         done: Dict[int, bytes] = {}  # by the place of the header
-        # no request is needed to know how long a local header is: it has some bytes to spare
+        # the length of a local header is not known yet, so some bytes more are read
         sizes = {
             m.header_offset: dataset.HEADER + 4 * len(m.filename) + AFTER_NAME + m.compress_size
             for m in members

@@ -1,4 +1,4 @@
-"""Which photographs there are: the manifest, and the folders, zips and lists that it comes from.
+"""List the photographs in a manifest, from folders, zips and lists, and read them.
 
 `fetch` writes the manifest, and every stage reads it. The photographs are split into training,
 validation and test.
@@ -38,20 +38,19 @@ from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val", "test")
-# numbers of the zip format
+# Numbers of the zip format: two methods of compression, and the header in front of a member's name
 STORED = 0
 DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-# number of bytes before a member's name
 HEADER = _LOCAL_HEADER.size
-MAX_IMAGE_BYTES = 1 << 29  # of one image of a zip, against zip bombs
+MAX_IMAGE_BYTES = 1 << 29  # largest image of a zip, against zip bombs
 # names of COCO's files of 2014 and of 2017
 _COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 
-MAX_UPSCALE = 2.0  # view pixels per image pixel, anywhere in a view; limits how small images may be
-MAX_SIDE = 32_767  # px of an image: cv2.warpPerspective takes fewer
+MAX_UPSCALE = 2.0  # most view pixels per image pixel; it limits how small images may be
+MAX_SIDE = 32_767  # px; cv2.warpPerspective takes images with shorter sides
 
-SEED = 0  # seed of the hash of names
+SEED = 0  # seed of the hash of names, which decides the split
 Splits = Dict[str, List[str]]  # names of the images by split
 
 # Photographs of scikit-image's wheel with corners and blobs to detect, without drawings and
@@ -132,9 +131,9 @@ def read_manifest(path: Path) -> List[Entry]:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """The images that `fetch` lists: entries by split, and their bytes. Keeps no handle.
+    """The images that `fetch` lists. It keeps no file open.
 
-    containers: path of each folder or zip, all that `read` needs.
+    `containers` has the path of each folder or zip by its key, which is all that `read` needs.
     """
 
     listed: Sequence[Entry]
@@ -199,8 +198,10 @@ def unpack(data: bytes, entry: Entry) -> bytes:
 
 
 def file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
-    """Make the entry of a file under `root`. An unreadable file has one, too: `keypoints` reports
-    it."""
+    """Make the entry of a file under `root`.
+
+    An unreadable file also gets an entry, and the stage `keypoints` reports it.
+    """
     try:
         data = (root / name).read_bytes()
     except OSError:
@@ -247,7 +248,7 @@ class Container:
 
     @cached_property
     def contents(self) -> Dict[str, str]:
-        """Return by name what tells images with other bytes apart."""
+        """Return a text for the bytes of each image, by name. Copies have the same text."""
         entries = self.entries(self.names)
         return {e.name: f"{e.size}-{e.crc32}" if e.crc32 else e.name for e in entries}
 
@@ -305,8 +306,10 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
 
 
 def zip_container(path: Path, **facts: Any) -> Container:
-    """Open all images of an archive, read in place. Raises RequestError if it is damaged or
-    unsafe."""
+    """Open all images of an archive, which are read in place.
+
+    Raises RequestError if the archive is damaged or unsafe.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             found = archive.infolist()
@@ -321,9 +324,10 @@ def zip_container(path: Path, **facts: Any) -> Container:
 def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     """Open the container `root` with the names that the file `path` lists.
 
-    A name that has no folder or leads outside `root`, and in an annotation file every name that is
-    not in its place, is searched by its file name in the folders below, since programs name files
-    without their folder or with their own. A missing file of a folder is reported when it is read.
+    Programs name files without a folder, or with a folder of their own machine. Such a name is
+    searched by its file name in all folders below `root`. This holds for a name without a folder,
+    for a name that leads outside `root`, and for every missing name of an annotation file. A name
+    that is not found in a folder is kept, and reported when it is read.
     """
     if not root.exists():
         raise RequestError(
@@ -334,7 +338,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     top = os.path.abspath(root)
     chosen = []
     missing = []
-    # every name in its place
+    # look for every name in its place
     for name in names:
         place = os.path.abspath(os.path.join(top, name))
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
@@ -344,7 +348,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
             missing.append(relative)
         else:
             chosen.append(spelled)
-    # the first file of the same name in a folder below
+    # else take the first file of that name in a folder below
     searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
         whole = zipped or open_container(root)
@@ -359,8 +363,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
 
 
 def _composed(name: str) -> str:
-    """Return a name with accented letters as one character, as most systems but a Mac spell
-    them."""
+    """Return a name in which an accented letter is one character, unlike on a Mac."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))
 
 
@@ -445,19 +448,19 @@ def require_size(name: str, image_size: Size, view_size: Size) -> None:
 
 
 def hash_fraction(seed: int, name: str) -> float:
-    """Return a number in [0, 1) for a name, which does not depend on other images."""
+    """Return a number in [0, 1) that depends on the name and the seed alone."""
     digest = hashlib.sha256(f"{seed}\n{name}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
-    """Split the user's own images: one set of which a part is held out, or two sets.
+    """Split the user's own images. They are one set, of which a part is held out, or two sets.
 
     Returns the names by split, and the containers. Raises RequestError if a path is wrong, or no
     image is left to train or to validate. Test images may be missing, since the evaluation then
     uses the val images.
     """
-    # one set, or two: the training images and the held-out ones
+    # there is one set, or a second one with the held-out images
     held = {"train": open_container(settings.path, settings.root)}
     names = held["train"].names
     contents = held["train"].contents
@@ -505,7 +508,7 @@ def split_names(
         count = different(train)
         at_least = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
         train, held_out = divide(train, settings.val_fraction, SEED, at_least, 1, contents)
-    # the names with the smallest hashes: a larger limit keeps the choice of a smaller one
+    # keep the names with the smallest hashes, so that a larger limit only adds names
     train, held_out = (
         sorted(
             sorted(names, key=lambda name: hash_fraction(SEED + 2, name))[: settings.limit or None]
@@ -548,5 +551,5 @@ def divide(
 
 
 def container_of(split: str, held: Mapping[str, Any]) -> str:
-    """Return the container of a split. The splits val and test are in "val", if there is one."""
+    """Return the key of the container of a split: "val" for val and test, if `held` has it."""
     return "val" if split != "train" and "val" in held else "train"

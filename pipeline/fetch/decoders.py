@@ -28,8 +28,8 @@ Decode = Callable[[List[bytes]], List[np.ndarray]]  # up to BATCH files to gray 
 def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iterator[Work]:
     """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
 
-    An entry is alone if Pillow is to decode it: files that are no plain JPEG, and batches with a
-    file that the decoder refuses. `decoder` is "pillow", "torchvision" or "dali". Gray is the luma
+    An entry is alone if Pillow has to decode it later: a file that is no plain JPEG, or a file in a
+    batch that the decoder refused. `decoder` is "pillow", "torchvision" or "dali". Gray is the luma
     of the file (ITU-R BT.601). On a CPU the pixels are the same as Pillow's. nvJPEG may differ by a
     few levels.
     """
@@ -61,7 +61,7 @@ def _read_jpeg(images: ImageSet, entry: Entry) -> Iterator[bytes]:
 
 
 def make_decoder(decoder: str) -> Optional[Decode]:
-    """Return what decodes batches, None for Pillow.
+    """Return the function that decodes batches, or None for Pillow.
 
     Raises RequestError, which names the package to install, if the decoder is missing.
     """
@@ -71,7 +71,7 @@ def make_decoder(decoder: str) -> Optional[Decode]:
         return None
     try:
         return _torchvision() if decoder == "torchvision" else _dali()
-    # torchvision for another torch: torch 1.10 raises RuntimeError, torch 2 AttributeError
+    # torch 1.10 raises RuntimeError if torchvision is for another torch, and torch 2 AttributeError
     except (ImportError, RuntimeError, AttributeError) as error:
         package = (
             torch_compat.dali_package() if decoder == "dali" else "torchvision (for this torch)"
@@ -100,7 +100,7 @@ def _torchvision() -> Decode:
     device = "cpu" if index is None else f"cuda:{index}"
 
     def decode(jpegs: List[bytes]) -> List[np.ndarray]:
-        # bytearray: torch warns about read-only memory
+        # a bytearray, because torch warns about read-only memory
         encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in jpegs]
         gray = io.ImageReadMode.GRAY
         # (1, H, W) becomes (H, W)
