@@ -1,6 +1,6 @@
-"""Stage 3. Read `trainer` from top to bottom: build, loop, step, validate, save, stop.
+"""Stage 3: train. Read `trainer` first, from top to bottom: build, step, loop, validate, save.
 
 `data` makes the batches, and `augmentation` changes their pairs. `loss` has the loss of a batch and
-the metrics of a validation. `optimizer` has the learning rate, the optimiser and the precision.
+the metrics of a validation. `optimizer` has the learning rate, the optimizer and the precision.
 `checkpoint` saves a training and finds where it starts. `log` reports.
 """

@@ -42,13 +42,13 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
         description=str(__doc__).splitlines()[0],
         allow_abbrev=False,
     )
-    # where it reads and writes
+    # options for where it reads and writes
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")
     add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
     add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
     add("--params", type=Path, default=Path("params.yaml"))
-    # where it starts
+    # options for where it starts
     fresh = "begin again, in a new folder, although there is a training with these parameters"
     add("--fresh", action="store_true", help=f"{fresh} and data")
     longer = "begin from the newest checkpoint of this training, whose schedule may differ"
@@ -59,7 +59,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     # The parameters are read once, here
     args = parser.parse_args(sys.argv[1:] if argv is None else argv)
     sections = params.load(args.params)
-    # without initial weights, the best model is validated
+    # --validate-only without initial weights validates the best model
     if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
         train = sections.train.model_copy(update={"init_from": best})
@@ -73,7 +73,7 @@ def prepare(
     context: distributed.Context,
     stop: workers.Stop,
 ) -> trainer.Training:
-    """Open the stores and describe the training, without building the network."""
+    """Open the stores and make the training, without building the network."""
     how = "all" if args.verify else "sample"
     store, held_out = (Store(args.keypoints / split, how) for split in ("train", "val"))
     return trainer.Training(args, sections, context, stop, store, held_out)

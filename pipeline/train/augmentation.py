@@ -1,8 +1,8 @@
-"""Random changes of a pair in keypoint space, determined by the seed of its sample.
+"""Change the keypoints of a pair at random, as the seed of its sample determines.
 
-They are cheap, since they change keypoints and not pixels. A rotation is exact up to the pixel
-grid, since SIFT's descriptor rotates with the image. A smaller view is an approximation, since SIFT
-samples other scales there.
+The changes are cheap, since they change keypoints and not pixels. A rotation is exact up to the
+pixel grid, since SIFT's descriptor rotates with the image. A smaller view is an approximation,
+since SIFT samples other scales there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FAR_ZOOM = (5.0, 12.0)
 MAX_NEIGHBOURS = 8  # largest number of views of other images around the shrunk one
 MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
 
-# separate streams of random numbers
+# Numbers of separate streams of random numbers
 _NEGATIVE = 0
 _COUNTS = 1
 _VIEW = 2
@@ -43,8 +43,7 @@ class Augmentation(NamedTuple):
     """Amounts of the changes. The defaults change nothing.
 
     keypoint_drop: largest fraction of a view's keypoints to leave out.
-    rotation_deg: largest rotation of each view either way (180: any angle), on a canvas that just
-        holds it.
+    rotation_deg: largest rotation of each view either way. The canvas grows to hold the view.
     negatives: fraction of pairs from different images, which have no match.
     min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the limit.
         If 0, n is the limit.
@@ -152,11 +151,12 @@ def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
 
 
 def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return `records[chosen]`. It copies opaque bytes, which is eight times as fast as fields."""
+    """Return `records[chosen]`. Copying opaque bytes is eight times as fast as copying fields."""
     return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
 
 
 def _copy(records: np.ndarray) -> np.ndarray:
+    """Return a copy of the records, made as in `_keep`."""
     return records.view(f"V{records.itemsize}").copy().view(records.dtype)
 
 
@@ -166,7 +166,7 @@ def _rotate(view: View, degrees: float) -> View:
     size = view.size
     c = math.cos(math.radians(degrees))
     s = math.sin(math.radians(degrees))
-    # the smallest canvas (width, height) that holds the rotated view, and the shift of its centre
+    # find the smallest canvas (width, height) for the rotated view, and the shift of its centre
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
@@ -178,7 +178,7 @@ def _rotate(view: View, degrees: float) -> View:
     for name in ("angle", "second_angle"):
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
-    # the same rotation as a homography (3, 3) of pixels
+    # T (3, 3) is the same rotation as a homography of pixels
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
     cell = view.cell if view.cell is EVERYWHERE else compose(view.cell, inverse(T))
     return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
@@ -195,12 +195,12 @@ def make_mosaic(
     because its homography also maps points onto the other photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
-    # the place of the shrunk view: a cell (width, height) with its upper left corner at `corner`
+    # place the shrunk view in a cell (width, height) with its upper left corner at `corner`
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrink(view, factor, min_scale, corner, cell)]
-    # cells around it, as many as the canvas has room for, filled with views of other images
+    # fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
@@ -210,14 +210,14 @@ def make_mosaic(
         other = others(random)
         if other is not None:
             records.append(_shrink(other, factor, min_scale, corner + around[place] * cell, cell))
-    # keypoints on the canvas, ordered by falling rank
+    # keep the keypoints on the canvas, ordered by falling rank
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     seen = _keep(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
-    # homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
+    # make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])

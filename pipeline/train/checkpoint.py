@@ -33,6 +33,7 @@ from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
+# Fields of TrainState that a checkpoint stores as JSON
 PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
 # Environment variables: how often the launcher, torchrun, or SLURM has started this training again
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
@@ -48,18 +49,16 @@ Saved = Tuple[Tensors, Info]  # a checkpoint
 
 @dataclass
 class TrainState:
-    """Model, optimiser, scaler, position and best validation of one training."""
+    """The state of one training: everything that a checkpoint holds."""
 
     model: SuperGlue
     optimizer: Any
     scaler: Any
-    step: int = 0  # optimiser steps done
+    step: int = 0  # optimizer steps done
     best_step: int = 0  # step of the validation with the largest F1, and its metrics
     best_metrics: Metrics = field(default_factory=dict)
-    # weights of the best validation, in the memory of the host
-    best_weights: Tensors = field(default_factory=dict)
-    # mean of the weights of the last steps
-    average: Tensors = field(default_factory=dict)
+    best_weights: Tensors = field(default_factory=dict)  # its weights, in the memory of the host
+    average: Tensors = field(default_factory=dict)  # mean of the weights of the last steps
     averaged: int = 0  # number of steps in the average
     skipped: int = 0  # steps not applied because the gradient was not finite
 
@@ -103,13 +102,12 @@ class TrainState:
         if self.averaged == 1:
             self.average = {name: tensor.clone() for name, tensor in weights.items()}
         else:
-            # by name: a checkpoint gives its tensors back in another order
+            # look up each name, because a checkpoint gives its tensors back in another order
             means = [self.average[name] for name in weights]
             torch_compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
     def keep_best(self, metrics: Metrics) -> bool:
-        """Keep a copy of the weights if this validation is the best so far. Return whether it
-        is."""
+        """Keep a copy of the weights if this validation is the best so far, and return whether."""
         if self.best_metrics and metrics["f1"] <= self.best_metrics["f1"]:
             return False
         self.best_step = self.step
@@ -124,7 +122,7 @@ def part(tensors: Tensors, prefix: str) -> Tensors:
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
 
-# The files of a training: step-00000100.safetensors, of which the newest two stay, and best.
+# --- the files of a training
 
 
 def save(folder: Path, step: int, tensors: Tensors, info: Info) -> None:
@@ -171,7 +169,7 @@ def publish(folder: Path, out: Path) -> None:
         write_atomic(out / source.name, source.read_bytes())
 
 
-# Which training it is: parameters and data, which name its folder.
+# --- which training it is: parameters and data name its folder
 
 
 def describe(train: TrainParams) -> Info:
@@ -183,18 +181,18 @@ def describe(train: TrainParams) -> Info:
 
 
 def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) -> Info:
-    """Return parameters and the digest of the data, by which runs of one training are compared.
+    """Return the parameters and the digest of the data, which tell one training from another.
 
-    A key of `run` is included only where it decides more than rounding. Such keys determine the
+    A key of `run` is included only if it decides more than rounding. Such a key determines the
     pairs of a step and the learning rate (together with the number of processes), or the parts over
     which BatchNorm takes its statistics.
     """
-    # all keys of `train`, and the content of the data and of the initial weights
+    # include all keys of `train`, and the content of the data and of the initial weights
     values = {f"train.{key}": value for key, value in describe(train).items()}
     values["data"] = data
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
-    # keys of `run` that decide the steps
+    # include keys of `run` that decide the steps
     if run.batch_per_rank or run.lr_scaling != "none":
         by_process = {"batch_per_rank": run.batch_per_rank, "lr_scaling": run.lr_scaling}
         values.update(by_process, world_size=world_size)
@@ -229,7 +227,7 @@ def agree(ours: Info, is_main: bool) -> None:
             )
 
 
-# Where a training starts.
+# --- where a training starts
 
 
 def find_start(
@@ -248,8 +246,7 @@ def find_start(
         The folder, the description of its best model if the training is finished, or None, and the
         checkpoint to start from, or None.
     """
-    # the folder: a restarted training has its new folder already, so `--fresh` must not make
-    # another one
+    # find the folder; a restarted training has its new folder, so `--fresh` makes no other one
     name = name_of(ours)
     number = max(distributed.all_gather(_last_number(args.out, name)))
     restarted = any(int(os.environ.get(count, "0")) for count in RESTARTS)
@@ -260,7 +257,7 @@ def find_start(
     if best:
         return folder, best, None
 
-    # the newest checkpoint of any rank, or the newest one of the training to continue
+    # load the newest checkpoint, or the newest checkpoint of the training to continue
     saved = load_newest(folder) if writes else None
     if args.continued and not distributed.any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
@@ -274,9 +271,9 @@ def find_start(
     if max(steps) < 0:
         return folder, None, None
 
-    # all ranks get it from the rank that went furthest
+    # send all ranks the checkpoint with the most steps
     tensors, info = saved or ({}, {})
-    # Clone them: sending a tensor sends all of its memory, which may be that whole file
+    # Clone the tensors, since sending one sends all of its memory, which may be that whole file
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors, info = distributed.broadcast((tensors, info), steps.index(max(steps)))
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
@@ -312,7 +309,7 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
 
 
 def _last_number(out: Path, name: str) -> int:
-    """Return how often the training was begun in `out`, 0 if never."""
+    """Return the number of the training's newest folder in `out`, or 0 if it has none."""
     found = [re.fullmatch(rf"{name}(?:-(\d+))?", path.name) for path in out.glob(f"{name}*/")]
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 

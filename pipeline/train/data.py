@@ -1,5 +1,4 @@
-"""From the store of keypoints to the batches of each step: which pairs, who loads them, on which
-device.
+"""Choose the pairs of each step, and load them as batches from the store of keypoints.
 
 The order of the pairs is a pure function of the seed and the position. A run that resumes at step
 s, with any number of processes, sees exactly the pairs of the uninterrupted run.
@@ -28,7 +27,7 @@ from superglue_sift.files import GIB
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
-# separate streams of random numbers
+# Numbers of separate streams of random numbers
 _SHUFFLE = 1
 _DRAW = 2
 _VALIDATION = 3
@@ -39,7 +38,7 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 # Largest number of processes that load batches for a GPU. Each holds a few steps in shared memory,
 # for which 1 GiB is enough.
 MAX_PROCESSES = 4
-SHARED = "/dev/shm"
+SHARED = "/dev/shm"  # folder of shared memory
 # Environment variable: the number of loading processes of each rank. 0 means that a thread loads.
 # "auto" or unset means up to MAX_PROCESSES for a GPU, and a thread for a CPU.
 NUMBER = "SG_LOADER_PROCESSES"
@@ -62,7 +61,7 @@ def training_pairs(seed: int, images: int, views: int, start: int, stop: int) ->
     """
     samples = []
     for position in range(start, stop):
-        # which image of the shuffled epoch, then which two of its views
+        # draw an image of the shuffled epoch, then two of its views
         epoch, place = divmod(position, images)
         image = int(_shuffle(seed, epoch, images)[place])
         draw = _generator(seed, _DRAW, epoch, image)
@@ -129,7 +128,7 @@ def load_batch(
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
-    # the two views of each pair, changed by the seed of its sample
+    # change the two views of each pair by the seed of its sample
     pairs: List[Tuple[View, View]] = []
     negative = []
     for sample in samples:
@@ -216,7 +215,7 @@ class StepBatches(Dataset):
         if processes:
             ahead = self._prefetch_by_processes(steps, processes)
         else:
-            # Page-locked memory, so that no step waits for the copy to the GPU
+            # The memory is page-locked, so no step waits for the copy to the GPU
             ahead = prefetch(
                 lambda step: [b.pin_memory() if on_gpu else b for b in self.load(step)], steps
             )

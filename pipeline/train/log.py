@@ -1,9 +1,9 @@
-"""Reports of a training: printed lines, the local log and MLflow, and what DVC tracks beside the
-model, which is the same in every run: curves, their picture, and metrics.json.
+"""Report a training: print lines, and write the local log, curves, their picture and metrics.json.
 
-Rank 0 reports, and one rank writes in each folder of reports. Sums over ranks are exchanged every
-`run.log_every` steps. The curves are also in every checkpoint: a training that is resumed continues
-them. The log and MLflow also have what depends on the machine.
+DVC tracks the curves, the picture and metrics.json, which are the same in every run. The log, which
+is sent to MLflow, also has what depends on the machine. Rank 0 reports, and one rank writes in each
+folder of reports. Sums over ranks are exchanged every `run.log_every` steps. The curves are also in
+every checkpoint, so a training that is resumed continues them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from superglue_sift.progress import Progress
 CURVES = {"train": "train.csv", "val": "validation.csv"}
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
+# Colours of the network, of the ratio test and of everything else
 OURS = "#10a070"
 RATIO_TEST = "#e0524a"
 GRAY = "#888888"
@@ -56,7 +57,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # from CSV text to columns by name
+    # read the CSV text into columns by name
     nothing = "step,loss\nnan,nan\n"  # the curves before the first point of the training
     train, val = (
         np.genfromtxt(io.StringIO(curves.get(kind, nothing)), delimiter=",", names=True, ndmin=1)
@@ -80,7 +81,7 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
             axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
             axes.grid(alpha=0.3)
             axes.legend(loc="best", frameon=False)
-        # without the date, so that equal curves give equal bytes
+        # the file has no date, so equal curves give equal bytes
         stream = io.BytesIO()
         options = {"metadata": {"Date": None}, "bbox_inches": "tight", "transparent": True}
         figure.savefig(stream, format="svg", **options)
@@ -140,7 +141,7 @@ class TrainingLogger:
         self._restart_clock()
         data = params.data_name(sections.fetch)
         preset = params.preset(args.params)
-        # the run of the local log and of MLflow, which rank 0 has
+        # only rank 0 has a run, in the local log and in MLflow
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
@@ -161,7 +162,7 @@ class TrainingLogger:
     def log_start(
         self, state: TrainState, steps: int, store: Store, messages: Sequence[str], baseline: float
     ) -> None:
-        """Print what is trained on which data.
+        """Print the size of the network and of the data, and start the line of progress.
 
         `steps` is the number of steps of the whole training. `baseline` is the F1 of the ratio test
         on the validation pairs.
@@ -184,9 +185,7 @@ class TrainingLogger:
             self.write_curves(state.best_step)
 
     def add_step(self, sums: Metrics, waited: float) -> None:
-        """Add the sums of a step to the next point. The step waited `waited` seconds for its
-        batch."""
-        # until the next point of the curves
+        """Add the sums of a step to the next point. The step waited `waited` s for its batch."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.waited += waited
@@ -201,7 +200,6 @@ class TrainingLogger:
 
         All ranks call this together, because the means are over all ranks.
         """
-        # the means over all pairs of all ranks since the last point
         sums = distributed.sum_over_ranks(self.sums)
         pairs = sums.pop("pairs")
         self._log("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
@@ -220,13 +218,13 @@ class TrainingLogger:
 
         `state` has the best score before this validation. If `untrained`, the weights are not kept.
         """
-        # the point, with fractions in percent
+        # add the point, with fractions in percent
         point = {name: value for name, value in metrics.items() if name != "pairs"}
         for name in point:
             if name.startswith(("f1", "precision", "recall")):
                 point[name] *= 100
         self._log("val", state.step, point)
-        # the line, and the F1 that the line of progress shows until the next validation
+        # print a line; the line of progress shows this F1 until the next validation
         self._validation = f"F1 {point['f1']:.1f}, "
         more = " (untrained, not kept)" if untrained else ""
         line = f"validation at step {state.step}{more}: {_describe(metrics)}"
@@ -259,7 +257,7 @@ class TrainingLogger:
         """
         if not self.context.is_main:
             return
-        # metrics and picture for DVC, and the model in MLflow
+        # write the metrics for DVC, and add them, the picture and the model to MLflow
         best = self.args.out / "best.json"
         reports = self.args.reports
         write_atomic(reports / METRICS, text_of_metrics(json.loads(best.read_text())))

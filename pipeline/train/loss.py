@@ -57,8 +57,8 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor
         unmatched keypoints of each image, averaged over the two images. The last two are detached.
     """
     columns = torch.where(truth.matches0 >= 0, truth.matches0, log_P.shape[2] - 1)
-    # (B, M): the column of the match, or of the dustbin. The gather has one dimension: before torch
-    # 1.13 the gradient of a gather from more dimensions has no deterministic form on a GPU.
+    # (B, M): the column of the match, or of the dustbin. The gather has one dimension, since before
+    # torch 1.13 the gradient of any other gather has no deterministic form on a GPU.
     B, M = columns.shape
     rows = torch.arange(B * (M + 1), device=columns.device).view(B, M + 1)[:, :M]
     places = rows * log_P.shape[2] + columns
@@ -70,7 +70,7 @@ def assignment_loss(log_P: Tensor, truth: Truth) -> Tuple[Tensor, Tensor, Tensor
         (losses0, truth.matches0 == UNMATCHED),
         (losses1, truth.matches1 == UNMATCHED),
     )
-    # (3, B): sums of the losses and numbers of the terms, for the three kinds of terms
+    # (3, B): add the losses and count the terms, for the three kinds of terms
     sums = torch.stack([torch.where(counted, losses, none).sum(1) for losses, counted in terms])
     numbers = torch.stack([counted.sum(1) for _, counted in terms])
     positive, unmatched0, unmatched1 = (sums / numbers.clamp(min=1)).detach()
@@ -126,7 +126,7 @@ class MatchingObjective(nn.Module):
 
 
 class Validation:
-    """The held-out pairs of a training, and how their metrics are computed.
+    """The held-out pairs of a training, which give its metrics.
 
     The ranks share the pairs. Each rank computes sums, which are exchanged once and then divided,
     so the metrics are the same for any number of processes.
@@ -142,8 +142,8 @@ class Validation:
     ) -> None:
         """Prepare the pairs `samples` of `store`.
 
-        max_keypoints: the largest number of keypoints of a view.
-        augmentation: as in `load_batch`.
+        `max_keypoints` is the largest number of keypoints of a view. `augmentation` changes the
+        pairs as in `load_batch`.
         """
         self.store = store
         self.samples = samples
@@ -162,18 +162,18 @@ class Validation:
         as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
         above `threshold` in pairs without any true match. `pairs` is the number of pairs.
         """
-        # the sums of each kind of pairs, by the network as it is used for matching
+        # add up each kind of pairs, by the network as it is used for matching
         model = objective.model
         was_training = model.training
         model.eval()
         kinds = self._sums(lambda batch: network_sums(objective, batch))
         model.train(was_training)
-        # the means over all pairs
+        # divide by the number of all pairs
         sums = kinds.pop(ALL)
         losses = ("loss", "loss_positive", "loss_unmatched")
         metrics = {name: float(sums[name] / sums["pairs"]) for name in losses}
         metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
-        # the first bin above the threshold, for the pairs of each kind
+        # add the metrics of each kind; `first` is the first bin above the threshold
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
         for kind, own in kinds.items() if len(kinds) > 1 else ():
             if kind == "negative":
@@ -196,7 +196,7 @@ class Validation:
 
         Each rank computes a part of the pairs. The result is the same on every rank.
         """
-        # chunks of pairs of one kind, which the ranks share
+        # cut the pairs of each kind into chunks, which the ranks share
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
             by_kind.setdefault(self._kind(sample), []).append(sample)
@@ -234,7 +234,7 @@ def choose_pairs(
     Raises:
         RequestError: the model was trained on all of them.
     """
-    # the photographs that the initial weights were not trained on
+    # leave out the photographs that the initial weights were trained on
     left = list(range(len(store)))
     messages = []
     if model:
@@ -248,7 +248,7 @@ def choose_pairs(
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " --allow-training-images"
         )
-    # pairs are drawn among the photographs that are left, then numbered as in the store
+    # draw pairs among the photographs that are left, and number them as in the store
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
 

@@ -1,7 +1,6 @@
-"""The optimiser of a training, its learning rate as a function of the step, and the precision of
-the network's layers.
+"""Choose the optimizer of a training, its learning rate, and the precision of the network's layers.
 
-Muon (Jordan et al. 2024) steps along the orthogonalised momentum of a matrix, scaled to the size of
+Muon (Jordan et al. 2024) steps along the orthogonalized momentum of a matrix, scaled to the size of
 Adam's step (Liu et al. 2025, arXiv 2502.16982, section 2.2), so that one learning rate serves the
 matrices of the attention layers and, by Adam, everything else. torch's version (from 2.9 on)
 computes in bfloat16 and for whole parameters. This one is float32, and splits stacked parameters
@@ -24,7 +23,8 @@ from superglue_sift import torch_compat
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.torch_compat import sqrt
 
-# The factor of the paper's decay in `decay_start` steps: 0.999998 per step after step 200,000
+# The learning rate falls by this factor in `decay_start` steps. The paper's decay is 0.999998 per
+# step from step 200,000 on, and 0.999998 ** 200,000 = exp(-0.4).
 DECAY = math.exp(-0.4)
 
 # Coefficients of a Newton-Schulz iteration of degree five, from Jordan's report. Singular values
@@ -44,7 +44,7 @@ PORTABLE = "portable"
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
 Parameters = List[Any]  # each has a gradient, which the stubs do not know
-Precision = Tuple[str, str]  # float32, bfloat16 or float16 (whose loss is scaled), and why
+Precision = Tuple[str, str]  # "float32", "bfloat16" or "float16", and why it was chosen
 
 
 def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int = 1) -> float:
@@ -63,7 +63,6 @@ def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int
         return lr * DECAY ** (max(0, step - train.decay_start) / max(1, train.decay_start))
     if train.schedule == "wsd":
         return lr * min(1.0, (train.steps - step) / max(1, train.steps - train.decay_start))
-    # cosine
     progress = (step - train.warmup_steps) / max(1, train.steps - train.warmup_steps)
     return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
@@ -105,7 +104,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
-    """Return the optimiser's state as named tensors. A name is `<parameter index>.<name>`."""
+    """Return the optimizer's state as named tensors. A name is `<parameter index>.<name>`."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
         for index, values in optimizer.state_dict()["state"].items()
@@ -144,16 +143,14 @@ def orthogonalize(matrices: Tensor) -> Tensor:
 
 
 def blocks(matrix: Tensor, width: int) -> Tensor:
-    """Cut matrices (..., A, B) into squares (K, width, width), row by row. `width` divides A and
-    B."""
+    """Cut matrices (..., A, B), whose sides `width` divides, into squares (K, width, width)."""
     # (..., A, B) to (..., rows, width, columns, width)
     cut = matrix.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
     return cut.transpose(-3, -2).reshape(-1, width, width)
 
 
 def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
-    """Join squares (K, width, width) to matrices of `shape` (..., A, B), the inverse of
-    `blocks`."""
+    """Join squares (K, width, width) to matrices of `shape` (..., A, B). It inverts `blocks`."""
     width = squares.shape[1]
     cut = squares.view(*shape[:-2], shape[-2] // width, shape[-1] // width, width, width)
     return cut.transpose(-3, -2).reshape(shape)
@@ -192,7 +189,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append(p)
-        # Nesterov's momentum, cut into squares
+        # add Nesterov's momentum, and cut it into squares
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         torch_compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
@@ -200,7 +197,7 @@ class Muon(torch.optim.Optimizer):
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
             nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
             directions.append(blocks(nesterov, self.width))
-        # (K, width, width): the squares of all shapes together. Each rank orthogonalises a part.
+        # (K, width, width): the squares of all shapes together. Each rank orthogonalizes a part.
         steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
         sizes = [len(squares) for squares in directions]
         for alike, squares in zip(by_shape.values(), steps.split(sizes)):
@@ -212,7 +209,7 @@ class Muon(torch.optim.Optimizer):
     def _adam(self, parameters: Parameters, lr: float) -> None:
         gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
-        # the first and second moments of Adam
+        # update the first and second moments of Adam
         for p, state in zip(parameters, states):
             if not state:
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
@@ -225,7 +222,7 @@ class Muon(torch.optim.Optimizer):
         denominators = FOREACH._foreach_div(
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
-        # One tensor, because the bits of `_foreach_sqrt_` differ between processors
+        # take the roots in one tensor, since the bits of `_foreach_sqrt_` differ between processors
         roots = sqrt(torch.cat([each.flatten() for each in denominators]))
         parts = roots.split([each.numel() for each in denominators])
         denominators = [part.view_as(each) for part, each in zip(parts, denominators)]

@@ -1,4 +1,4 @@
-"""The training of one rank, from top to bottom: build, loop, step, validate, save, stop."""
+"""Train on one rank. From top to bottom: build, step, loop, validate, save."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training 
 MIN_IMAGES = 16
 
 
-# Build: batch size, model, parallel wrapper.
+# --- build the batch size, the model and the parallel wrapper
 
 
 def global_batch(train: TrainParams, run: RunParams, world_size: int) -> int:
@@ -79,7 +79,7 @@ def seed(number: int, deterministic: bool) -> None:
     """
     torch.manual_seed(number)
     if deterministic:
-        # must be set before cuBLAS starts
+        # cuBLAS reads it when it starts
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -87,8 +87,7 @@ def seed(number: int, deterministic: bool) -> None:
 
 
 def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
-    """Return the untrained network for the keypoints of `store`. Without it, use SIFT's
-    keypoints."""
+    """Return the untrained network for the keypoints of `store`, or for SIFT keypoints if None."""
     values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
@@ -115,7 +114,7 @@ def build(
         threshold of `train.init_from` or None, and lines to print.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
-    # model: fresh, initial, or partly frozen weights
+    # build the model with fresh or initial weights, and freeze a part of them
     seed(train.seed, run.deterministic or portable_gpu)
     model = network(train, store)
     messages: List[str] = []
@@ -125,7 +124,7 @@ def build(
     model.to(context.device)
     model.recompute = run.checkpoint_layers
     synchronize(model, distributed.differentiable_sum)
-    # loss, and the parallel wrapper around it
+    # add the loss, and the parallel wrapper around it
     objective = MatchingObjective(model, precision)
     if run.compile:
         model.compile_layers()
@@ -145,7 +144,7 @@ def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[fl
     tensors, info = read_model(Path(path))
     given = weights_of(tensors)
     weights = model.state_dict()
-    # tensors fit if the network has one of the same name and shape
+    # take each tensor whose name and shape the network has, too
     taken = {n: t for n, t in given.items() if n in weights and t.shape == weights[n].shape}
     model.load_state_dict({**weights, **taken})
     messages.append(f"initial weights from {path}: {len(taken)} tensors taken")
@@ -164,7 +163,7 @@ def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[fl
     return info.get("match_threshold")
 
 
-# Step: the gradient of the mean loss over all pairs of all ranks, clipping and update.
+# --- step along the gradient of the mean loss over all pairs of all ranks
 
 
 def train_step(
@@ -198,7 +197,7 @@ def train_step(
     for wait in _attempts(micro_batches[0].device):
         weight = world_size / pairs
         names, totals = compute_gradient(objective, optimizer, scaler, micro_batches, weight, wait)
-        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronisation of a step
+        grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
         # The norm is taken after the exchange of gradients, so all ranks decide alike
         applied = math.isfinite(grad_norm)
         if applied:
@@ -266,8 +265,8 @@ class Training:
     ) -> None:
         """Choose the validation pairs and name the training, without building the network.
 
-        args is the command line and sections are the sections of params.yaml. Raises RequestError
-        if the keypoints or the initial weights do not fit, or if no validation pair is left.
+        `args` is the command line, and `sections` are those of params.yaml. Raises RequestError if
+        the keypoints or the initial weights do not fit, or if no validation pair is left.
         """
         check(sections.train, store)
         self.args = args
@@ -278,7 +277,7 @@ class Training:
         train = self.train = sections.train
         run = self.run_params = sections.run
         self.pairs = global_batch(train, run, context.world_size)
-        # the validation pairs: photographs that the initial weights were not trained on
+        # validate on photographs that the initial weights were not trained on
         initial = Path(train.init_from) if train.init_from else None
         if initial:
             read_model(initial)
@@ -286,7 +285,7 @@ class Training:
         self.validation = Validation(
             held_out, samples, train.max_keypoints, context, Augmentation.of(train)
         )
-        # the photographs of the training and of the initial weights, None if either is unknown
+        # join the photographs of this training and of the initial weights, if both are known
         own = frozenset(store.photographs) - {""}
         before = provenance.read_photographs(initial) if initial else frozenset()
         self.trained_on = own | before if own and before is not None else None
@@ -343,16 +342,16 @@ class Training:
         return 0
 
     def _build(self, saved: Optional[Saved]) -> None:
-        """Build model and optimiser, and restore the checkpoint that the training starts from."""
+        """Build model and optimizer, and restore the checkpoint that the training starts from."""
         train = self.train
         context = self.context
-        # one precision for all ranks, whose devices may differ
+        # all ranks have the precision of rank 0, although their devices may differ
         chosen = choose_precision(train.precision, context.device)
         precision, reason = distributed.broadcast(chosen)
         parts = build(train, self.run_params, context, precision, self.store)
         self.objective, self.ddp_model, self.state, self._init_threshold, messages = parts
         self.messages = [f"precision: {precision} ({reason})", *messages, *self.messages]
-        # what may change between two starts of a training
+        # record what may change between two starts of a training
         code = provenance.code_version()
         self.computed_by = {"precision": precision, "code": code, **self.versions}
         self.batches = StepBatches(train, self.run_params, self.store, self.pairs, context)
@@ -373,7 +372,7 @@ class Training:
             print(f"resuming at step {state.step} of {self.train.steps}")
             for key in checkpoint.changed_keys(before, now):
                 print(f"{key} changed on resume: {before.get(key)} -> {now.get(key)}")
-        # the best model, whose metrics may be of other pairs
+        # validate the best model again if its metrics are from other pairs
         if state.best_weights:
             if info.get("validated_on") != self.validation.digest:
                 baseline = self.validation.ratio_test_f1(self.objective)
@@ -382,7 +381,7 @@ class Training:
             # The published file may belong to another training
             self._save_best()
 
-    # Loop.
+    # --- loop
 
     def _loop(self) -> bool:
         """Train to the last step.
@@ -407,7 +406,7 @@ class Training:
                 if last or state.step % train.val_every == 0:
                     self._validate()
 
-                # once in a while, and before a stop: a checkpoint
+                # once in a while, and before a stop: save a checkpoint
                 if last or stop or state.step % save_every == 0:
                     self._save()
                 if stop and not last:
@@ -415,10 +414,10 @@ class Training:
                 waiting = time.perf_counter()
         return True
 
-    # Step.
+    # --- step
 
     def _step(self, micro_batches: List[PairBatch], waited: float) -> None:
-        """Do one step of the optimiser. The loop waited `waited` seconds for its batches."""
+        """Do one step of the optimizer. The loop waited `waited` seconds for its batches."""
         state = self.state
         train = self.train
         world_size = self.context.world_size
@@ -468,7 +467,7 @@ class Training:
                 f" than {MAX_SKIPPED}; lower train.lr"
             )
 
-    # Validate.
+    # --- validate
 
     def _validate(self) -> None:
         """Validate the weights that would be shipped, and keep them if they are the best.
@@ -497,7 +496,7 @@ class Training:
         model.load_state_dict(before)
         return metrics
 
-    # Save.
+    # --- save
 
     def _save(self) -> None:
         """Write a checkpoint. All ranks call this together."""
@@ -521,12 +520,12 @@ class Training:
         if not self.writes:
             return
         state = self.state
-        # few photographs choose no threshold
+        # few photographs cannot choose a threshold
         threshold = state.best_metrics["threshold"]
         photographs = {sample.image for sample in self.validation.samples}
         if len(photographs) < MIN_IMAGES and self._init_threshold is not None:
             threshold = self._init_threshold
-        # only what is the same in every run, so that the file has the same bytes
+        # describe only what is the same in every run, so that the file has the same bytes
         decided = {"data", "initial_weights", "world_size"}
         info = {
             "model": state.model.config.to_dict(),
