@@ -36,7 +36,7 @@ from superglue_sift import torch_compat
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
-# In the message of a collective that failed because another rank is gone or hangs
+# One of these stands in the message of a collective when another rank is gone or hangs
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
 # MiB; on a slow link this is faster than torch's 25
 BUCKET_MB = 4
@@ -64,7 +64,7 @@ def _adopt_slurm() -> None:
     tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
-    # the names that torch reads
+    # set the names that torch reads
     os.environ["RANK"] = os.environ["SLURM_PROCID"]
     os.environ["WORLD_SIZE"] = str(tasks)
     os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
@@ -83,8 +83,7 @@ def first_host(nodes: str) -> str:
 
 
 def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
-    """Return `port` if it is free at an address of this machine. If `port` is 0, return any free
-    one.
+    """Return `port` if it is free at an address of this machine, or any free port if it is 0.
 
     The address "" stands for all addresses. Raises RequestError if the port is in use, or if the
     address belongs to another machine.
@@ -116,7 +115,7 @@ def start() -> Context:
         workers.end_with_parent()
     _adopt_slurm()
 
-    # one device for each rank of this machine
+    # each rank of this machine has a device of its own
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1)
     if torch.cuda.is_available():
@@ -187,7 +186,7 @@ def several() -> bool:
 
 
 def differentiable_sum(tensor: Tensor) -> Tensor:
-    """Sum over ranks. Gradients flow through the sum (for synchronised batch statistics)."""
+    """Sum a tensor over ranks. Gradients flow through the sum, as batch normalization needs."""
     if not several():
         return tensor
     return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
@@ -197,7 +196,7 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
     """Return the sums over all ranks, in float64. Every rank has the same names."""
     if not several() or not sums:
         return dict(sums)
-    # (names,): one tensor, so that there is one collective
+    # (names,): all sums are in one tensor, so one collective exchanges them
     names = sorted(sums)
     # with torch 1.10 NCCL is the only backend, and carries tensors of GPUs
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
@@ -214,7 +213,7 @@ def any_rank(flag: bool) -> bool:
 def all_gather(item: Any) -> List[Any]:
     """Return the item of every rank, in the order of ranks.
 
-    An item is any object that the standard library can serialise between processes.
+    An item is any object that pickle can send between processes.
     """
     if not several():
         return [item]
@@ -270,7 +269,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 
 def barrier() -> None:
-    """Wait for all ranks. After the timeout an error is raised."""
+    """Wait for all ranks. Raises RuntimeError after the timeout (SG_TIMEOUT)."""
     if several():
         dist.barrier()
 

@@ -41,7 +41,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
-    # all checks, of which --quick shows what stops the work, or else the space on the disk
+    # run all checks; --quick shows what stops the work, or else the space on the disk
     checks = (workspace, gpus, shared_memory, disk)
     found = [finding for check in checks for finding in check()]
     failed = [finding for finding in found if finding[0] == FAIL]
@@ -89,7 +89,7 @@ def gpus() -> Iterator[Finding]:
     """Run a kernel on each GPU. torch says what is wrong with the driver, the card or the build."""
     import torch
 
-    # no GPU that torch can use: it warns if the driver is too old for its CUDA
+    # torch warns if the driver is too old for its CUDA
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -136,8 +136,11 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def disk() -> Iterator[Finding]:
-    """Check the free space against what the preset still needs: archives, keypoints in workspace
-    and DVC cache, and checkpoints."""
+    """Check the free space against what the preset still needs.
+
+    It needs space for the archives, for the keypoints in the workspace and in DVC's cache, and 1
+    GiB for checkpoints.
+    """
     # This import is not at the top, because OpenCV may not load on a machine that the doctor checks
     from superglue_sift.features.sift import ORIENTED
 
@@ -145,7 +148,7 @@ def disk() -> Iterator[Finding]:
         sections = params.load(Path("params.yaml"))
     except errors.RequestError:  # the stages report this error
         return
-    # bytes to download, and how many photographs there will be
+    # estimate the bytes to download and the number of photographs
     archives, photographs = coco.expect(sections.fetch.source, sections.fetch.limit)
     if sections.fetch.source == "folder":
         # a missing or damaged manifest is written by `fetch`
@@ -157,9 +160,9 @@ def disk() -> Iterator[Finding]:
     views = 0.75 * photographs * keypoints.views_per_image
     needed = 2 * int(views * keypoints.max_keypoints * ORIENTED.itemsize) + GIB
     needed += 0 if sections.fetch.path else archives
-    # what earlier runs have written already
+    # earlier runs have written a part already
     needed -= sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    # the comparison
+    # compare with the free space
     free = shutil.disk_usage(".").free
     space = (
         f"{format_bytes(free)} free in {os.getcwd()}, about {format_bytes(max(needed, 0))} wanted"

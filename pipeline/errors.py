@@ -24,7 +24,7 @@ def read_number(name: str, usual: int, least: int = 0) -> int:
 
 
 def in_image() -> bool:
-    """Return whether this runs in one of the project's images, which have no make."""
+    """Return whether this runs in one of the project's container images, which have no make."""
     return "IMAGE_STACK" in os.environ
 
 

@@ -56,7 +56,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         raise RequestError(
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
-    # digests and versions, but nothing that differs between two clones
+    # add digests and versions, but nothing that differs between two clones
     versions = provenance.pin(WEIGHTY).items()
     return {
         **stored,
@@ -78,13 +78,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)
-    # the metrics of their evaluation are stored with the weights
+    # read the metrics, which are stored with the weights
     metrics = {}
     if args.metrics:
         missing = "no such file; run `python -m pipeline.evaluate` first"
         metrics = read_json(args.metrics, missing)
     description = describe(info, sections, metrics, args.model)
-    # the file of the model, and the list of its photographs beside it
+    # write the file of the model, and the list of its photographs beside it
     path = args.out / f"{NAME}.safetensors"
     if args.half:
         model.half()  # buffers of whole numbers stay

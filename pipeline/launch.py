@@ -39,7 +39,7 @@ VARIABLES = {
     # a restarted rank must not read a dead peer's address from a shared store: it would hang
     # (pytorch#135712)
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # seconds for a rank to save after SIGTERM (torch 1.10: always 30)
+    # a rank has so many seconds to save after SIGTERM (with torch 1.10 always 30)
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
     # A rank that waits for a dead one must fail. The name changed with torch 2.2.
     "NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -50,7 +50,7 @@ VARIABLES = {
 def processes_per_node() -> int:
     """Return NPROC_PER_NODE as a number.
 
-    Raises RequestError if it is none, or if ranks would share a GPU, which NCCL refuses.
+    Raises RequestError if it is no number, or if ranks would share a GPU, which NCCL refuses.
     """
     import torch
 
@@ -78,9 +78,9 @@ def least_nodes() -> int:
 
 
 def torchrun_options(processes: int, restarts: int) -> List[str]:
-    """Return the options of torchrun, with underscores for torch 1.10.
+    """Return the options of torchrun, whose names have underscores for torch 1.10.
 
-    Raises RequestError if the address is wrong, or a port in use.
+    Raises RequestError if the address is wrong, or if the port is in use.
     """
     from pipeline.distributed import free_port
 
@@ -139,7 +139,7 @@ def run_torchrun(words: List[str]) -> Tuple[int, int]:
 def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     """Run the ranks until they are done, and start them again if one was killed.
 
-    Several nodes have to start again together. torchrun does this, whatever ended a rank.
+    Several nodes have to start again together, so there torchrun does this, whatever ended a rank.
 
     Returns the exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
     """
@@ -152,7 +152,7 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     # torchrun passes SIGTERM and SIGINT on to the ranks
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
-    # run once, and again after each rank that was killed
+    # run once, and again if a rank was killed
     restarts = read_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)

@@ -1,4 +1,4 @@
-"""MLflow, 3.1 and later: addresses, the local store, the events of a run, and the best model."""
+"""Send the events of a run to MLflow 3.1 or later, and choose the best model there."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ MIN_SCENES = 6  # photographs that a comparison needs, as in the evaluation
 LIMIT = 5  # px, the limit of the AUC that decides
 SEPARATOR = " · "  # stands between the name of a run and its result
 TAGS = "superglue."  # how names of the project's tags begin
-KEY_TAG = f"{TAGS}run_key"
+KEY_TAG = f"{TAGS}run_key"  # the tag by which a run is found, from the header of its log
 OWN_STORE = "sqlite:///mlflow.db"  # the store of a clone
 ARTIFACTS = "mlartifacts"  # folder of the files of all runs, beside a local store
 
-
-Event = Dict[str, Any]
+Event = Dict[str, Any]  # a line of the log (`tracking.EventLog`)
 
 
 # --- no password is printed, stored or sent
@@ -264,11 +263,11 @@ class Store:
         described = describe_model(files)  # this comes first, to check the file
         if any(version.tags.get("step") == str(step) for version in self._versions()):
             return
-        # the model of the run
+        # log the model of the run
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
             logged = Model.log(None, pyfunc, name=MODEL, run_id=self.run_id, step=step, **described)
-        # the registered model, and its new version
+        # make the registered model if it is missing, and its new version
         if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
         source = f"models:/{logged.model_id}"
@@ -307,13 +306,13 @@ class Store:
         versions = [int(version.version) for version in self._versions()]
         if not versions:
             return
-        # the latest version of this run, and the champion
+        # find the latest version of this run, and the champion
         version = str(max(versions))
         self._describe(version)
         champion = self._champion()
         if champion is None or champion.run_id == self.run_id:
             return
-        # the pairs of the champion's evaluation, if it was evaluated
+        # compare on the pairs of the champion's evaluation, if it was evaluated
         path = f"{EVALUATION}/pairs.csv"
         files = [file.path for file in self._client.list_artifacts(champion.run_id, EVALUATION)]
         better = True
@@ -401,7 +400,7 @@ def show_pages(uri: str, host: str, port: int) -> int:
     except Exception as error:  # a wrong address, or an error of MLflow, HTTP or a database
         raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
     table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
-    # without it MLflow 3.17 opens its page for chat models
+    # without this word MLflow 3.17 opens its page for chat models
     table += "&workflowType=machine_learning"
     if database(uri) is None:
         print(f"table of runs: {redact(uri)}{table}")

@@ -1,4 +1,4 @@
-"""params.yaml: its keys with types and limits, and loading it with one line about the first error.
+"""Load params.yaml, and check the types and limits of its keys. The first error is one line.
 
 `presets/sample.yaml` explains each key. A key has no default, so that DVC sees every value that a
 result depends on. All sections are checked, so that a misspelt key of the last stage is reported
@@ -40,7 +40,7 @@ UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
 
 
 class FetchParams(Section):
-    """The section `fetch`: which photographs."""
+    """The section `fetch`, which says what photographs there are."""
 
     source: Literal["sample", "folder", "coco2014", "coco2017", "coco2017-val"]
     path: str
@@ -57,7 +57,7 @@ class FetchParams(Section):
 
         A path that is left beside `source: sample` would train on other images than the user means.
         """
-        # the one key that its source needs, then the keys that its source ignores
+        # check the one key that a source needs, then the keys that it ignores
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
         for name in UNUSED.get(self.source, OF_A_FOLDER):
@@ -134,7 +134,7 @@ class RunParams(Section):
 
 
 class TrainParams(Section):
-    """The section `train`: whatever decides the weights."""
+    """The section `train`, which has everything that decides the weights."""
 
     # how many pairs, and how many keypoints they show
     batch: int = Field(ge=1, le=65536)
@@ -214,7 +214,7 @@ class Params(Section):
                 f"train.max_keypoints = {used}: must be at most keypoints.max_keypoints ({stored}),"
                 " what a view stores"
             )
-        # ways of computing that would silently change the results
+        # refuse ways of computing that would silently change the results
         if self.run.checkpoint_layers and self.train.norm == "batch":
             raise ValueError(
                 "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"
@@ -248,7 +248,7 @@ def load(path: Path) -> Params:
 
 
 def usual_file() -> Path:
-    """Return params.yaml of the current folder if it exists, else the project's."""
+    """Return params.yaml of the current folder, or of the project if there is none."""
     here = Path("params.yaml")
     return here if here.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
 
@@ -290,6 +290,7 @@ def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
 
 
 def _merge(tree: Any, changes: Any) -> Any:
+    """Return the tree with the values of `changes` in place of its own, at any depth."""
     if not (isinstance(tree, dict) and isinstance(changes, dict)):
         return changes
     return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
@@ -327,20 +328,20 @@ def _problem(error: Any) -> str:
     """Describe one pydantic error in a line, such as `train.lr = -1: must be greater than 0`."""
     path = error["loc"]
     key = " ".join(".".join(map(str, path)).split())  # a key may hold line breaks
-    if error["type"] == "value_error":  # of several keys; its text begins with one of them
+    if error["type"] == "value_error":  # from a validator here, whose text begins with a key
         return f"{key}.{error['ctx']['error']}".lstrip(".")
-    # keys that are missing or unknown
+    # a key is missing or unknown
     if error["type"] == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
     if error["type"] == "extra_forbidden":
-        # the section that lacks this key, whose keys may be alike
+        # look for a similar key in that section
         owner: Any = Params
         for name in path[:-1]:
             owner = owner.model_fields[name].annotation
         known = list(owner.model_fields)
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; did you mean {' or '.join(close or known)}?"
-    # a wrong value, with pydantic's own rule
+    # a value is wrong, and pydantic has the rule
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if error["type"] == "model_type":
         rule = "must hold keys with values"

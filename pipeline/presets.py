@@ -39,7 +39,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     Args:
         images, val_images: the user's folders, zips, lists or annotation files.
         text: a params.yaml of this preset, whose edited keys are kept. If "", use the preset
-        itself.
+            itself.
 
     Raises:
         RequestError: the preset is unknown or takes no folder, a folder is missing or empty, or
@@ -63,7 +63,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
     if not images:
         return text
-    # the user's images: write their paths and a digest of their content into the section `fetch`
+    # write the paths of the user's images and a digest of their content into the section `fetch`
     from pipeline.fetch import dataset
 
     paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
@@ -78,7 +78,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
 
 
 def refresh(path: Path) -> bool:
-    """Update `fetch.content` in the file at `path`. Return whether it changed."""
+    """Update `fetch.content` in the params.yaml at `path`. Return whether it changed."""
     fetch = params.load(path).fetch
     if fetch.source != "folder":
         return False
@@ -95,7 +95,7 @@ def write(path: Path, text: str) -> bool:
     if before == text:
         return False
     write_atomic(path, text)
-    # the changed keys alone, without the positions of a unified diff
+    # print only the changed keys, without the positions of a unified diff
     names = (f"{path} before", f"{path} now")
     lines = difflib.unified_diff(_flat(before), _flat(text), *names, n=0, lineterm="")
     print("\n".join(line for line in lines if not line.startswith("@@")))

@@ -35,10 +35,10 @@ COMPUTING = (
     "opencv-contrib-python",
 )
 PACKAGES = (*COMPUTING, "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
-# Variables of the image that become parameters of a run, in lower case and with a dot
+# Variables of the container's image. A run has them as parameters, such as `image.digest`.
 VARIABLES = ("IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_REVISION")
 PHOTOGRAPHS_KEY = "trained_on"  # key of the digest in a model's description
-UNKNOWN = "unknown"
+UNKNOWN = "unknown"  # the only line of a list that is not known
 TITLE = (
     "# Photographs the weights were trained on: COCO's number, or CRC-32 and bytes of the file.\n"
 )
@@ -47,7 +47,7 @@ TITLE = (
 def repo_root() -> Path:
     """Return the folder of dvc.yaml (or .git): DVC_ROOT, or the nearest one upwards."""
     here = Path.cwd()
-    # DVC sets it for its stages, also in a copy of the clone
+    # DVC sets DVC_ROOT for its stages, also in a copy of the clone
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
     folders = (here, *here.parents)
@@ -118,7 +118,10 @@ def processor() -> str:
 
 
 def machine() -> Dict[str, str]:
-    """Return machine, image and versions, without what has no value (no GPU or image)."""
+    """Return machine, image and versions by name.
+
+    A name without a value is left out, such as `gpus` on a machine without a GPU.
+    """
     import torch
 
     # one name for each GPU, such as "NVIDIA H100, NVIDIA H100"
@@ -171,7 +174,7 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
-    # a line for each photograph, or `unknown`
+    # each line is a photograph, or the word `unknown`
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if UNKNOWN in photographs:
         return None

@@ -25,13 +25,13 @@ MODEL = Path("models/superglue.safetensors")
 TEXT = "report.txt"  # names of files of an evaluation
 PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
-# What two evaluations must have in common, by the stage `evaluate` in dvc.lock
+# Two evaluations must have these in common, as the stage `evaluate` of dvc.lock says
 PHOTOGRAPHS = "data/images"
 PROTOCOL = ("views", "evaluate")
 
 
 def next_steps() -> List[str]:
-    """Return lines on where to look next."""
+    """Return lines that say where to look next."""
     lines = [
         "Where to look next",
         f"  pairs     {EVALUATION / 'pairs.csv'}  (every pair and matcher, one line each)",
@@ -50,7 +50,7 @@ def measured_on(lock: str) -> Dict[str, Any]:
     """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
-    # the digest of the images, and the parameters as they were when the stage ran
+    # dvc.lock has the digest of the images, and the parameters with which the stage ran
     photographs = [each.get("md5") for each in stage.get("deps", []) if each["path"] == PHOTOGRAPHS]
     params = stage.get("params", {}).get("params.yaml", {})
     protocol = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
@@ -58,8 +58,10 @@ def measured_on(lock: str) -> Dict[str, Any]:
 
 
 def what_differs(locks: Dict[str, str]) -> List[str]:
-    """Return a line for each evaluation with other photographs or another protocol than the
-    first."""
+    """Return a line for each evaluation whose photographs or protocol differ from the first.
+
+    `locks` has the text of each dvc.lock by the name of its commit.
+    """
     lines = []
     first, *others = locks
     known = measured_on(locks[first])

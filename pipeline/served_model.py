@@ -34,7 +34,7 @@ ANSWER = ("keypoints0", "keypoints1", "matches", "scores", *REFINED)  # keys of 
 
 
 def signature(threshold: float) -> ModelSignature:
-    """Describe the columns image0 and image1, and the parameters with their defaults.
+    """Return the signature: the columns image0 and image1, and the parameters with their defaults.
 
     `threshold` is the model's own threshold.
     """

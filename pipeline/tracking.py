@@ -77,7 +77,7 @@ class EventLog:
 
     def close(self) -> None:
         if self._stream is not None:
-            with contextlib.suppress(OSError):  # of a full disk, which `append` has raised
+            with contextlib.suppress(OSError):  # `append` has raised the error of a full disk
                 self._stream.close()
             self._stream = None
 
@@ -109,8 +109,8 @@ class EventLog:
         return next((event for event, _ in self.read() if "run" in event), {})
 
     def sent(self) -> Dict[str, int]:
-        """Return how many bytes each server has completely, 0 for one that has only answered
-        once."""
+        """Return how many bytes each server has completely. It is 0 for a server that has only
+        answered once."""
         return {event["place"]: event["sent"] for event, _ in self.read() if "place" in event}
 
 
@@ -236,15 +236,15 @@ def ending(kind: Any) -> str:
 def tracking_uri(log: Optional[EventLog] = None) -> str:
     """Return the address for a new run, or for the run of a log.
 
-    A run stays where it has once arrived, since the environment may be that of an image. Otherwise
-    MLFLOW_TRACKING_URI counts, then `mlflow.db` in the user's clone (also from a DVC experiment's
-    copy). A file that is not there belongs to another machine or container, and does not count.
-    Passwords come from the environment.
+    A run stays at the address where it has once arrived, since the environment may be that of a
+    container. A new run goes to MLFLOW_TRACKING_URI. If that is not set, it goes to `mlflow.db` in
+    the user's clone, also from a DVC experiment's copy. A SQLite file that is not here belongs to
+    another machine or container, and does not count. Passwords come from the environment.
     """
     uri = os.environ.get("MLFLOW_TRACKING_URI") or OWN_STORE
     places = log.sent() if log else ()
     place = next((each for each in places if (database(each) or Path("/")).exists()), None)
-    # if it is the current address, that one may have a password
+    # the same address in the environment may have a password, so it is kept
     if place not in (None, place_of(uri)):
         uri = place
     path = database(uri)
@@ -270,18 +270,17 @@ def open_run(
     """
     if not enabled:
         return Run()
-    # the log of the run to be continued, else log.jsonl, whose old content gets another name
+    # open the log of the run to be continued, or a new log.jsonl; an old one gets another name
     log = find_log(folder, training) if resume else None
     if log is None:
         log = EventLog(folder / "log.jsonl")
         if log.path.exists():
             log.path.rename(folder / f"log-{time.time_ns()}.jsonl")
-    # parameters of the run: the sections, and the machine
     flat = {key: str(value) for key, value in flatten(params).items()}
     # sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
     # `views.x`
     flat = {key: text for key, text in flat.items() if flat.get(key.partition(".")[2]) != text}
-    # tags of the project, and tags that MLflow shows as columns
+    # collect tags of the project, and tags that MLflow shows as columns
     git = provenance.git_state()
     stage = os.environ.get("DVC_STAGE") or "train"
     all_tags = {
@@ -318,8 +317,8 @@ def attach(path: Path, training: Optional[str]) -> Run:
     """Continue the run of a training from another stage. Without such a run, do nothing.
 
     `path` is `log.jsonl` of the training, or of a later training in the same folder. The log of the
-    training gets the events. What the server lacks is sent first. If it lacks nothing and nothing
-    is added, it is not called. Closing does not change the run's state.
+    training gets the events. Events that the server lacks are sent first. A server that lacks no
+    event is not called. Closing does not change the run's state.
     """
     log = find_log(path.parent, training)
     return Run(log, tracking_uri(log)) if log else Run()
@@ -330,12 +329,12 @@ def attach(path: Path, training: Optional[str]) -> Run:
 POLL_SECONDS = 2.0
 LONGEST_CLOSE_SECONDS = 600.0  # longest time that a run waits for a server that answers
 PATIENCE_SECONDS = 6.0  # how long a run waits for a server that does not answer
-RESEND_PATIENCE_SECONDS = 60.0  # how long `resend` does
-EVENTS_AT_ONCE = 100
+RESEND_PATIENCE_SECONDS = 60.0  # the same for `resend`
+EVENTS_AT_ONCE = 100  # largest number of events in one request
 FILES = {"artifact", "model", "compare"}  # events that send or need files
 # Error codes of answers that mean that MLflow will never accept these events
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-# Answers that no wait will change: also a wrong login or host name
+# Error codes of answers that no wait will change, also of a wrong login or host name
 CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
 
 
@@ -365,7 +364,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         while not self._given_up.is_set():
-            # read it first, so that the run's last event is in the log
+            # ask before reading the log, so that the run's last event is in it
             last = self._stopping.is_set()
             try:
                 if not last:
@@ -428,7 +427,7 @@ class Sender(threading.Thread):
                 if self._store.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
-            # points and tags together, files and the model each by itself
+            # send points and tags together, and each file and the model by itself
             groups = [[event for event in events if not FILES & event.keys()]]
             groups += [[event] for event in events if FILES & event.keys()]
             for group in groups:
@@ -452,7 +451,6 @@ class Sender(threading.Thread):
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pipeline.tracking")
     commands = parser.add_subparsers(dest="command", required=True)
-    # what can be typed
     send = commands.add_parser("resend", help="send what a server has missed")
     send.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")
     send.add_argument("--to", metavar="URI", help="another address than that of each run")
@@ -464,7 +462,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return mlflow_store.show_pages(tracking_uri(), args.host, args.port)
     if not args.reports.is_dir():
         raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
-    # the logs of all runs below the folder
+    # resend the logs of all runs below the folder
     logs = [log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.header()]
     results = [resend(log, args.to) for log in logs]
     print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")
@@ -476,7 +474,7 @@ def resend(log: EventLog, to: Optional[str] = None) -> bool:
     if log.is_in_use():
         print(f"{log.path}: a process is writing it, and sends it itself")
         return True
-    # Whether the state of the run was set after it was opened or resumed for the last time
+    # the last of these events is `end` if the run was closed after it was opened or resumed
     states = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
     if not states[-1]:
         log.append({"end": "KILLED", "time": now_ms()})  # the process of the run is gone

@@ -1,7 +1,7 @@
-"""Threads and processes that work for others: results in advance, signals, the end of a parent.
+"""Compute results in advance by threads and processes, and turn signals into requests to stop.
 
-`prefetch` computes results in advance and yields them in the order of their items. The number of
-results that wait is limited. Signals become a request to stop between two steps.
+`prefetch` yields results in the order of their items. The number of results that wait is limited. A
+signal becomes a request to stop between two steps.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
 
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
-    """Block the signals, also in processes started here, until they call `ignore_signals`."""
+    """Block STOP_SIGNALS here, and in processes started here until they call `ignore_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -86,9 +86,10 @@ def block_signals() -> Iterator[None]:
 
 
 def ignore_signals(worker: int, parent: int) -> None:
-    """Let a process that loads batches ignore the signals, and end with the training `parent`.
+    """Let a process that loads batches ignore STOP_SIGNALS, and end with the process `parent`.
 
-    A signal may go to all processes of a job. The training needs the batches of its last step.
+    A signal may go to all processes of a job, but the training needs the batches of its last step.
+    `worker` is the number of the process, which torch gives.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -115,12 +116,11 @@ class Stop:
 
 @contextlib.contextmanager
 def defer_signals() -> Iterator[Stop]:
-    """Let the signals only set the flag in this context. Their handlers are restored afterwards."""
+    """Let STOP_SIGNALS only set a flag in this context. Their handlers are restored afterwards."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread can handle signals
         return
-    # from here on a signal only sets the flag
     before = {number: signal.signal(number, stop._note) for number in STOP_SIGNALS}
     try:
         yield stop
