@@ -71,8 +71,8 @@ EXCLUDED = (
 )
 # Smallest values of options
 LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
-# How the captions of pictures begin
-KINDS = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
+# How captions of pictures begin
+BEGIN = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
 
@@ -319,8 +319,7 @@ def draw_pictures(
     If errors are equal, the pair with more correct matches is better.
     """
     # tabulate matches, correct matches and the leading estimator's error by matcher and pair
-    lead = table.loc[table["metric"] == "error", "estimator"].iloc[0]
-    detected = table[~table["refined"] & table["estimator"].isin(["", lead])]
+    detected = table[~table["refined"] & table["estimator"].isin(["", metrics.leading(table)])]
     values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
     # rank the numbers of the pairs from the network's best to its worst
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
@@ -347,7 +346,7 @@ def draw_pictures(
         shown = matched.above(matched.answers([known.pair], 1)[0])
         # draw one panel for each matcher
         panels = []
-        caption = f"{KINDS[name.partition('-')[0]]} ({known.name})."
+        caption = f"{BEGIN[name.partition('-')[0]]} ({known.name})."
         for matcher in (OURS, RATIO_TEST):
             row = values.loc[(matcher, number)]
             heading = report.title(matcher)

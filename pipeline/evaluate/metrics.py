@@ -64,6 +64,11 @@ def is_posed(table: pd.DataFrame) -> bool:
     return bool(table["estimator"].isin(list(POSE_ESTIMATORS)).any())
 
 
+def leading(table: pd.DataFrame) -> str:
+    """Return the first of --estimators, which decides the verdict and the pictures."""
+    return str(table.loc[table["metric"] == "error", "estimator"].iloc[0])
+
+
 def recall_of(table: pd.DataFrame) -> str:
     """Return the metric of recall: "recall" for pairs with a homography, else "matching_score"."""
     return "matching_score" if is_posed(table) else "recall"

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
-from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, name_of, recall_of
+from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, leading, name_of, recall_of
 from superglue_sift import drawing
 from superglue_sift.files import write_atomic, write_json
 
@@ -134,13 +134,6 @@ def heading(metric: str, estimator: str = "", refined: bool = False) -> str:
     return f"AUC@{metric[4:]} {estimator.upper()}{' refined' * refined}"
 
 
-def leading(results: Results) -> str:
-    """Return the first estimator, which decides the verdict and the pictures."""
-    # rows are in the order of --estimators
-    errors = results.table["metric"] == "error"
-    return str(results.table.loc[errors, "estimator"].iloc[0])
-
-
 def enough(results: Results) -> bool:
     """Return whether there are enough photographs or sequences for a verdict."""
     return results.values.index.nunique() >= metrics.MIN_SCENES
@@ -153,7 +146,7 @@ def duels(results: Results) -> List[Dict[str, Any]]:
     and `gain`, the row of their difference.
     """
     what, unit = ("poses", "degrees") if is_posed(results.table) else ("homographies", "px")
-    lead = leading(results)
+    lead = leading(results.table)
     recall = recall_of(results.table)
     found = "of the true matches" if recall == "recall" else "of the keypoints"
     # each row has a label, a detail, a metric and an estimator
@@ -199,7 +192,7 @@ def headline(results: Results) -> Dict[str, float]:
     others come without: the fraction of pairs within WITHIN px, precision, recall, and the number
     of matches on negative pairs.
     """
-    lead = leading(results)
+    lead = leading(results.table)
     recall = recall_of(results.table)
     ours = results.metrics["value"][OURS]
     asked = {
@@ -287,7 +280,7 @@ def duels_table(results: Results) -> pd.DataFrame:
 
 def scenes_table(results: Results) -> pd.DataFrame:
     """Make the table of scenes with the AUC@3 of the first estimator."""
-    key = "auc_3", leading(results), False
+    key = "auc_3", leading(results.table), False
     # the values of all pairs are named by their scenes
     by_scene = results.values.groupby(level="scene", sort=False)
     means = by_scene.mean()[[(name, *key) for name in matchers_of(results)]].map(percent)
@@ -371,7 +364,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
     pairs = pairs[list(dict.fromkeys(names))].reset_index().drop(columns="number")
     pairs = pairs.astype({name: "Int64" for name in COUNTS if name in pairs})
 
-    def named(frame: pd.DataFrame) -> pd.DataFrame:
+    def join_names(frame: pd.DataFrame) -> pd.DataFrame:
         """Put one name in the place of metric, estimator and refined."""
         flat = frame.reset_index()
         flat["metric"] = [name_of(*key) for key in flat[KEY].itertuples(index=False, name=None)]
@@ -379,9 +372,9 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
 
     found = {
         "pairs": pairs,
-        "intervals": named(results.metrics),
-        "differences": named(results.differences),
-        "robustness": named(results.robustness) if len(results.robustness) else pd.DataFrame(),
+        "intervals": join_names(results.metrics),
+        "differences": join_names(results.differences),
+        "robustness": join_names(results.robustness) if len(results.robustness) else pd.DataFrame(),
         "bad_images": pd.DataFrame(results.bad, columns=["file", "reason"]),
     }
     curves = {name_of(*key): each for key, each in metrics.error_curves(results.table).items()}
@@ -460,7 +453,7 @@ def address(kind: str, data: bytes) -> str:
 
 def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
-    axis = "pose error, degrees" if metrics.is_posed(results.table) else "corner error, px"
+    axis = "pose error, degrees" if is_posed(results.table) else "corner error, px"
     charts = []
     for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
         frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
@@ -483,7 +476,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
 
     The lines are the network and the ratio test.
     """
-    lead = leading(results)
+    lead = leading(results.table)
     shown = (("recall", "", "found matches"), ("auc_5", lead, heading("auc_5", lead)))
     charts = []
     for name, part in results.robustness.reset_index().groupby("condition", sort=False):
@@ -527,8 +520,8 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     colours = colours_of(matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
-    first = [each for each in errors if each[1].startswith(leading(results).upper())]
-    posed = metrics.is_posed(results.table)
+    first = [each for each in errors if each[1].startswith(leading(results.table).upper())]
+    posed = is_posed(results.table)
     return environment.from_string(template).render(
         results=results,
         # the page has JPEG, which is smaller than the PNG of the folder

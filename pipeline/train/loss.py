@@ -40,6 +40,8 @@ CONFIDENCE_BINS = 500  # bins of the histograms from which a threshold is chosen
 # on the number of processes.
 CHUNK = 8
 ALL = "all"  # the key of the sums over pairs of every kind
+# Names of the three results of `assignment_loss`
+LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
 Metrics = Dict[str, float]
 
@@ -116,7 +118,7 @@ class MatchingObjective(nn.Module):
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
-        values = {"loss": total.detach(), "loss_positive": positive, "loss_unmatched": unmatched}
+        values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
         if order == sorted(order):
             values = {name: value[: len(batch)] for name, value in values.items()}
         else:  # the size classes have another order than the batch
@@ -170,8 +172,7 @@ class Validation:
         model.train(was_training)
         # divide by the number of all pairs
         sums = kinds.pop(ALL)
-        losses = ("loss", "loss_positive", "loss_unmatched")
-        metrics = {name: float(sums[name] / sums["pairs"]) for name in losses}
+        metrics = {name: float(sums[name] / sums["pairs"]) for name in LOSSES}
         metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
         # add the metrics of each kind; `first` is the first bin above the threshold
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
@@ -264,8 +265,7 @@ def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     log_P = objective.model(batch)
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
-    names = ("loss", "loss_positive", "loss_unmatched")
-    losses = dict(zip(names, assignment_loss(log_P, truth)))
+    losses = dict(zip(LOSSES, assignment_loss(log_P, truth)))
     return {
         "pairs": np.asarray(float(len(batch))),
         **count_matches(matches0, scores0, truth),
