@@ -19,7 +19,7 @@ from superglue_sift import __version__
 from superglue_sift.files import file_sha256, read_json
 from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
-WEIGHTY = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
+ESSENTIAL = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
 NAME = "superglue"  # name of the model, in its file and in the evaluation
 # Paths on the machine of the training. Digests identify their content.
 PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
@@ -57,7 +57,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
     # add digests and versions, but nothing that differs between two clones
-    versions = provenance.pin(WEIGHTY).items()
+    versions = provenance.pin(ESSENTIAL).items()
     return {
         **stored,
         "match_threshold": match_threshold(info),
@@ -88,9 +88,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     path = args.out / f"{NAME}.safetensors"
     if args.half:
         model.half()  # buffers of whole numbers stay
-    weights = model.state_dict()
     provenance.write_photographs(path, provenance.read_photographs(args.model))
-    save_model_file(path, weights, description)
+    save_model_file(path, model.state_dict(), description)
     # the run in MLflow gets the description
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:

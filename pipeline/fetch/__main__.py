@@ -17,7 +17,7 @@ from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container
 from superglue_sift.files import check_writable, write_json
 
-SAMPLE = "sample"  # container and folder of the bundled photographs
+BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -35,16 +35,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     own = None
     if settings.source == "folder":
         own = dataset.own_splits(settings)
-        copies = len(own[1]["train"].names) - len(own[0]["train"])
+        splits, held = own
+        copies = len(held["train"].names) - len(splits["train"])
         if settings.val_path and copies and not settings.limit:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
     for folder in (options.out, options.archives, options.reports):
         check_writable(folder / "manifest.csv", folder)
     # copy the sample; all other images stay where they are, or are downloaded
-    shutil.rmtree(options.out / SAMPLE, ignore_errors=True)
+    shutil.rmtree(options.out / BUNDLED, ignore_errors=True)
     if settings.source == "sample":
-        entries = dataset.copy_sample(options.out / SAMPLE)
-        containers = {SAMPLE: {"kind": "folder", "path": SAMPLE}}
+        entries = dataset.copy_sample(options.out / BUNDLED)
+        containers = {BUNDLED: {"kind": "folder", "path": BUNDLED}}
     else:
         splits, held = own or coco.open_archives(settings, options.archives)
         keys = {split: dataset.container_of(split, held) for split in splits}

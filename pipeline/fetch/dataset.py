@@ -292,7 +292,9 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         container = zip_container(path)
     # a list or an annotation file names images of a folder or zip
     elif kind in (".txt", ".json"):
-        names = _annotated(path) if kind == ".json" else [line for _, line in read_lines(path)]
+        names = (
+            _read_annotations(path) if kind == ".json" else [line for _, line in read_lines(path)]
+        )
         container = _choose(path, Path(root or path.parent), names)
     else:
         raise RequestError(
@@ -334,7 +336,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
     zipped = zip_container(root) if root.is_file() else None
-    members = {_composed(name): name for name in zipped.names} if zipped else {}
+    members = {_compose(name): name for name in zipped.names} if zipped else {}
     top = os.path.abspath(root)
     chosen = []
     missing = []
@@ -343,7 +345,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         place = os.path.abspath(os.path.join(top, name))
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
         relative = os.path.relpath(place, top) if inside else name.rpartition("/")[2]
-        spelled = members.get(_composed(relative)) if zipped else spelled_as_file(root, relative)
+        spelled = members.get(_compose(relative)) if zipped else spelled_as_file(root, relative)
         if spelled is None:
             missing.append(relative)
         else:
@@ -352,8 +354,8 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
         whole = zipped or open_container(root)
-        by_file = {_composed(name).rpartition("/")[2]: name for name in reversed(whole.names)}
-        found = {name: by_file.get(_composed(name).rpartition("/")[2]) for name in searched}
+        by_file = {_compose(name).rpartition("/")[2]: name for name in reversed(whole.names)}
+        found = {name: by_file.get(_compose(name).rpartition("/")[2]) for name in searched}
         chosen += [place for place in found.values() if place]
         missing = [name for name in missing if not found.get(name)]
     if missing and (zipped or not chosen):
@@ -362,12 +364,12 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     return Container(root, sorted({*chosen, *missing}), members=zipped.members if zipped else None)
 
 
-def _composed(name: str) -> str:
+def _compose(name: str) -> str:
     """Return a name in which an accented letter is one character, unlike on a Mac."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))
 
 
-def _annotated(path: Path) -> List[str]:
+def _read_annotations(path: Path) -> List[str]:
     """Return the image files that a COCO annotation file names. Files of other programs work too.
 
     Label Studio writes backslashes, `../` and addresses of its server. LVIS writes `coco_url` in
