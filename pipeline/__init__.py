@@ -1,25 +1,27 @@
 """Train SuperGlue on SIFT keypoints, and use it.
 
-The network itself is the library `superglue_sift`, which knows nothing of this package. Modules
-that can be run as `python -m pipeline.<name>` stand at the top. A stage is a folder, a section of
-params.yaml and a stage of dvc.yaml:
+The network itself is the library `superglue_sift`, which knows nothing of this package. Each of
+these runs as `python -m pipeline.<name>`. The stages are those of dvc.yaml:
 
     fetch/ keypoints/ train/ evaluate/ export    the five stages
     launch        starts a stage on all processes of this machine
-    presets, doctor, report                      write params.yaml; check the machine; show results
+    presets       writes params.yaml
+    doctor        checks the machine
+    report        shows the last evaluation, or compares experiments
+    tracking      shows MLflow's pages, or sends it what it has missed
 
-What stages share:
+Stages share these modules:
 
-    fetch.dataset      which photographs there are, and how they are read
-    keypoints.views    random homographies without borders, rendering, photometric distortion
-    keypoints.store    the keypoints of all views, which training maps into memory
-    params        params.yaml: its keys, limits and messages
-    distributed   the ranks of a training
-    workers       work done ahead of time by threads and processes, and requests to stop
-    provenance    code and versions, and the photographs that a model has seen
-    tracking      the local log of a run; mlflow_store sends it to MLflow, served_model is the
-                  registered model
-    errors        errors that a person reads
+    fetch.dataset      lists the photographs, and reads them
+    keypoints.views    renders views by random homographies without borders, and distorts them
+    keypoints.store    has the keypoints of all views, which training maps into memory
+    params        checks params.yaml
+    distributed   connects the ranks of a training
+    workers       computes results ahead of time, and defers signals
+    provenance    says which code, versions and photographs a result comes from
+    tracking      writes the log of a run, which mlflow_store sends to MLflow
+    served_model  is the model as MLflow serves it
+    errors        has the errors that a user reads
 """
 
 from __future__ import annotations
