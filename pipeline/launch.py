@@ -66,6 +66,7 @@ def processes_per_node() -> int:
 
 
 def is_one_node() -> bool:
+    """Return whether this node is the only one, which NNODES says."""
     return os.environ.get("NNODES", "1") == "1"
 
 

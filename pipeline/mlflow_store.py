@@ -76,10 +76,12 @@ def place_of(uri: str) -> str:
 
 
 def experiment_name() -> str:
+    """Return MLFLOW_EXPERIMENT_NAME, or the name of the project's experiment if it is not set."""
     return os.environ.get("MLFLOW_EXPERIMENT_NAME") or MODEL
 
 
 def reason_of(error: Exception) -> str:
+    """Return the message of an error on one line of at most 200 characters, without passwords."""
     return textwrap.shorten(redact(str(error)) or type(error).__name__, 200, placeholder="...")
 
 

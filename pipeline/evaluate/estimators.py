@@ -23,7 +23,7 @@ DEFAULT = ("ransac", "dlt", "confident")
 PX = 3.0  # inlier limit of the robust homographies
 ITERATIONS = 3000  # largest number of iterations of the robust homographies
 MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds stay finite
-# So many matches, those with the largest odds, get equal weights (but at most half of all matches)
+# The matches with the largest odds get equal weights: so many, or half of all if that is fewer
 DECIDING = 16
 BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
 # The fraction of a matcher's most confident matches that the estimator `confident` takes
@@ -78,7 +78,7 @@ def confident(found: Points) -> Optional[np.ndarray]:
 def _conditioner(points: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the similarity (3, 3) that moves the mean to 0 and the mean distance to sqrt(2).
 
-    Source: Hartley 1997.
+    Both means weigh the points (N, 2) by `weights` (N,). Source: Hartley 1997.
     """
     mean = weights @ points / weights.sum()
     spread = weights @ np.linalg.norm(points - mean, axis=1) / weights.sum()
@@ -186,7 +186,7 @@ def most_confident(matcher: str, scores: np.ndarray) -> np.ndarray:
 
 
 def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
-    """Map (N, 2) pixels to (N, 2) coordinates on the plane at depth one."""
+    """Map (N, 2) pixels of a camera K (3, 3) to (N, 2) coordinates on the plane at depth one."""
     return two_view.transform(points, two_view.inverse(K))
 
 

@@ -224,7 +224,7 @@ def _place(
 
 
 def _convex(quad: np.ndarray) -> bool:
-    """Return whether the quadrilateral is convex, with no corner close to 180 degrees."""
+    """Return whether the quadrilateral (4, 2) is convex, with no corner close to 180 degrees."""
     edges = np.roll(quad, -1, axis=0) - quad
     following = np.roll(edges, -1, axis=0)
     crosses = edges[:, 0] * following[:, 1] - edges[:, 1] * following[:, 0]

@@ -153,6 +153,7 @@ def load_newest(folder: Path) -> Optional[Saved]:
 
 
 def _newest_first(folder: Path) -> List[Path]:
+    """Return the checkpoints in a folder, from the last step to the first."""
     return sorted(folder.glob("step-*.safetensors"), reverse=True)
 
 

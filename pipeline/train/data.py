@@ -90,6 +90,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
 
 
 def _generator(*key: int) -> np.random.Generator:
+    """Return the generator of a key, such as (seed, stream, epoch, image)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
