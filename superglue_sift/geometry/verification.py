@@ -1,5 +1,4 @@
-"""Geometric verification: whether two photographs show one place, and all matches that fit their
-geometry.
+"""Decide whether two photographs show one place, and find all matches that fit their geometry.
 
 With `scene=True`, a pair goes through four steps (`Matcher.match`):
 
@@ -12,16 +11,17 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
 4. If they do, `add_matches_near_lines` keeps all matches near their epipolar lines. Mutual nearest
    neighbours that fail the ratio test must also be where the matches around them say.
 
-Two numbers tell matches of one place from those of two, which may agree with one fundamental matrix
-by chance, or because windows repeat. A logistic regression weighs them (`probability`):
+Matches of two different places may agree with one fundamental matrix by chance, or because windows
+repeat. Two numbers tell whether the place is one, and a logistic regression weighs them
+(`probability`):
 
 - lead: how many more matches agree with this geometry than with the best other one. Where windows
   repeat, the matches that are left fit another geometry nearly as well. A match counts if it is
   also where its neighbours say, in both images. So wrong matches that merely lie near their
   epipolar lines do not count.
-- support: among the ratio test's matches around the agreeing matches, the part that agrees, too.
-  It does not depend on the network, which is as confident of an equal window as of the right one.
-  The ratio test finds little there, and what it finds by chance disagrees with its neighbours.
+- support: which part of the ratio test's matches around the agreeing matches agrees, too. It does
+  not depend on the network, which is as confident of an equal window as of the right one. The ratio
+  test finds few matches between equal windows, and chance matches disagree with their neighbours.
 
 The matches of a photograph and its mirror image fit one fundamental matrix, too. But the maps
 around them reverse orientation, and such a pair is never one place.
@@ -50,7 +50,9 @@ from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
-ACCEPT = 0.9  # minimum probability of an accepted pair: a false one costs nine refused ones
+# Minimum probability of an accepted pair. With 0.9, a pair that is wrongly accepted counts as much as
+# nine pairs that are wrongly rejected.
+ACCEPT = 0.9
 # The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
 # chance.
 LIKELY = 9
@@ -88,8 +90,7 @@ SPREAD = 0.28
 ALONE = 2.0  # minimum ratio of a watermark's matches to those with similar translations
 SIMILAR = 4.0  # limit of similar translations, times SAME_PX
 
-Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) in both images
-
+# Guided matching
 AROUND = 8  # so many matches around a keypoint give a map
 # Maps shrink by half where the squared distances of the matches add up to the square of this.
 PRIOR_PX = 5.0
@@ -97,6 +98,8 @@ PRIOR_PX = 5.0
 # where they say it is.
 AWAY = 0.1
 AWAY_PX = 3.0
+
+Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) in both images
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ def verify_pair(
     network, mutual: as for `match_one_place`.
     points: (M, 2) and (N, 2) px, positions of all keypoints in the reduced images.
 
-    Returns F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (3,).
+    Returns F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (2,).
     """
     counted = network.above(COUNTED)
     ratio = mutual.above(1.0 - nearest.RATIO)
@@ -240,7 +243,7 @@ def reduced_points(pair: Sequence[Features], resize: int) -> Points:
 
 
 def _join(first: Matches, second: Matches) -> Matches:
-    """Join two sets of matches. A match that is in both has the score of the first."""
+    """Join two sets of matches, sorted. A match that is in both has the score of the first."""
     both = np.concatenate([first.indices, second.indices])
     indices, at = np.unique(both, axis=0, return_index=True)
     return Matches(indices, np.concatenate([first.scores, second.scores])[at])
@@ -262,11 +265,11 @@ def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, n
     return points0[kept], points1[kept], found.scores[kept].astype(np.float64)
 
 
-# Evidence
+# --- evidence
 
 
 def probability(measured: np.ndarray) -> float:
-    """Compute the probability, above 0, that a pair with this evidence (3,) shows one place."""
+    """Compute the probability, above 0, that a pair with this evidence (2,) shows one place."""
     return 1.0 / (1.0 + math.exp(-float(measured @ WEIGHTS) - BIAS))
 
 
@@ -318,10 +321,13 @@ def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.nda
 
 
 def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
-    """Measure which part of the ratio matches around those near their lines are near theirs, too.
+    """Measure support: which part of the matches around the agreeing matches agrees, too.
 
-    points0, points1: (k, 2) px. scores: (k,), by which the matches count. Each image gives a part,
-        and the lower one counts.
+    A match agrees if it is near its epipolar lines. Neighbours are searched in each image, and the
+    lower part of both images is taken.
+
+    points0, points1: (k, 2) px, the ratio test's matches.
+    scores: (k,), their weights.
     """
     near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
     count = int(near.sum())
@@ -339,7 +345,7 @@ def _nearest(points: np.ndarray) -> np.ndarray:
     return np.asarray(KDTree(points).query(points, NEIGHBOURS + 1)[1])[:, 1:]
 
 
-# Watermarks
+# --- watermarks
 
 
 def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
@@ -394,8 +400,8 @@ def _translations(
     # The size of a watermark is the same in pixels, or relative to the longer side.
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
-        # The translation if the watermark is fixed to the first edge (0), the centre or the last
-        # edge
+        # A watermark is fixed to the first edge, the centre or the last edge, in x and in y. Each
+        # gives one translation.
         for place in np.unique(parts * (size1 - scale * size0), axis=0):
             mark = _one_translation(shifts, place, unit)
             if mark.any():
@@ -442,13 +448,13 @@ def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
 
 
 def maps_around(
-    known: Tuple[np.ndarray, np.ndarray], near: np.ndarray, points: Tuple[np.ndarray, np.ndarray]
+    known: Points, near: np.ndarray, points: Points
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fit affine maps to the neighbours `near` (k, n) of k matches, which are indices of known
-    matches.
+    """Fit an affine map to the neighbours of each of k matches.
 
-    known, points: positions in both images of the known matches, (m, 2), and of the k matches, (k,
-        2).
+    known: (m, 2) px each, positions of the known matches in both images.
+    near: (k, n), the neighbours of each match, as indices of known matches.
+    points: (k, 2) px each, positions of the k matches in both images.
 
     Returns three arrays:
     - (k, 2, 2), the maps,
@@ -459,7 +465,7 @@ def maps_around(
     middle0, middle1 = (each[near].mean(1) for each in known)
     own = known[0][near] - middle0[:, None]
     theirs = known[1][near] - middle1[:, None]
-    # Linear least squares of each map, with a prior that keeps it small where neighbours are near
+    # Solve for each map by linear least squares. A prior keeps it small where neighbours are near.
     normal = np.einsum("kni,knj->kij", own, own) + PRIOR_PX**2 * np.eye(2)
     maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
     # Apply each map to the keypoint of its match.
@@ -468,9 +474,7 @@ def maps_around(
     return maps, np.linalg.norm(expected - points[1], axis=1), spread
 
 
-def guided_matches(
-    known: Matches, others: Matches, points: Tuple[np.ndarray, np.ndarray]
-) -> Matches:
+def guided_matches(known: Matches, others: Matches, points: Points) -> Matches:
     """Keep the matches of `others` that are where the AROUND nearest known matches say.
 
     A match that shares a keypoint with a known match is dropped. The score of each match that is
@@ -480,11 +484,10 @@ def guided_matches(
     """
     from scipy.spatial import KDTree
 
-    used = [np.isin(ends, taken) for ends, taken in zip(others.indices.T, known.indices.T)]
-    others = others.only(~(used[0] | used[1]))
+    others = _without_keypoints_of(known, others)
     if len(known) < AROUND or not len(others):
         return Matches.none()
-    # Known matches, and matches that are asked for, in both images
+    # Look up the positions of the known matches and of the others, in both images.
     places = positions_of(points, known)
     asked = positions_of(points, others)
     near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
@@ -493,11 +496,17 @@ def guided_matches(
     return Matches(others.indices, known.scores[near].mean(1)).only(fits)
 
 
+def _without_keypoints_of(taken: Matches, found: Matches) -> Matches:
+    """Drop the matches of `found` that share a keypoint with a match of `taken`."""
+    used0, used1 = map(np.isin, found.indices.T, taken.indices.T)
+    return found.only(~(used0 | used1))
+
+
 def add_guided_matches(
     found: Matches,
     mutual: Matches,
     selected: Tuple[np.ndarray, np.ndarray],
-    points: Tuple[np.ndarray, np.ndarray],
+    points: Points,
     threshold: float,
 ) -> Matches:
     """Add mutual nearest neighbours that the network did not get, where its matches lead to them.
@@ -509,18 +518,15 @@ def add_guided_matches(
     points: (M, 2) and (N, 2) px, positions of all keypoints.
     """
     # Where the network got both keypoints, its answer stands.
-    both = [np.isin(ends, index) for ends, index in zip(mutual.indices.T, selected)]
-    more = guided_matches(found.above(threshold), mutual.only(~(both[0] & both[1])), points)
-    replaced = [np.isin(ends, new) for ends, new in zip(found.indices.T, more.indices.T)]
+    had0, had1 = map(np.isin, mutual.indices.T, selected)
+    more = guided_matches(found.above(threshold), mutual.only(~(had0 & had1)), points)
     # A guided match wins, since more matches speak for it.
-    kept = found.only(~(replaced[0] | replaced[1]))
+    kept = _without_keypoints_of(more, found)
     indices = np.concatenate([kept.indices, more.indices])
     return Matches(indices, np.concatenate([kept.scores, more.scores])).sort()
 
 
-def positions_of(
-    points: Tuple[np.ndarray, np.ndarray], matches: Matches
-) -> Tuple[np.ndarray, np.ndarray]:
+def positions_of(points: Points, matches: Matches) -> Points:
     """Return the positions of K matches in both images, (K, 2) float64 each.
 
     points: (M, 2) and (N, 2) px, positions of all keypoints.
