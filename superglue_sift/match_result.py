@@ -1,4 +1,4 @@
-"""The matches of two images: their positions, the geometry they fit, and a picture of them."""
+"""Hold the matches of two images, fit geometries to them, and draw them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MatchResult:
 
     pair_score: probability that both images show one place (`Matcher.load(scene=True)`). It is 0
         for a pair that was skipped, and None without `scene`.
-    threshold: all scores of the network exceed it. It is None if it is not known.
+    threshold: a number that all scores exceed. It is None if it is not known.
     frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
     turned: the EXIF orientation of each image that was undone.
     images: the matched images, for `show`, or None for features without their image.
@@ -208,7 +208,7 @@ class MatchResult:
         unit = to1[0, 0]
         limit = INLIER_PX if threshold_px is None else threshold_px * unit
         width, height = (side * unit for side in self.size1)
-        # `chance` is the area where a wrong match is an inlier.
+        # `chance` is at first the area of image 1 in which a wrong match is an inlier.
         if name == "homography":
             deviations = None if self.deviations is None else self.deviations * unit
             model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
@@ -220,9 +220,9 @@ class MatchResult:
             model, inliers = two_view.fit_fundamental(points0, points1, limit)
             if model is not None:
                 model = to1.T @ model @ to0
-            # A band along the line, which is at most a diagonal long
+            # The area is a band along the epipolar line, which is at most a diagonal long.
             chance = 2 * limit * math.hypot(width, height)
-            sample = two_view.SEVEN
+            sample = two_view.FUNDAMENTAL_SAMPLE
         # A wrong match lies anywhere in image 1 with equal probability.
         chance = min(chance / (width * height), 0.5)
         digits = two_view.significance(len(inliers), int(inliers.sum()), chance, sample)

@@ -1,5 +1,6 @@
-"""Points in two images: homographies, as maps of the plane and fitted to matches; fundamental
-matrices; relative poses; local maps around matches.
+"""Compute and fit maps between the points of two images.
+
+These are homographies, fundamental matrices, relative poses, and local affine maps around matches.
 
 Points are in pixels, with x to the right and y down. The centre of the first pixel is (0, 0).
 H_a_to_b maps points of frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by
@@ -36,7 +37,7 @@ MAD_TO_DEVIATION = 1.4826  # deviation over median distance, for a normal distri
 # Image 1 is a mirror image if more than this many times the inliers fit after it is mirrored.
 MIRRORED = 2.0
 MIN_FUNDAMENTAL = 8  # minimum number of matches for a fundamental matrix
-SEVEN = 7  # degrees of freedom of a fundamental matrix, one per match
+FUNDAMENTAL_SAMPLE = 7  # number of matches that determine a fundamental matrix
 # A model is supported if at least this part of the matches are inliers, and if wrong matches alone
 # have so many inliers in at most one of 1,000 pairs.
 SUPPORTED_PART = 0.5
@@ -148,9 +149,10 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 
 
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
-    """Return how many px of an image of `size` are one px of the image reduced to a longer `side`.
+    """Return the length in px, in an image of `size`, of one px after a reduction to `side`.
 
-    If `side` is 0, the image is not reduced.
+    side: the longer side of the reduced image. If it is 0, or the image is smaller, the image is not
+        reduced, and the result is 1.
     """
     return max(1.0, max(size) / side) if side else 1.0
 
@@ -340,7 +342,9 @@ def refine_homography(
 
 
 def weights_of(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
-    """Compute weights (N,) of distances from deviations (N,) px and `added_px`, in quadrature.
+    """Compute the weights (N,) of distances from the deviations (N,) px of matches.
+
+    added_px: a further deviation, which is added in quadrature.
 
     A match whose deviation is NaN has the weight 1.
     """
@@ -492,7 +496,9 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
     Inliers of a homography that fits most matches get its derivative. Other matches get the
     least-squares affine map of the nearest inliers of one homography or epipolar geometry. Without
-    a geometry all get `fallback` (K, 2, 2).
+    a geometry all get `fallback`.
+
+    points0, points1: (K, 2) px. fallback: (K, 2, 2).
     """
     given = points0.astype(np.float32), points1.astype(np.float32)
     H, planar = fit_homography(*given, GEOMETRY_PX)
@@ -510,9 +516,12 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
 
 def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarray) -> np.ndarray:
-    """Fit affine maps (K, 2, 2) to the nearest matches among `agreeing` (K,) bool, two or more.
+    """Fit affine maps 0 -> 1 at K matches to their nearest agreeing matches; return (K, 2, 2).
 
-    Each map is regularized by the map of all these matches.
+    Each map is regularized by one map of all agreeing matches.
+
+    points0, points1: (K, 2) px.
+    agreeing: (K,) bool, the matches to which maps are fitted, two or more.
     """
     from scipy.spatial import KDTree
 
