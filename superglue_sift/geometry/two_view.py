@@ -151,8 +151,8 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     """Return the length in px, in an image of `size`, of one px after a reduction to `side`.
 
-    side: the longer side of the reduced image. If it is 0, or the image is smaller, the image is not
-        reduced, and the result is 1.
+    side: the longer side of the reduced image. If it is 0, or the image is smaller, the image is
+        not reduced, and the result is 1.
     """
     return max(1.0, max(size) / side) if side else 1.0
 

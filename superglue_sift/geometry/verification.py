@@ -50,8 +50,8 @@ from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
-# Minimum probability of an accepted pair. With 0.9, a pair that is wrongly accepted counts as much as
-# nine pairs that are wrongly rejected.
+# Minimum probability of an accepted pair. With 0.9, a pair that is wrongly accepted counts as much
+# as nine pairs that are wrongly rejected.
 ACCEPT = 0.9
 # The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
 # chance.
