@@ -1,8 +1,8 @@
 """The network, from the equations of the paper to the files of its weights.
 
-batch           keypoints of pairs as tensors: all shapes and units
-superglue       the network: encoder, attention, scores
-sinkhorn        optimal transport of the scores
-ground_truth    which keypoints correspond, for the loss, the validation and the evaluation
-weights         model files
+batch           holds the keypoints of pairs as tensors, and says all shapes and units.
+superglue       computes the scores by an encoder and attention.
+sinkhorn        finds the assignment from the scores by optimal transport.
+ground_truth    finds true matches, for the loss, the validation and the evaluation.
+weights         writes and reads model files.
 """

@@ -1,4 +1,4 @@
-"""Pairs of images and their keypoints in padded tensors: all shapes and units.
+"""Hold pairs of images and their keypoints in padded tensors. Here are all shapes and units.
 
 A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) and (B, N, R), padded
 to the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is
@@ -34,7 +34,7 @@ from superglue_sift.torch_compat import floats_of_bytes, sqrt
 DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
 MAX_PADDING = 1 / 32  # maximum padding of a size class on a CPU, per keypoint
 MAX_BYTES = 256 << 20  # maximum memory for the cosines of descriptors
-ONE = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
+KEYPOINT_BYTES = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
 
 
 class Pair(NamedTuple):
@@ -148,7 +148,8 @@ def to_device_async(values: Tensor, device: torch.device) -> Tensor:
 
 def size_class(keypoints: int) -> int:
     """Round a number of keypoints up to one of two sizes per octave: 128, 192, 256, 384, ..."""
-    unit = max(64, 1 << max(keypoints - 1, 1).bit_length() >> 2)
+    # The unit is a quarter of the next power of two.
+    unit = max(64, (1 << max(keypoints - 1, 1).bit_length()) >> 2)
     return max(128, -(-keypoints // unit) * unit)
 
 
@@ -156,7 +157,7 @@ def similar_sizes(counts: Sequence[Tuple[int, int]], padding: float) -> List[Lis
     """Return the indices of the pairs of each size class, from the largest pair to the smallest.
 
     counts: the numbers of keypoints (M, N) of each pair.
-    padding: maximum number of padded rows of a class per keypoint. A class has at least one pair.
+    padding: maximum number of padded rows per keypoint in a class of several pairs.
     """
     classes: List[List[int]] = []
     # Neighbours in this order have similar sizes.
@@ -295,7 +296,8 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
         )
         cosines = torch.bmm(unit0, unit1.transpose(1, 2))
         for view, largest, parts in zip(both, (cosines.amax(2), cosines.amax(1)), chosen):
-            # (B, 2 N) -> (B, N), the largest cosine of each orientation with any of the other image
+            # (B, 2 N) -> (B, N) for each orientation: its largest cosine with any orientation in
+            # the other image
             first, second = largest.unflatten(1, (-1, 2)).unbind(2)
             parts.append(torch.where((second > first).unsqueeze(2), view[:, :, 1], view[:, :, 0]))
     records0, records1 = map(torch.cat, chosen)
@@ -307,12 +309,18 @@ def _orientations(records: Tensor) -> Tensor:
     # x, y and scale take 12 bytes, the angle and the score 4 each.
     shared = records[..., :12]
     score = records[..., 16:DESCRIPTOR_AT]
-    second = [shared, records[..., ONE : ONE + 4], score, records[..., ONE + 4 :]]
-    return torch.stack([records[..., :ONE], torch.cat(second, -1)], 2)
+    # The second angle and the second descriptor follow the bytes of a KEYPOINT.
+    first = records[..., :KEYPOINT_BYTES]
+    rest = records[..., KEYPOINT_BYTES:]
+    second = [shared, rest[..., :4], score, rest[..., 4:]]
+    return torch.stack([first, torch.cat(second, -1)], 2)
 
 
 def choose_pair(pair: Pair) -> Pair:
-    """Choose the orientations of one pair (`choose_orientations`)."""
+    """Choose the orientations of one pair (`choose_orientations`). Return KEYPOINT records.
+
+    A pair without ORIENTED keypoints is returned unchanged.
+    """
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     chosen = choose_orientations(from_pairs([pair]))

@@ -1,4 +1,4 @@
-"""Ground truth matches of keypoints, from coordinates and a homography.
+"""Find the true matches of keypoints from their positions and a homography.
 
 The loss, validation and evaluation share this definition of a correct match.
 """
@@ -61,7 +61,7 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
 
     Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they
     lie outside the other view, or `negative_px` or more from their nearest neighbour. The rest is
-    ignored. Where a view is a cell of a larger image, keypoints outside the cell have no
+    ignored. Where a view also shows other photographs (`PairBatch.cells`), their keypoints have no
     neighbours.
     """
     assert batch.H_0to1 is not None

@@ -1,4 +1,4 @@
-"""Optimal transport between two sets of keypoints with a dustbin each (SuperGlue, section 3.2).
+"""Match two sets of keypoints by optimal transport with dustbins (SuperGlue, section 3.2).
 
 The paper runs T Sinkhorn iterations in the log domain,
 
@@ -50,16 +50,16 @@ def log_optimal_transport(
         mask0, mask1: (B, M) and (B, N) bool, True for keypoints.
         dustbin: scalar, the score of leaving a keypoint unmatched.
         iterations: T, 1 or more.
-        wait: whether to compute pairs that overflow in the log domain. For this the host waits for
-            the GPU.
+        wait: whether pairs that overflow are computed again in the log domain. For this the host
+            waits for the GPU.
 
     Returns:
         log P (B, M + 1, N + 1), dustbins last, -inf for padding. P has mass m + n. All its rows and
         columns except the last sum to 1 at convergence, so P is the probability of a match. If an
         image has no keypoints, the keypoints of the other image are unmatched with log P = 0.
 
-        Also (B,) bool, whether the pair, and in training its gradient, are finite. Without `wait`,
-        log P of the other pairs is wrong and has no gradient.
+        Also (B,) bool, whether a pair, and in training its gradient, did not overflow. Without
+        `wait`, log P of a pair that overflowed is wrong and has no gradient.
     """
     problem = _problem(scores, mask0, mask1, dustbin)
     if torch.is_grad_enabled() and problem[0].requires_grad:
@@ -148,7 +148,7 @@ def _solve(
 ) -> Tuple[Tensor, Tensor, List[Iterates]]:
     """Compute log P, whether each pair is finite, and the iterates of each chunk of pairs."""
     parts = [_iterate(Z[c], mu[c], nu[c], iterations) for c in _chunks(Z)]
-    # Back to the potentials of the log domain
+    # Return to the potentials of the log domain.
     u = torch.cat([a[-1].log() - r for a, _, r in parts])
     v = torch.cat([b[-1].log() for _, b, _ in parts])
     # Potentials without mass do not count; nan stays nan, and is not below infinity.
@@ -179,7 +179,7 @@ def _iterate(Z: Tensor, mu: Tensor, nu: Tensor, iterations: int) -> Iterates:
     K, r = _kernel(Z)
     K_t = K.transpose(1, 2)  # a view, which is not copied
     a: List[Tensor] = []
-    # exp(v) of v = 0; padding has no part
+    # The iterations begin with v = 0, so b = 1. Padding has no part.
     b: List[Tensor] = [(nu > 0).to(nu.dtype)]
     # a <- mu / (K b), b <- nu / (K^T a)
     for _ in range(iterations):
@@ -201,9 +201,12 @@ def _gradient(Z: Tensor, mu: Tensor, nu: Tensor, a: Tensor, b: Tensor, grad: Ten
     """Compute the gradient with respect to Z of <grad, log P>, exact for the unrolled iterations.
 
     With w_v = (gradient of v_t) b_t / nu and w_u = (gradient of u_t) a_t / mu, each computed from
-    the next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T). The same holds for s
-    a and b / s. With equal maxima, their squares stay in the range of float32. Without this, the
-    square of a leaves it if a score leads by 45.
+    the next one, the gradient is grad - K o sum_t (a_t w_v^T + w_u b_{t-1}^T), where o multiplies
+    element by element.
+
+    Any factor s gives the same gradient from s a and b / s. Here s makes their maxima equal, so
+    that their squares stay in the range of float32. Without it, the square of a would leave this
+    range if a score leads by 45.
     """
     K, _ = _kernel(Z)
     K_t = K.transpose(1, 2)

@@ -78,7 +78,7 @@ SPREAD = 2.0
 
 # No number of a configuration may be larger, since a model file may come from anyone.
 LARGEST = 65536
-KINDS = ("sift", "float")
+KINDS = ("sift", "float")  # kinds of descriptors, see `batch.unit_vectors`
 # A function of this type sums a tensor over all ranks, and has a gradient.
 Reduce = Callable[[Tensor], Tensor]
 
@@ -97,7 +97,7 @@ class SuperGlueConfig:
     scale_angle: bool = True  # also encode SIFT's scale and angle
     neighbours: bool = False  # also encode the nearest neighbour in the other image
     rotary: bool = False  # use relative positions in self-attention
-    sinkhorn_iterations: int = 100  # T in training; inference may use another number
+    sinkhorn_iterations: int = 100  # number in training, see `weights.load_model`
     extractor: str = "sift"  # name of the keypoint extractor (extractors.py)
     descriptor: str = "sift"  # kind of descriptor, "sift" or "float" (extractors.py)
     descriptor_dim: int = 128  # number of entries of a descriptor
@@ -160,7 +160,7 @@ class SuperGlue(nn.Module):
 
         Args:
             batches: the pairs, in batches of any sizes.
-            wait: whether to compute pairs that overflow once more
+            wait: whether pairs that overflow are computed again in the log domain
                 (`sinkhorn.log_optimal_transport`).
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
                 float16. For inference, `weights.fuse_for_inference` casts their weights once.
@@ -188,7 +188,7 @@ class SuperGlue(nn.Module):
         """
         config = self.config
         dtype = self.dustbin.dtype
-        # The first state of each keypoint, from its descriptor and its geometry (equation 2)
+        # Compute the first state of each keypoint from its descriptor and geometry (equation 2).
         geometry = geometry_of(keypoints, image_size, config.scale_angle)  # (T, 3 or 6)
         descriptors = unit_vectors(data, config.descriptor)
         inputs = [geometry]
@@ -198,8 +198,8 @@ class SuperGlue(nn.Module):
         x = self.descriptor_projection(descriptors.to(dtype)) + encoded  # (T, D)
         # Rotations of queries and keys, (2, T, d / 2)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
-        # Layers of self- and cross-attention (equations 3 to 5). Gradient checkpointing keeps only
-        # the input of each layer, and computes the rest again.
+        # Apply the layers of self- and cross-attention (equations 3 to 5). Gradient checkpointing
+        # keeps only the input of each layer, and computes the rest again.
         autocast = None if precision == "float32" else getattr(torch, precision)
         recompute = self.recompute and self.training
         for layer in self.layers:
@@ -221,7 +221,7 @@ class SuperGlue(nn.Module):
         views = images.split(descriptors / self.config.dim**0.25)
         iterations = self.config.sinkhorn_iterations
         solved = []
-        # Each batch by itself, since sizes differ
+        # Solve each batch by itself, since sizes differ.
         for i in range(0, len(views), 2):
             # (B, M, D), (B, N, D) -> (B, M, N), then log P (B, M + 1, N + 1)
             scores = torch.bmm(views[i], views[i + 1].transpose(1, 2))
@@ -507,7 +507,7 @@ class MLP(nn.Sequential):
         valid: (T,) bool, False for padding. If None, there is no padding.
         """
         first: Any = self[0]
-        # The columns of the first map that belong to each input
+        # Split the columns of the first map by the input that they belong to.
         weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
         # (T, C0), (T, C1), ... -> (T, hidden)
         x = nn.functional.linear(inputs[0], weights[0], first.bias)
@@ -567,7 +567,7 @@ class TokenBatchNorm(nn.Module):
         with torch.no_grad():
             # The step is a tensor, so that the host does not wait for the device.
             step = self.momentum * (first[-1] > 0).to(first.dtype)
-            # As torch's BatchNorm does, with the unbiased variance
+            # Keep the unbiased variance, as torch's BatchNorm does.
             self.running_mean += step * (mean - self.running_mean)
             self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
         return mean, var
@@ -638,6 +638,6 @@ def match_pairs(
         # Keep every mutual match: callers apply their own thresholds.
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
         rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
-    # Back to the order of the pairs, and to indices of all keypoints
+    # Restore the order of the pairs, and the indices of all keypoints.
     by_pair = dict(zip(order, rows))
     return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]

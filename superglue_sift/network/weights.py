@@ -1,9 +1,8 @@
-"""Model files: safetensors with a JSON description inside, verified on reading; and loading a
-trained network.
+"""Write and read model files, and load a trained network.
 
-The header holds the JSON description and a SHA-256 of the description and the tensors. A truncated,
-altered or foreign file is rejected before it is used, and nothing in a file can run code. A `.json`
-of the same name repeats the description for people and tools.
+A model file is safetensors. Its header holds a JSON description and a SHA-256 of the description
+and the tensors. A truncated, altered or foreign file is rejected before it is used, and nothing in
+a file can run code. A `.json` of the same name repeats the description for people and tools.
 """
 
 from __future__ import annotations
@@ -120,8 +119,10 @@ def load_model(
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
         weights = weights_of(tensors)
-        # A small file could ask for a network that does not fit the memory, so compare the number
-        # of weights with that of all large matrices before the network is created.
+        # A small file could ask for a network that does not fit the memory, so count its weights
+        # before the network is created. Its large matrices are the projection of descriptors, and
+        # ten of dim x dim in each of two attention layers: three for query, key and value, one to
+        # merge the heads, and six for the MLP.
         least = config.dim * (config.descriptor_dim + 20 * config.layers * config.dim)
         count = sum(tensor.numel() for tensor in weights.values())
         if count < least:
