@@ -152,7 +152,7 @@ class MatchResult:
         gray1 = features1.gray
         if gray0 is None or gray1 is None:
             return self
-        # Refine in the pixels that the features keep, which may be reduced.
+        # Refine in the gray pixels of the features, which may be reduced.
         small0 = features0.resize(gray0.shape[::-1])
         small1 = features1.resize(gray1.shape[::-1])
         index0, index1 = self.matches.T

@@ -1,4 +1,4 @@
-"""From the files of photographs to keypoints with descriptors.
+"""Read the files of photographs, and find keypoints with descriptors.
 
 images        reads a file to pixels, rotated upright or as stored.
 sift          finds SIFT keypoints in pixels.

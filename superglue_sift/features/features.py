@@ -32,16 +32,13 @@ from superglue_sift.files import FileName
 from superglue_sift.geometry import two_view
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
-# Alignment gets pixels whose longer side is so many times the one that SIFT gets. For photographs
+# Refinement gets pixels whose longer side is so many times the one that SIFT gets. For photographs
 # of 1,536 px with known homographies, and SIFT at 512 px, the median error is 0.07 px of the file
 # with 1, 0.05 with 2, and 0.06 with 3, where the deviations are too small.
-ALIGNED_AT = 2
+REFINED_AT = 2
 # Images that are smaller are enlarged to this longer side for SIFT, at most ENLARGED_MOST times.
 ENLARGED_TO = 768
 ENLARGED_MOST = 2
-# A function of this type is called as `sift.extract`: (gray, max_keypoints, mask) -> keypoints.
-Extract = Callable[..., np.ndarray]
-
 
 logger = logging.getLogger(__name__)
 
@@ -79,9 +76,10 @@ class Features(NamedTuple):
         """Return the keypoints in pixels of the image in which they were found, as the network
         needs them.
 
-        resize: for keypoints of your own, the longer side to which images are reduced, or 0. SIFT
-            finds no keypoint below `sift.MIN_SCALE`. If reducing the image by `resize` would make
-            one smaller, your own SIFT saw a larger image, and the image is reduced less.
+        resize: the longer side to which images are reduced, or 0. It is used for keypoints of your
+            own, for which the image in which they were found is not known. SIFT finds no keypoint
+            below `sift.MIN_SCALE`. If `resize` would make a keypoint smaller than this, your SIFT
+            saw a larger image, and the image is reduced less.
         """
         # SIFT of this library has seen the image at this size.
         if self.found_at is not None:
@@ -206,7 +204,7 @@ def extract(
     gray: np.ndarray,
     max_keypoints: int,
     resize: int = 0,
-    extractor: Extract = sift.extract,
+    extractor: Callable[..., np.ndarray] = sift.extract,
     masks: Sequence[np.ndarray] = (),
     name: str = "an image",
 ) -> Features:
@@ -214,6 +212,7 @@ def extract(
 
     resize: longer side to which a larger image is reduced for the extractor. An image below
         ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it is.
+    extractor: a function that is called as `sift.extract`.
     masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
     name: name of the image, for the warning about a picture without keypoints or with few gray
         levels.
@@ -233,7 +232,7 @@ def extract(
     if not len(found.records) or levels < FEW_LEVELS:
         counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
         logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
-    return found.resize(size)._replace(gray=reduce(gray, ALIGNED_AT * resize))
+    return found.resize(size)._replace(gray=reduce(gray, REFINED_AT * resize))
 
 
 def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:

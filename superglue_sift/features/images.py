@@ -469,8 +469,10 @@ def _pixels_of_values(
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Scale values of any type to 8 bits by the range that is in use.
 
-    values: (H, W) gray or (H, W, 3 or 4) RGB(A). nodata: value of pixels without data, or None.
-        Returns pixels and mask, as `pixels_of`.
+    values: (H, W) gray or (H, W, 3 or 4) RGB(A).
+    nodata: value of pixels without data, or None.
+
+    Returns pixels and mask, as `pixels_of`.
     """
     colours = values[..., :3] if values.ndim == 3 else values
     known = np.isfinite(colours)
@@ -556,7 +558,10 @@ def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _flips(orientation: int) -> Tuple[bool, bool]:
-    """Say whether x, and whether y, is mirrored to get upright, after both are swapped above 4."""
+    """Say whether x, and whether y, must be mirrored to rotate pixels of an orientation upright.
+
+    Orientations above 4 swap x and y first.
+    """
     return orientation % 4 in (2, 3), orientation % 4 in (3, 0)
 
 

@@ -74,7 +74,8 @@ def compare(
     """
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)
-    rest = np.full(len(others), -1.0, np.float32)  # largest cosine with rows nearer to another one
+    # The largest cosine of each column, in rows whose nearest is another column
+    rest = np.full(len(others), -1.0, np.float32)
     product = torch.empty((BLOCK, len(others)))
     right = torch.from_numpy(others).T
     for start in range(0, len(rows), BLOCK):
@@ -85,11 +86,11 @@ def compare(
         at = np.arange(len(left))
         nearest[here] = best = values.argmax(axis=1)
         cosine[here] = values[at, best]
-        # Without the nearest, the maximum is the second nearest of a row, or the rival of a column.
+        # Take out each row's nearest. The maximum of a row is then its second largest cosine.
         values[at, best] = -1.0
         second[here] = values.max(axis=1)
         np.maximum(rest, values.max(axis=0), out=rest)
-    # Rows that share a nearest one, except the first of them in this order
+    # Where several rows have one nearest neighbour, all but the nearest of these rows are beaten.
     order = np.lexsort((-cosine, nearest))
     beaten = order[1:][np.diff(nearest[order]) == 0]
     np.maximum.at(rest, nearest[beaten], cosine[beaten])
@@ -124,7 +125,7 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
     ratios = ratio_of(cosine, np.maximum(second, rival))
     # A row that is not the nearest of its neighbour has an infinite rival and fails.
     kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
-    # From rows, one for each orientation, to keypoints
+    # Convert rows, one for each orientation, to keypoints.
     indices = np.stack([owner[kept], other_owner[nearest[kept]]], axis=1)
     return one_each(Matches(indices, 1.0 - ratios[kept]))
 

@@ -53,7 +53,8 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
     """
     points = detector().detect(gray, mask)
     values = values_of(points)
-    # Keep one keypoint for each position. OpenCV's orientations of a point follow each other.
+    # Keep one keypoint for each position. In this order the orientations of a point follow each
+    # other, so a second orientation is the next entry, if that has the same geometry.
     order, first = _by_position(values)
     second = order[np.minimum(first + 1, max(len(order) - 1, 0))]
     first = order[first]
@@ -140,8 +141,9 @@ def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     """Compute the descriptors (n, 128) float32 of keypoints, as `detectAndCompute` returns them."""
     if not points:
         return np.empty((0, 128), np.float32)
-    # OpenCV doubles the image only if there is a keypoint of octave -1. This one has it, as 255
-    # below the layer 1, and its descriptor is dropped.
+    # OpenCV doubles the image only if there is a keypoint of octave -1, so one is added, and its
+    # descriptor is dropped. Its lowest byte is the octave, where 255 means -1, and the next byte is
+    # the layer 1.
     doubled = cv2.KeyPoint(0.0, 0.0, MIN_SCALE, 0.0, 0.0, 255 | 1 << 8)
     return detector().compute(gray, [*points, doubled])[1][:-1]
 

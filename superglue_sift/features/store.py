@@ -1,4 +1,4 @@
-"""Features of many images are computed once and kept on disk.
+"""Compute the features of many images once, and keep them on disk.
 
 The name of a file is a digest of the content of the image and its mask, and of the settings.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from superglue_sift import __version__
 from superglue_sift.features.extractors import DEFAULT
-from superglue_sift.features.features import ALIGNED_AT, Features
+from superglue_sift.features.features import REFINED_AT, Features
 from superglue_sift.features.images import find_mask, read, read_gray, reduce
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
@@ -74,12 +74,12 @@ class FeatureStore:
         return self._features(item)
 
     def with_pixels(self, item: Item) -> Features:
-        """Return the features with the gray pixels, which alignment needs. Raises RequestError."""
+        """Return the features with the gray pixels for refinement. Raises RequestError."""
         return self(item)._replace(gray=self._pixels(item))
 
     def _read_pixels(self, item: Item) -> np.ndarray:
-        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for alignment."""
-        return reduce(read_gray(item.image, self.matcher.frame), ALIGNED_AT * self.matcher.resize)
+        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for refinement."""
+        return reduce(read_gray(item.image, self.matcher.frame), REFINED_AT * self.matcher.resize)
 
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""

@@ -1,4 +1,4 @@
-"""The geometry of matches.
+"""Fit, refine and verify the geometry of matches.
 
 two_view          fits homographies, fundamental matrices, relative poses and local maps.
 refinement        refines the positions of matches to a fraction of a pixel.

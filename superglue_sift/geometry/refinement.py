@@ -143,7 +143,7 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     """
     scales = np.stack([records0["scale"], records1["scale"]])
     scales[:, (scales <= 0).any(0)] = 1.0
-    # The rotation by the difference of both angles, times the ratio of both scales
+    # Multiply the rotation by the difference of both angles with the ratio of both scales.
     ratio = (scales[1] / scales[0]).astype(np.float64)
     rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
     c = ratio * np.cos(rotation)
@@ -162,7 +162,7 @@ def _equally_sharp(
     Returns the state of the matches for images of equal sharpness.
     """
     first = work.sharpness() > 0  # whether image 0 is the sharper one
-    # A sample in px of the sharper image, which is blurred
+    # The distance of two samples, in px of the sharper image, which is blurred
     pixel = float(work.steps[0 if first else 1].median())
     sharp = (gray0 if first else gray1).astype(np.float32)
 
@@ -534,8 +534,9 @@ def energy(samples: Tensor, weight: Tensor) -> Tensor:
 
 
 def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
-    """Invert (n, 2, 2), except along directions without structure; return also their
-    number (n,).
+    """Invert Hessians (n, 2, 2), except along directions without structure.
+
+    Returns the inverses (n, 2, 2), and how many directions of each have no structure, (n,).
     """
     values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)

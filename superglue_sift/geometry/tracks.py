@@ -1,11 +1,13 @@
-"""One position for each keypoint of several images, from matches that were aligned pair by pair.
+"""Find one position of each keypoint of several images, from matches refined pair by pair.
 
-Alignment gives a keypoint a different position in each pair, but a reconstruction needs one. As in
-Dusmanu et al. 2020 (arXiv 2003.08348), all positions are solved for together. The alignment of a
-match (a, b) finds the point of a at a distance d from b. With A the local affine map from a's image
-to b's, corrections x of both must satisfy d + A x_a = x_b, weighted by the deviation of the match.
-Each x must be small, weighted by SIFT's scatter. This scatter grows with the image, so lengths are
-in pixels of images reduced to `verification.RESIZE`.
+Refinement gives a keypoint a different position in each pair, but a reconstruction needs one. As in
+Dusmanu et al. 2020 (arXiv 2003.08348), the corrections x of all keypoints are solved for together.
+
+For a match of keypoints a and b, refinement finds the place in b's image that shows a. Let d be the
+shift from b to this place, and A the local affine map from a's image to b's. The corrections must
+satisfy d + A x_a = x_b, weighted by the deviation of the match. Each x must be small, weighted by
+SIFT's scatter. This scatter grows with the image, so lengths are in pixels of images reduced to
+`verification.RESIZE`.
 """
 
 from __future__ import annotations
@@ -21,16 +23,16 @@ from superglue_sift.match_result import MatchResult
 DIRECT = 500_000  # a direct solver is used up to this number of matched keypoints
 # Equations are weighted anew so many times. Equations that others contradict lose weight.
 ROUNDS = 4
-MIN_DEVIATION_PX = 0.03  # smaller deviations of alignments are raised to this
+MIN_DEVIATION_PX = 0.03  # smaller deviations of refined matches are raised to this
 
 
 def refine_tracks(
     keypoints: Sequence[np.ndarray], pairs: Iterable[Tuple[int, int, MatchResult]]
 ) -> List[np.ndarray]:
-    """Correct the positions of keypoints of several images so that aligned matches agree.
+    """Correct the positions of keypoints of several images so that refined matches agree.
 
     Args:
-        keypoints: (N, 2) px of each image, before alignment.
+        keypoints: (N, 2) px of each image, before refinement.
         pairs: (i, j, result), the refined matches of image i with image j. Results and matches that
             are not refined are ignored. The pairs are read once, one at a time.
 
@@ -86,7 +88,7 @@ def _solve(
     maps: np.ndarray,
     shift: np.ndarray,
     deviation: np.ndarray,
-):
+) -> np.ndarray:
     """Solve for the corrections (count, 2) by iteratively reweighted least squares.
 
     The weights are Cauchy's. Keypoints without an equation get zeros. The other arguments are those
@@ -100,8 +102,8 @@ def _solve(
     used, ends = np.unique(np.concatenate([first, second]), return_inverse=True)
     first, second = ends.reshape(2, -1)
     size = 2 * len(used)
-    # Build the sparse system: two rows for each match, with A at the columns of a and -1 at those
-    # of b.
+    # Build the sparse system. A match has two rows, with A in the columns of a, and -1 in the
+    # columns of b.
     equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
     rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
     columns = np.concatenate(
