@@ -74,7 +74,7 @@ EXAMPLES = {
     "desc": (5, SIFT_DIM),
     "image_size": (2,),
 }
-# The names of inputs and outputs of a file, for each program that reads it
+# FORMS has the names of the inputs and outputs of a file, for each program that reads it.
 FORMS = {"any": (INPUTS, OUTPUTS), "colmap": (COLMAP_INPUTS, ("matches0", "mscores0"))}
 
 
@@ -96,7 +96,7 @@ class OnnxSuperGlue(nn.Module):
         views = []
         for places, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
             keypoints = torch.cat([places, torch.stack([scales, angles, scores], 2)], 2)
-            # A row of padding, since a maximum needs at least one row: (1, M + 1, 5)
+            # Add a row of padding, (1, M + 1, 5), since a maximum needs at least one row.
             keypoints = pad(keypoints, (0, 0, 0, 1))
             masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
             size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
@@ -105,8 +105,8 @@ class OnnxSuperGlue(nn.Module):
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
         keypoints, data, size = map(images.join, zip(*views))
         descriptors = self.model.describe(keypoints, data, size, images)
-        # The transport is in float64, whose range is sufficient for trained scores, since a graph
-        # cannot fall back to the log domain.
+        # A graph cannot fall back to the log domain, so the transport is in float64, whose range
+        # is sufficient for trained scores.
         (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)
         matches0, scores0, matches1, scores1 = mutual_matches(log_P, self.threshold)
         return tuple(values[:, :-1] for values in (matches0, matches1, scores0, scores1))
@@ -154,7 +154,7 @@ class ColmapSuperGlue(OnnxSuperGlue):
         )
         values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
         matches, _, scores, _ = super().forward(*values)
-        # Back to indices of all keypoints. The index -1, no match, takes the last entry, also -1.
+        # Convert to indices of all keypoints. Where there is no match, -1 takes the last entry, -1.
         index1 = torch.cat([order1, order1.new_full((1,), -1)])[matches[0]]
         none = torch.zeros_like(view0[3][0])
         return (
@@ -243,7 +243,7 @@ def export(
     if form == "colmap":
         module = ColmapSuperGlue(network, threshold, max_keypoints)
     inputs, outputs = FORMS[form]
-    # Example inputs of five keypoints, of which there may be any number
+    # Create example inputs of five keypoints. The graph takes any number of them.
     counts = {view: torch.export.Dim("keypoints" + view) for view in "01"}
     values = [torch.ones((1, *EXAMPLES.get(name[:-1], (5,)))) for name in inputs]
     shapes = [{} if "size" in name else {1: counts[name[-1]]} for name in inputs]

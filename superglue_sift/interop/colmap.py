@@ -1,11 +1,13 @@
-"""Matches as a COLMAP database, the input of its mapper (pip install 'superglue-sift[colmap]').
+"""Write matches to a COLMAP database, which its mapper reads.
+
+This needs `pip install 'superglue-sift[colmap]'`.
 
 `database_of` fills a new database. COLMAP's own importer writes the photographs: their cameras, and
 their positions by GPS. COLMAP's coordinates start at the corner of the first pixel, so 0.5 is
 added. It ignores the EXIF orientation, so keypoints of photographs that were rotated upright are
 rotated back.
 
-`StoredFeatures` is the other way round: the features that a database already holds are matched
+`StoredFeatures` reads the features that a database already holds, and adds their matches
 (`superglue-match --colmap DATABASE`). Nothing is extracted again and no photograph is read.
 """
 
@@ -139,7 +141,7 @@ def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
     # Rotate the positions back to stored pixels.
     to_stored = to_upright(inverse(features.turned), features.size)
     points = two_view.transform(features.keypoints.astype(np.float64), to_stored)
-    # The first pixel's centre: (0, 0) here, (0.5, 0.5) in COLMAP
+    # The centre of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
     points = points.astype(np.float32) + np.float32(CENTRE)
     database.write_keypoints(image.image_id, points)
     if kind_of(features.records.dtype)[0] == "sift":
@@ -268,7 +270,7 @@ class StoredFeatures:
             kind = described.type.name
             raise RequestError(f"{self.path}: {photo.name} has descriptors of {kind}, not of SIFT")
         features = Features.of_colmap(keypoints, described.data, (camera.width, camera.height))
-        # the largest keypoints, whose rows in the database `order` keeps
+        # Keep the largest keypoints. `order` has their rows in the database.
         order = np.argsort(-features.records["scale"], kind="stable")[: self.max_keypoints]
         entry = image.image_id, camera, keypoints[:, :2].astype(np.float64)
         return features.select(order), order, entry

@@ -19,7 +19,7 @@ from superglue_sift.network.superglue import TYPICAL_SCORE
 
 
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
-    """Convert to OpenCV's matches, for `cv2.drawMatches` and others; distance = 1 - score."""
+    """Convert to OpenCV's matches, for `cv2.drawMatches` and others. Distances are 1 - score."""
     return [
         cv2.DMatch(int(i), int(j), float(1.0 - s))
         for (i, j), s in zip(result.matches, result.scores)
@@ -59,7 +59,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
         raise RequestError(
             "LightGlue and hloc: only SIFT features can be converted, these are others"
         )
-    # the field's names and units: RootSIFT, radians; scales stay diameters in pixels
+    # Convert to RootSIFT and radians. Scales stay diameters in pixels.
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
@@ -81,7 +81,7 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
     """
     # (1, ...) tensors or arrays -> (...) arrays
     values = {name: torch.as_tensor(value)[0].cpu().numpy() for name, value in data.items()}
-    # Back to OpenCV's units: degrees from 0 to 360, descriptors from 0 to 255
+    # Convert to OpenCV's units, degrees from 0 to 360 and descriptors from 0 to 255.
     scores = values.get("keypoint_scores", np.zeros(len(values["keypoints"])))
     width, height = values["image_size"]
     return Features.of(
@@ -116,7 +116,11 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
 def from_lightglue_matches(
     data: Mapping[str, Any], features0: Features, features1: Features
 ) -> MatchResult:
-    """Convert the `matches0` and `matching_scores0` of LightGlue, glue-factory or any matcher."""
+    """Convert the output of LightGlue, glue-factory or a similar matcher to a result.
+
+    data: tensors or arrays for a pair, alone or as a batch of one. `matches0` is (M,) or (1, M),
+        and -1 for a keypoint without a match. `matching_scores0` has the same shape.
+    """
     matches0, scores0 = (
         torch.as_tensor(data[name]).detach().cpu().reshape(-1)
         for name in ("matches0", "matching_scores0")

@@ -1,5 +1,6 @@
-"""hloc's files and its matcher (pip install 'superglue-sift[hloc]' brings h5py; hloc itself comes
-from its sources).
+"""Write files for hloc, and match for hloc.
+
+This needs `pip install 'superglue-sift[hloc]'`, which brings h5py, and hloc from its sources.
 
     write_features("features.h5", "a.jpg", features)               a group for each image
     write_matches("matches.h5", "a.jpg", "b.jpg", found)           a group for each pair
@@ -40,10 +41,15 @@ MATCHES = ("matches0", "matching_scores0")  # arrays of a pair
 
 
 def write_features(path: FileName, name: str, features: Features) -> None:
-    """Add an image: keypoints (N, 2) pixels, scores, scales (sigma, half a diameter), oris
-    (degrees) (N,), descriptors (128, N), image_size.
+    """Add the features of an image to a file, in the units of hloc's own SIFT.
 
-    Units, and RootSIFT as descriptors, are those of hloc's own SIFT.
+    The group `name` gets these arrays:
+    - keypoints (N, 2), in pixels,
+    - scores (N,),
+    - scales (N,), sigma in pixels, which is half a diameter,
+    - oris (N,), in degrees,
+    - descriptors (128, N), RootSIFT,
+    - image_size (2,), width and height.
     """
     data = convert.to_lightglue(features)
     arrays = {
@@ -52,15 +58,19 @@ def write_features(path: FileName, name: str, features: Features) -> None:
         "descriptors": data["descriptors"][0].numpy().T,
         "scales": features.records["scale"] / 2,
         "oris": features.records["angle"],
-        "image_size": np.array(features.size),  # hloc makes empty tensors of it: whole numbers
+        "image_size": np.array(features.size),  # whole, since hloc creates tensors of this size
     }
     _write(path, Path(name).as_posix(), arrays)
 
 
 def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
-    """Add a pair: matches0 (M,) int64, -1 without a match, and matching_scores0 (M,) float32."""
+    """Add the matches of a pair to a file.
+
+    The group of the pair gets matches0 (M,) int64, -1 without a match, and matching_scores0 (M,)
+    float32.
+    """
     output = convert.to_lightglue_matches(found)
-    # hloc's group of a pair: a-b.jpg/c.jpg for a/b.jpg and c.jpg
+    # hloc names the group of a/b.jpg and c.jpg a-b.jpg/c.jpg.
     pair = "/".join(Path(name).as_posix().replace("/", "-") for name in (name0, name1))
     _write(path, pair, {name: output[name][0].numpy() for name in MATCHES})
 
