@@ -197,11 +197,10 @@ def legend(panels: Sequence[Panel]) -> str:
 def draw(
     image0: np.ndarray, image1: np.ndarray, panels: Sequence[Panel], captions: bool = True
 ) -> np.ndarray:
-    """Draw one picture, (H, W, 3) uint8 BGR, of panels below each other, with headings and a
-    legend.
+    """Draw panels below each other, with headings and a legend; return (H, W, 3) uint8 BGR.
 
-    Images are reduced to a longer side of `SIDE`. captions: whether to draw headings and legend. A
-    page may have them as text.
+    image0, image1: (H, W) gray or (H, W, 3) BGR, uint8. They are reduced to a longer side of SIDE.
+    captions: whether to draw headings and legend. A page may have them as text.
     """
     small0, small1 = (reduce(image, SIDE) for image in (image0, image1))
     unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))

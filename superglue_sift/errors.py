@@ -1,4 +1,4 @@
-"""Errors for the user, and the exit codes of commands."""
+"""Report errors to the user, and return the exit codes of commands."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Read and write files. They are written whole or not at all.
+"""Read and write text, JSON and CSV. Files are written whole or not at all.
 
-Text, JSON, CSV, digests, and lists of names.
+This module also computes digests, names files, and reads lists of names.
 """
 
 from __future__ import annotations
@@ -137,8 +137,7 @@ def read_lines(path: FileName) -> List[Tuple[int, str]]:
         text = data.decode("utf-16") if is_wide else data.decode("utf-8-sig", "surrogateescape")
     except OSError as error:
         raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
-    # This also finds files that are no text.
-    except ValueError:
+    except ValueError:  # the file is no text
         text = "\0"
     if "\0" in text:
         raise RequestError(f"{path}: is not a text file; save it as text in UTF-8")

@@ -57,7 +57,7 @@ NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side to which images are reduced
 USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
 USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, verification.RESIZE)
-# These attributes may be set after loading.
+# Attributes that may be set after loading. A pickle keeps them.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
 )  # fmt: skip
@@ -221,8 +221,9 @@ class Matcher:
     def extract_file(
         self, data: bytes, path: FileName, mask: Optional[Union[FileName, np.ndarray]] = None
     ) -> Features:
-        """Extract keypoints from the bytes of a file. `path` names it in messages. See
-        `extract`.
+        """Extract keypoints from the bytes of a file, as `extract` does.
+
+        path: the name of the file in messages. Features keep it as their image.
         """
         photo = decode(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
@@ -248,8 +249,8 @@ class Matcher:
             raise RequestError(f"{reason}: extractor='{source}' (--extractor {source})")
         # A keypoint must lie inside every mask.
         used = [mask for mask in masks if mask is not None]
-        settings = self.max_keypoints, self.resize, self.extractor
-        return extract(gray, *settings, used, name)._replace(frame=self.frame)
+        found = extract(gray, self.max_keypoints, self.resize, self.extractor, used, name)
+        return found._replace(frame=self.frame)
 
     def extract_all(self, images: Iterable[Union[Image, Features]]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
@@ -308,8 +309,9 @@ class Matcher:
         """Match each pair, in order. `batch_size` pairs are read and matched at a time.
 
         refine: as for `match`.
-        Batches are faster on a GPU. Their scores differ from those of single pairs by rounding.
-        Raises RequestError for an image that cannot be read, before its batch is matched.
+
+        Batches are faster on a GPU. Their scores differ from the scores of single pairs by
+        rounding. Raises RequestError for an image that cannot be read, before its batch is matched.
         """
         check_range("batch_size", batch_size, 1)
         for group in groups(pairs, batch_size):
@@ -386,7 +388,7 @@ class Matcher:
         """Match pairs by the network alone.
 
         Returns for each pair:
-        - its keypoints as the network gets them, in pixels of the reduced images,
+        - all its keypoints, in pixels of the reduced images,
         - all matches of the network, whatever their scores,
         - the mutual nearest neighbours of all keypoints,
         - the indices (m,) and (n,) of the selected keypoints.
@@ -425,7 +427,7 @@ class Matcher:
         by_network = self.match_network(list(asked.values()))
         for (number, pair), (_, own, mutual, _) in zip(asked.items(), by_network):
             matches, score = verification.match_one_place(pair, own, mutual, *settings)
-            # Back to indices of all keypoints
+            # Convert to indices of all keypoints.
             found[number] = matches.renumber(*looks[number][1]).sort(), score
         return [
             dataclasses.replace(MatchResult.of(*pair, matches), pair_score=score)

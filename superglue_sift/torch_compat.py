@@ -27,7 +27,7 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
     Chunks of queries are computed one by one, and once more for the gradient. The shapes are those
     of `superglue.attention`.
     """
-    # So many queries at a time that their weights fit MAX_WEIGHTS
+    # Take as many queries at a time as have at most MAX_WEIGHTS weights.
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
     chunks = [(part, k, v, visible) for part in q.split(rows, 2)]
     learns = torch.is_grad_enabled()
@@ -69,13 +69,14 @@ def no_compiler(device_type: str) -> str:
     """
     if not can_compile():
         return "this torch has no compiler"
-    names = ("cc", "gcc", "clang") if device_type == "cuda" else ("g++", "clang++")
-    asked = os.environ.get("CC" if device_type == "cuda" else "CXX", names[0])
+    if device_type == "cuda":
+        language, variable, names = "C", "CC", ("cc", "gcc", "clang")
+    else:
+        language, variable, names = "C++", "CXX", ("g++", "clang++")
+    asked = os.environ.get(variable, names[0])
     if any(shutil.which(name) for name in (asked, *names)):
         return ""
-    return (
-        f"there is no C{'' if device_type == 'cuda' else '++'} compiler ({' or '.join(names[-2:])})"
-    )
+    return f"there is no {language} compiler ({' or '.join(names[-2:])})"
 
 
 # Say whether `torch.compile` or `torch.export` is reading the code (torch 2.1 or newer).
@@ -193,7 +194,7 @@ def backend(device_type: str) -> str:
     """
     if device_type != "cuda":
         return "gloo"
-    # torch 2: one backend for each kind of tensor
+    # torch 2 takes one backend for each kind of tensor.
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
 
 

@@ -61,7 +61,7 @@ SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame", "scene",
     "accept", "likely", "extractor",
 )  # fmt: skip
-# An option needs one of these sources or other options.
+# Each of these options needs one of the sources or options in its line.
 GOES_WITH = {
     "out": (TWO,),
     "json": (TWO,),
@@ -320,7 +320,7 @@ def _spell(name: str) -> str:
 
 def _source(args: argparse.Namespace) -> str:
     """Say what is matched. Raises RequestError if it is nothing, or more than one thing."""
-    # Exactly one of these must be given.
+    # List what is given, which must be exactly one source.
     sources = [LIST] * bool(args.pairs) + [PAGE] * args.serve + [FILES] * bool(args.inputs)
     # --colmap alone reads a database. With photographs it writes one.
     if not sources and args.colmap:

@@ -136,10 +136,10 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
 def listed_pairs(file: Path, root: Path) -> List[Pair]:
     """Read pairs from a text file, `a b` in each line, which name images below `root`.
 
-    Names with spaces stand in double quotes, or with a tab between the two. Lines that start with
-    `#` are ignored. Numbers after the names are ignored, too. SuperGlue's lists have two rotations
-    there, and 38 numbers of a pose. Raises RequestError for an unreadable file or a line without
-    two names.
+    Names with spaces stand in double quotes, or have a tab between them. Lines that start with `#`
+    are ignored. Numbers after the names are ignored, too: in SuperGlue's lists, they are two
+    rotations, two camera matrices and a pose. Raises RequestError for an unreadable file or a line
+    without two names.
     """
     pairs: Dict[Tuple[Path, Path], None] = {}  # each pair once, in the order of the list
     for number, line in read_lines(file):
@@ -292,8 +292,7 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
     if args.colmap:
         from superglue_sift.interop.colmap import database_of
 
-        wanted = args.refine, args.camera_per
-        database = database_of(args.colmap, root, photos, store, *wanted)
+        database = database_of(args.colmap, root, photos, store, args.refine, args.camera_per)
     # Match the pairs. The table and the database get each of them.
     rows: List[Sequence[Any]] = [PAIR_COLUMNS]
     before = 0
@@ -361,7 +360,7 @@ def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item]
             return str(error).replace(f"{photo.image}: ", "", 1)
         return ""
 
-    # Two threads: one can read a file while SIFT of the other image runs.
+    # One of two threads can read a file while SIFT of the other one runs.
     with ThreadPoolExecutor(2) as pool:
         reasons = pool.map(reason, photos)
         shown = list(Progress(reasons, total=len(photos), desc="features", unit="images"))
@@ -432,10 +431,7 @@ def _write_pair(
 
 
 def _row(root: Path, item0: Item, item1: Item, found: MatchResult) -> Tuple[Any, ...]:
-    """Return the row of pairs.csv for one pair of a scene. Its columns are PAIR_COLUMNS.
-
-    The row has the score of the pair, or the reason why the pair has no score.
-    """
+    """Return the row of pairs.csv for one pair of a scene. Its columns are PAIR_COLUMNS."""
     score = f"{found.pair_score:.4f}"
     reason = "" if found.accepted else "not accepted"
     # A pair that the first look skipped was never judged, so it has no score.
