@@ -35,17 +35,11 @@ from torch.nn.functional import pad
 from superglue_sift import errors
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import MIN_SCALE, positions
+from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, Pair, choose_pair
-from superglue_sift.network.superglue import (
-    SIFT_DIM,
-    TYPICAL_SCORE,
-    SuperGlue,
-    mutual_matches,
-    nearest_neighbours,
-)
+from superglue_sift.network.superglue import SIFT_DIM, SuperGlue, mutual_matches, nearest_neighbours
 from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
 from superglue_sift.torch_compat import can_export
 
@@ -186,7 +180,7 @@ def _from_colmap(
     """
     kpts, desc, scales, oris = (t.index_select(1, order) for t in (kpts, desc, scales, oris))
     scales = 2 * scales  # OpenCV's size is a diameter
-    # The largest reduction that makes no keypoint smaller than SIFT finds
+    # Take the largest reduction that makes no keypoint smaller than SIFT finds.
     smallest = torch.cat([scales[0], scales.new_full((1,), torch.inf)]).amin(0)
     unit = torch.minimum(size[0].amax(0) / RESIZE, smallest / MIN_SCALE).clamp(min=1.0)
     scores = torch.full_like(scales, TYPICAL_SCORE)  # COLMAP stores no scores

@@ -27,10 +27,9 @@ from superglue_sift.features.images import (
     read_photo,
     reduce,
 )
-from superglue_sift.features.sift import KEYPOINT, whole_sift
+from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, whole_sift
 from superglue_sift.files import FileName
 from superglue_sift.geometry import two_view
-from superglue_sift.network.superglue import TYPICAL_SCORE
 
 # Refinement gets pixels whose longer side is so many times the one that SIFT gets. For photographs
 # of 1,536 px with known homographies, and SIFT at 512 px, the median error is 0.07 px of the file
@@ -300,7 +299,7 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")
-    # A tensor: from 0 to 1 -> uint8, then the axes of OpenCV
+    # Convert a tensor to uint8 if it is from 0 to 1, then to the axes of OpenCV.
     image = image.detach().cpu()
     if image.is_floating_point():
         if not bool(((image >= 0) & (image <= 1)).all()):

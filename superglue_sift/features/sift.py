@@ -36,6 +36,7 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 # half a layer below it.
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
+TYPICAL_SCORE = 0.03  # contrast of a typical keypoint, for keypoints whose contrast is not known
 CONTRAST = 0.0133  # minimum contrast of a keypoint, a third of OpenCV's default
 # Increase this number when the same image gives other keypoints. Features and stores made with
 # another number are then made again.

@@ -12,10 +12,9 @@ from torch import Tensor
 from superglue_sift.errors import RequestError
 from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import GEOMETRY, root_sift_of, whole_sift
+from superglue_sift.features.sift import GEOMETRY, TYPICAL_SCORE, root_sift_of, whole_sift
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
-from superglue_sift.network.superglue import TYPICAL_SCORE
 
 
 def to_dmatches(result: MatchResult) -> List[cv2.DMatch]:
@@ -105,7 +104,7 @@ def to_lightglue_matches(result: MatchResult) -> Dict[str, Any]:
         "matches": [torch.from_numpy(result.matches)],
         "scores": [torch.from_numpy(result.scores)],
     }
-    # (K, 2) indices to (1, M) and (1, N) partners
+    # (K, 2) indices -> (1, M) and (1, N) partners
     for view in (0, 1):
         partners, scores = (torch.from_numpy(values)[None] for values in result.dense(view))
         output[f"matches{view}"] = partners

@@ -43,6 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from superglue_sift.features.sift import TYPICAL_SCORE
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import (
     Images,
@@ -67,9 +68,8 @@ ENCODER_WIDTHS = (32, 64, 128, 256)
 SHARPNESS = 40.0
 DOUBTFUL_COSINE = 0.78
 
-# Typical values of SIFT in images of 512x384 px. The inputs of the network are divided by them, so
-# that they are of order one.
-TYPICAL_SCORE = 0.03
+# Typical scale of SIFT in images of 512x384 px. The inputs of the network are divided by it and by
+# TYPICAL_SCORE, so that they are of order one.
 TYPICAL_SCALE = 4.0
 NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `neighbour_features`
 
