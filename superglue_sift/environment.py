@@ -82,9 +82,9 @@ def run(module: str) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files are printed as the system has them. A pipe on Windows takes only the
         # letters of one language. Other letters are then printed as numbers, without an error.
-        names = (sys.stdout.encoding, sys.getfilesystemencoding())
-        own = len({codecs.lookup(name).name for name in names}) == 1
-        sys.stdout.reconfigure(errors="surrogateescape" if own else "backslashreplace")
+        codec, own = map(codecs.lookup, (sys.stdout.encoding, sys.getfilesystemencoding()))
+        is_own = codec.name == own.name
+        sys.stdout.reconfigure(errors="surrogateescape" if is_own else "backslashreplace")
     return exit_code(importlib.import_module(module).main)
 
 

@@ -18,6 +18,9 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
+# The language of the compiler that torch 2 needs for a device, the variable that names it, and its
+# usual names
+COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++")), "cuda": ("C", "CC", ("cc", "gcc", "clang"))}
 MAX_WEIGHTS = 1 << 26  # maximum number of weights of attention at a time, 256 MiB in float32
 
 
@@ -38,9 +41,8 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
     """Compute attention with plain products, and softmax in float32 or wider."""
-    logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) / math.sqrt(
-        q.shape[-1]
-    )
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q @ k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     return logits.softmax(-1).to(q.dtype) @ v
@@ -63,16 +65,10 @@ LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
 def no_compiler(device_type: str) -> str:
-    """Say why `torch.compile` cannot run here, or return "" if it can.
-
-    torch 2 needs a C++ compiler, and on a GPU a C compiler.
-    """
+    """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can."""
     if not can_compile():
         return "this torch has no compiler"
-    if device_type == "cuda":
-        language, variable, names = "C", "CC", ("cc", "gcc", "clang")
-    else:
-        language, variable, names = "C++", "CXX", ("g++", "clang++")
+    language, variable, names = COMPILERS[device_type]
     asked = os.environ.get(variable, names[0])
     if any(shutil.which(name) for name in (asked, *names)):
         return ""
@@ -158,8 +154,10 @@ def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Te
 
 
 def grad_scaler(enabled: bool):
-    """Return the scaler of the loss for float16. It moved to `torch.amp` in torch 2.3."""
-    # torch 1.10 has no `torch.amp`
+    """Return the scaler of the loss for float16.
+
+    It moved to `torch.amp` in torch 2.3. torch 1.10 has no `torch.amp`.
+    """
     if hasattr(getattr(torch, "amp", torch), "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
