@@ -267,7 +267,7 @@ def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
     """
     sums = np.zeros_like(words)
     if len(descriptors) and len(words):
-        # The nearest word of each descriptor, (n,), since |d - w|^2 = |d|^2 - 2 d w + |w|^2
+        # Find the nearest word of each descriptor, (n,). |d - w|^2 = |d|^2 - 2 d w + |w|^2.
         word = np.argmax(descriptors @ words.T - (words**2).sum(1) / 2, axis=1)
         np.add.at(sums, word, descriptors - words[word])
     # Normalise by word, so that a repeated pattern does not outweigh the rest, then as a whole.

@@ -211,7 +211,7 @@ class _Work:
         numbers = np.column_stack([points0, points1, maps.reshape(-1, 4)])
         usable = np.all(np.isfinite(numbers), axis=1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
-        # Magnification along the direction where it is largest
+        # Measure the magnification along the direction where it is largest.
         scale = np.linalg.norm(maps, ord=2, axis=(1, 2))
         usable &= (
             (scale < MAX_ZOOM)
@@ -366,7 +366,7 @@ class _View:
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
         self.picture = to_tensor(whole, device)[None, None]
-        # Units and positions of the levels in this picture
+        # Find the units and positions of the levels in this picture.
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
         self.last = to_tensor((sizes - 1) / scale[:, None], device)

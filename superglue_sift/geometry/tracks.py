@@ -123,9 +123,8 @@ def _solve(
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
         else:  # this takes a quarter of the time: short, separate tracks cause little fill-in
             normal = (whole.T @ whole).tocsc()
-            x = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True}).solve(
-                whole.T @ target
-            )
+            factors = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True})
+            x = factors.solve(whole.T @ target)
         # Weight the equations anew by their residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
         weight = 1.0 / (1.0 + residual / 9.0)  # half the weight at three deviations

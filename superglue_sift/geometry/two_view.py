@@ -122,7 +122,7 @@ def jacobians(H: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Compute the derivatives (N, 2, 2) of a homography H (3, 3) at points (N, 2)."""
     mapped = transform(points, H)
     depth = points[:, 0] * H[2, 0] + points[:, 1] * H[2, 1] + H[2, 2]
-    # The derivative of a quotient: (first rows - mapped point * last row) / depth
+    # The derivative of the quotient is (first rows - mapped point * last row) / depth.
     return (H[None, :2, :2] - mapped[:, :, None] * H[None, None, 2, :2]) / depth[:, None, None]
 
 
@@ -226,11 +226,11 @@ def significance(count: int, inliers: int, chance: float, sample: int) -> float:
     part = (inliers - sample) / max(rest, 1)
     if part <= chance:
         return 0.0
-    # Chernoff's bound on one model: the relative entropy of both probabilities
+    # Chernoff's bound on one model is the relative entropy of both probabilities.
     nats = part * math.log(part / chance)
     if part < 1:
         nats += (1 - part) * math.log((1 - part) / (1 - chance))
-    # Log of the number of samples, each of which could have given a model
+    # Each choice of a sample could have given a model. This is the log of their number.
     choices = math.lgamma(count + 1) - math.lgamma(sample + 1) - math.lgamma(rest + 1)
     return max(0.0, rest * nats - choices) / math.log(10)
 
@@ -330,12 +330,12 @@ def refine_homography(
     if deviations is None:
         return _minimize(H, p0, p1, np.ones(len(p0)))
     deviations = np.asarray(deviations, np.float64)[inliers]
-    # First fit, with a guess of the scene's deviation from a plane
+    # Fit first with a guess of the scene's deviation from a plane.
     H = _minimize(H, p0, p1, weights_of(deviations))
     refined = np.isfinite(deviations)
     if refined.sum() < MIN_POINTS:
         return H
-    # Second fit, with the deviation that the first one measures
+    # Fit again with the deviation that the first fit measures.
     scatter = MAD_TO_DEVIATION * float(np.median(np.abs(transform(p0, H) - p1)[refined]))
     model_px = float(np.clip(MODEL_SCATTER * scatter, *MODEL_LIMITS_PX))
     return _minimize(H, p0, p1, weights_of(deviations, model_px))
@@ -537,7 +537,7 @@ def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarra
         points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
         for points in (own, theirs)
     )
-    # Normal equations of each map, pulled towards the map of all matches
+    # Solve the normal equations of each map, which is pulled towards the map of all matches.
     whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
     normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
     right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole

@@ -195,9 +195,11 @@ def refine_keypoints(
 
 
 class StoredFeatures:
-    """The features of an existing database, and the pairs that have matches. A context manager.
+    """The features of an existing database, and the pairs that have matches.
 
-    Only pairs without matches are added, so that the same command goes on where it was stopped.
+    Use it as a context manager, which closes the database. Only pairs without matches are added, so
+    that the same command goes on where it was stopped.
+
     photos: an Item for each image with features. Its `image` is the path that the database states.
     without: names of the images without features.
     """

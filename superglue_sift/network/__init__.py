@@ -1,4 +1,4 @@
-"""The network, from the equations of the paper to the files of its weights.
+"""Compute matches by the network of the paper, and read its weights.
 
 batch           holds the keypoints of pairs as tensors, and says all shapes and units.
 superglue       computes the scores by an encoder and attention.
