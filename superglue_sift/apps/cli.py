@@ -35,7 +35,7 @@ import glob
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, NoReturn, Optional, Sequence
 
 from superglue_sift import __version__
 from superglue_sift.apps import folder
@@ -78,6 +78,14 @@ GOES_WITH = {
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise RequestError with the message of argparse."""
+        raise RequestError(f"{message}; see --help")
+
+
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; return the exit code."""
     args = parse(argv)
@@ -115,6 +123,7 @@ def match_two(args: argparse.Namespace) -> int:
     images = args.inputs
     if args.masks:
         root = folder.root_of(args)
+        folder.check_masks(images, args.masks, root)
         masks = [find_mask(args.masks, name_below(path, root)) for path in images]
         images = list(map(matcher.extract, images, masks))
     features = matcher.extract_all(images)
@@ -177,7 +186,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     """
     # The help text is the docstring of this module.
     title, _, examples = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser("superglue-match", description=title)
+    parser = Parser("superglue-match", description=title)
     parser.epilog = "examples:\n" + examples
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", type=Path, help="two or more images, or a folder")
@@ -330,11 +339,15 @@ def _source(args: argparse.Namespace) -> str:
         raise RequestError(f"name {wanted}; see --help for examples")
     if sources != [FILES]:
         return sources[0]
+    folders = [path for path in args.inputs if path.is_dir()]
+    if folders and len(args.inputs) > 1:
+        raise RequestError(f"{folders[0]}: is a folder; name one folder alone, or only images")
     if len(args.inputs) > 1:
         return TWO if len(args.inputs) == 2 else FILES
-    if args.inputs[0].is_dir():
+    if folders:
         return FOLDER
-    raise RequestError(f"{args.inputs[0]}: no such folder, and matching needs two images")
+    reason = "is one image" if args.inputs[0].exists() else "no such folder"
+    raise RequestError(f"{args.inputs[0]}: {reason}; name two images or a folder")
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -344,6 +357,8 @@ def _check_options(args: argparse.Namespace) -> None:
     """
     if args.k is not None:
         check_range("--k", args.k, 1)
+        if args.pairing == "exhaustive":
+            raise RequestError("--k goes with --pairing sequential, nearest or auto")
     if not args.out_dir and args.source in (FILES, FOLDER, LIST):
         raise RequestError("--out-dir DIR: name the folder for the results")
     if args.out_dir and (args.out or args.json):

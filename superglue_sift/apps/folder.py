@@ -35,7 +35,7 @@ import numpy as np
 
 from superglue_sift.errors import RequestError, WorkError
 from superglue_sift.features.features import Features
-from superglue_sift.features.images import list_photos
+from superglue_sift.features.images import find_mask, list_photos
 from superglue_sift.features.sift import root_sift_of
 from superglue_sift.features.store import FeatureStore, Item, read_npz
 from superglue_sift.files import name_below, read_lines, spelled_as_file, write_atomic, write_csv
@@ -99,7 +99,8 @@ def named_inputs(args: argparse.Namespace) -> List[Item]:
     kept = [path for path in paths if not path.name.endswith(f"_{PICTURE}")]
     given = {Path(os.path.abspath(path)): path for path in kept}  # a file named twice counts once
     if len(given) < 2:
-        reason = f"{len(given)} images, without pictures of matches; matching needs two or more"
+        count = "no image" if not given else "only one image"
+        reason = f"{count} to match, two or more are needed (*_{PICTURE} does not count)"
         raise RequestError(f"{args.inputs[0]}: {reason}")
     items = name_photos(list(given), Path(os.path.abspath(root)))
     return [item._replace(image=given[item.image]) for item in items]
@@ -317,7 +318,8 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
     if bad:
         write_csv(path, [("image", "reason"), *bad.items()])
         images = f"{len(bad)} of {len(photos) + len(bad)} images"
-        raise WorkError(f"{images} cannot be read, the others are matched; see {path}")
+        rest = "the others are matched" if total else "no pair is left to match"
+        raise WorkError(f"{images} cannot be read, {rest}; see {path}")
     return 0
 
 
@@ -347,10 +349,20 @@ def _prepare(
     return photos, bad, *choose_pairs(photos, store, kind, args.k)
 
 
+def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
+    """Raise RequestError if the folder of masks holds none for these images."""
+    # Masks with other names would be ignored without a word.
+    if not any(find_mask(masks, name_below(path, root)) for path in images):
+        name = name_below(images[0], root)
+        raise RequestError(f"--masks {masks}: holds no mask of any image; {name}.png would be one")
+
+
 def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
     """Extract missing features. Return the photographs that can be read, and, for each path that
-    cannot be read, the reason.
+    cannot be read, the reason. Raises RequestError if there are masks, but none of a photograph.
     """
+    if store.masks:
+        check_masks([photo.image for photo in photos], store.masks, store.root)
 
     def reason(photo: Item) -> str:
         """Extract one photograph; return why it cannot be read, or ""."""
@@ -493,8 +505,11 @@ def read_pair(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
     now = [features0.keypoints, features1.keypoints, features0.frame]
     then = [arrays[name] for name in ("keypoints0", "keypoints1", "frame")]
     of_scene = "pair_score" in arrays
-    if not all(map(np.array_equal, then, now)) or of_scene != (store.matcher.rules is not None):
-        reason = "is of other images or settings than those of this command"
+    if of_scene != (store.matcher.rules is not None):
+        how = "with --scene" if of_scene else "without --scene, which --colmap implies"
+        raise RequestError(f"{path}: was made {how}; --overwrite matches the pair again")
+    if not all(map(np.array_equal, then, now)):
+        reason = "was made with other images or settings"
         raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
     matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
     # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches

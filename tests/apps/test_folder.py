@@ -126,8 +126,11 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
     [
         ("torn", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
         ("foreign", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
-        ("image", "_cup1_matches.npz: is of other images or settings than those of this command"),
-        ("--scene --max-keypoints 300 --resize 1024", "is of other images or settings"),
+        ("image", "_cup1_matches.npz: was made with other images or settings; --overwrite matches"),
+        (
+            "--scene --max-keypoints 300 --resize 1024",
+            "was made without --scene, which --colmap implies",
+        ),
     ],
 )
 def test_matches_that_do_not_fit_the_command_are_said_in_one_line(
