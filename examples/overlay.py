@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 
 from superglue_sift import Matcher  # before OpenCV is used: the same keypoints everywhere
+from superglue_sift.errors import RequestError
 
 # isort: split
 import cv2
@@ -54,4 +55,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RequestError as error:
+        raise SystemExit(f"error: {error}") from None

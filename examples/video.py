@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Iterator, Optional, Tuple
 
 from superglue_sift import Matcher  # before OpenCV is used: the same keypoints everywhere
+from superglue_sift.errors import RequestError
 
 # isort: split
 import cv2
@@ -61,5 +62,7 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except RequestError as error:
+        raise SystemExit(f"error: {error}") from None
     except KeyboardInterrupt:
         sys.exit(0)  # this is how a camera ends

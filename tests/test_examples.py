@@ -43,6 +43,11 @@ def test_without_a_homography_there_is_no_overlay(run, photo):
         run("overlay", "a.png", "b.png", "m.jpg")
 
 
+def test_a_missing_photograph_is_one_line(run):
+    with pytest.raises(SystemExit, match="error: nowhere"):
+        run("overlay", "nowhere.png", "b.png", "m.jpg")
+
+
 def test_frames_of_a_video_move_as_the_camera_did(run, photo, tmp_path, capsys):
     codec = cv2.VideoWriter_fourcc(*"MJPG")
     writer = cv2.VideoWriter("walk.avi", codec, 10, photo.shape[::-1])
