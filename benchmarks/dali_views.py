@@ -9,7 +9,7 @@ homography of a pair follows from the maps of both views.
 
 from __future__ import annotations
 
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -52,10 +52,13 @@ def opencv_views(files: Sequence[bytes], view: Size) -> Iterator[Batch]:
         yield view0, view1, (maps[1] @ np.linalg.inv(maps[0]))[None]
 
 
-def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Iterator[Batch]:
-    """Yield batches by DALI on GPU `device`, or on the CPU if it is None.
+def dali_views(
+    files: Sequence[bytes], view: Size, device: Optional[int]
+) -> Callable[[], Iterator[Batch]]:
+    """Build DALI's pipeline on GPU `device`, or on the CPU if it is None.
 
-    The last batch holds the photographs that are left.
+    Returns a function that yields the batches of all photographs each time that it is called. The
+    last batch holds the photographs that are left.
     """
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy
@@ -93,11 +96,20 @@ def dali_views(files: Sequence[bytes], view: Size, device: Optional[int]) -> Ite
     built = viewing()
     built.build()
     iterator = DALIGenericIterator(
-        [built], ["view0", "view1"], size=len(files), last_batch_policy=LastBatchPolicy.PARTIAL
+        [built],
+        ["view0", "view1"],
+        size=len(files),
+        last_batch_policy=LastBatchPolicy.PARTIAL,
+        auto_reset=True,
     )
     homographies = maps[:, 1] @ np.linalg.inv(maps[:, 0])
-    index = 0
-    for (found,) in iterator:
-        count = len(found["view0"])
-        yield found["view0"], found["view1"], homographies[index : index + count]
-        index += count
+
+    def load() -> Iterator[Batch]:
+        """Yield the batches of an epoch."""
+        index = 0
+        for (found,) in iterator:
+            count = len(found["view0"])
+            yield found["view0"], found["view1"], homographies[index : index + count]
+            index += count
+
+    return load

@@ -66,9 +66,10 @@ def prepare_opencv() -> None:
         # OpenCV is loaded but not used yet: let it read OPENCV_IPP now, without its warning.
         import cv2
 
-        level = cv2.setLogLevel(ERRORS)
+        logging = getattr(cv2.utils, "logging", cv2)  # OpenCV 5 has it in cv2.utils alone
+        level = logging.setLogLevel(ERRORS)
         cv2.ipp.useIPP()
-        cv2.setLogLevel(level)
+        logging.setLogLevel(level)
 
 
 def prepare_network() -> None:

@@ -31,6 +31,7 @@ from superglue_sift.network.weights import model_file
 
 KAZE = "superglue_sift.opencv_features:kaze"
 UPRIGHT = "features.test_extractors:upright"
+needs_kaze = pytest.mark.skipif(not hasattr(cv2, "KAZE_create"), reason="OpenCV 5 has no KAZE")
 
 
 def upright(gray, max_keypoints):
@@ -45,6 +46,7 @@ def upright(gray, max_keypoints):
     }
 
 
+@needs_kaze
 @pytest.mark.parametrize(
     ("name", "kind", "scale_angle"), [(KAZE, ("float", 64), True), (UPRIGHT, ("float", 9), False)]
 )
@@ -96,6 +98,7 @@ def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     assert "\n" not in str(caught.value)
 
 
+@needs_kaze
 def test_no_keypoint_lies_under_a_mask(photo):
     mask = np.zeros_like(photo)
     mask[:, 300:] = 1
@@ -114,6 +117,7 @@ def untrained(path, name, **changes):
     return path
 
 
+@needs_kaze
 def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
     path = untrained(tmp_path / "kaze.safetensors", KAZE)
     matcher = Matcher.load(path, "cpu", threshold=0.0)
@@ -126,6 +130,7 @@ def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
     assert len(Matcher.load(path, "cpu", extractor=KAZE, threshold=0.0).match(photo, photo).matches)
 
 
+@needs_kaze
 def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
     of_kaze = Matcher.load(untrained(tmp_path / "kaze.safetensors", KAZE), "cpu")
     of_sift = Features(sift.extract(photo, 50), (600, 400))
@@ -152,6 +157,7 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
     trainer.check(make_params("train", neighbours=False, rotation_deg=0.0), Features())
 
 
+@needs_kaze
 @pytest.mark.parametrize(
     "words, message",
     [([], f"--extractor {KAZE}"), (["--extractor", KAZE, "--pairing", "nearest"], "compares SIFT")],
@@ -165,6 +171,7 @@ def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, c
     assert message in said and said.count("\n") == 1 and not (tmp_path / "found").exists()
 
 
+@needs_kaze
 def test_other_tools_get_features_of_sift_alone(photo):
     with pytest.raises(RequestError, match="only SIFT features"):
         to_lightglue(Features(extractors.load(KAZE)(photo, 10), (600, 400)))
