@@ -20,7 +20,10 @@ from torch import Tensor, nn
 
 # The language of the compiler that torch 2 needs for a device, the variable that names it, and its
 # usual names
-COMPILERS = {"cpu": ("C++", "CXX", ("g++", "clang++")), "cuda": ("C", "CC", ("cc", "gcc", "clang"))}
+COMPILERS: Dict[str, List[str]] = {
+    "cpu": ["C++", "CXX", "g++", "clang++"],
+    "cuda": ["C", "CC", "cc", "gcc", "clang"],
+}
 MAX_WEIGHTS = 1 << 26  # maximum number of weights of attention at a time, 256 MiB in float32
 
 
@@ -68,7 +71,7 @@ def no_compiler(device_type: str) -> str:
     """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can."""
     if not can_compile():
         return "this torch has no compiler"
-    language, variable, names = COMPILERS[device_type]
+    language, variable, *names = COMPILERS[device_type]
     asked = os.environ.get(variable, names[0])
     if any(shutil.which(name) for name in (asked, *names)):
         return ""
