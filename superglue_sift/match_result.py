@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import numpy as np
 
-from superglue_sift import drawing
+from superglue_sift.drawing import Panel, Picture, draw, legend
 from superglue_sift.errors import RequestError
 from superglue_sift.features.features import Features, Image, photo_of
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
@@ -294,7 +294,7 @@ class MatchResult:
 
     def show(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None, captions: bool = True
-    ) -> drawing.Picture:
+    ) -> Picture:
         """Draw the matches (`drawing`). Outliers of the fit with more inliers are red.
 
         A notebook shows the picture, and `.save("matches.png")` writes it.
@@ -313,9 +313,9 @@ class MatchResult:
         name, fit = max(self.fits().items(), key=lambda each: int(each[1].inliers.sum()))
         off = ~fit.inliers & fit.supported
         means = f"matches that do not fit the {FIT_NAMES[name]}"
-        panel = drawing.Panel(self.describe_fits(), points0, points1, self.scores, off, means)
-        pixels = drawing.draw(photos[0].pixels, photos[1].pixels, [panel], captions)
-        return drawing.Picture(pixels, drawing.legend([panel]))
+        panel = Panel(self.describe_fits(), points0, points1, self.scores, off, means)
+        pixels = draw(photos[0].pixels, photos[1].pixels, [panel], captions)
+        return Picture(pixels, legend([panel]))
 
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
