@@ -61,6 +61,7 @@ USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, v
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
 )  # fmt: skip
+ImageOrFeatures = Union[Image, Features]  # what is matched
 PRECISIONS = ("float32", "bfloat16", "float16")  # number types of the layers
 
 
@@ -252,21 +253,17 @@ class Matcher:
         found = extract(gray, self.max_keypoints, self.resize, self.extractor, used, name)
         return found._replace(frame=self.frame)
 
-    def extract_all(self, images: Iterable[Union[Image, Features]]) -> List[Features]:
+    def extract_all(self, images: Iterable[ImageOrFeatures]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
 
-        def features_of(image: Union[Image, Features]) -> Features:
+        def features_of(image: ImageOrFeatures) -> Features:
             return image if isinstance(image, Features) else self.extract(image)
 
         with ThreadPoolExecutor(2) as pool:
             return list(pool.map(features_of, images))
 
     def match(
-        self,
-        image0: Union[Image, Features],
-        image1: Union[Image, Features],
-        *,
-        refine: Optional[bool] = None,
+        self, image0: ImageOrFeatures, image1: ImageOrFeatures, *, refine: Optional[bool] = None
     ) -> MatchResult:
         """Match two images, each a file, its pixels or its features from `extract`.
 
@@ -282,8 +279,8 @@ class Matcher:
 
     def match_many(
         self,
-        image: Union[Image, Features],
-        others: Iterable[Union[Image, Features]],
+        image: ImageOrFeatures,
+        others: Iterable[ImageOrFeatures],
         batch_size: int = 8,
         *,
         refine: Optional[bool] = None,
@@ -301,7 +298,7 @@ class Matcher:
 
     def match_batch(
         self,
-        pairs: Iterable[Tuple[Union[Image, Features], Union[Image, Features]]],
+        pairs: Iterable[Tuple[ImageOrFeatures, ImageOrFeatures]],
         batch_size: int = 8,
         *,
         refine: Optional[bool] = None,

@@ -18,12 +18,6 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-# The language of the compiler that torch 2 needs for a device, the variable that names it, and its
-# usual names
-COMPILERS: Dict[str, List[str]] = {
-    "cpu": ["C++", "CXX", "g++", "clang++"],
-    "cuda": ["C", "CC", "cc", "gcc", "clang"],
-}
 MAX_WEIGHTS = 1 << 26  # maximum number of weights of attention at a time, 256 MiB in float32
 
 
@@ -68,14 +62,18 @@ LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
 def no_compiler(device_type: str) -> str:
-    """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can."""
+    """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can.
+
+    torch 2 needs a C++ compiler, and on a GPU a C compiler.
+    """
     if not can_compile():
         return "this torch has no compiler"
-    language, variable, *names = COMPILERS[device_type]
-    asked = os.environ.get(variable, names[0])
+    on_gpu = device_type == "cuda"
+    names = ("cc", "gcc", "clang") if on_gpu else ("g++", "clang++")
+    asked = os.environ.get("CC" if on_gpu else "CXX", names[0])
     if any(shutil.which(name) for name in (asked, *names)):
         return ""
-    return f"there is no {language} compiler ({' or '.join(names[-2:])})"
+    return f"there is no C{'' if on_gpu else '++'} compiler ({' or '.join(names[-2:])})"
 
 
 # Say whether `torch.compile` or `torch.export` is reading the code (torch 2.1 or newer).
