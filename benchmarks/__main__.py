@@ -5,7 +5,6 @@ Compare numbers within one run only: there, the compared ways alternate on the s
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 from typing import Callable, Dict, Iterable, Iterator, Optional, Sequence
@@ -34,9 +33,7 @@ GROUPS: Dict[str, Callable[[Setting], Iterable[str]]] = {
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the rows as they are measured. Returns 1 if one failed, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=str(__doc__).split("\n")[0]
-    )
+    parser = errors.make_parser("benchmarks", __doc__)
     add = parser.add_argument
     add("--only", default="", help=f"groups of rows, separated by commas: {', '.join(GROUPS)}")
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")

@@ -7,7 +7,6 @@ printed, or else the line about the disk.
 
 from __future__ import annotations
 
-import argparse
 import configparser
 import contextlib
 import os
@@ -36,9 +35,7 @@ Finding = Tuple[str, str, str]
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the findings. Return 0, or 2 if something prevents the work."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.doctor", description=str(__doc__).splitlines()[0]
-    )
+    parser = errors.make_parser("pipeline.doctor", __doc__)
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
     # run all checks; --quick shows what stops the work, or else the space on the disk

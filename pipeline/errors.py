@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from superglue_sift.errors import RequestError, WorkError  # noqa: F401
+from superglue_sift.errors import RequestError, WorkError, make_parser  # noqa: F401
 from superglue_sift.errors import exit_code as run  # noqa: F401
 
 STOPPED = 143

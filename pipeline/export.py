@@ -26,9 +26,7 @@ PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.export", description=str(__doc__).splitlines()[0]
-    )
+    parser = errors.make_parser("pipeline.export", __doc__)
     add = parser.add_argument
     best = Path("checkpoints/best.safetensors")
     add("--model", type=Path, default=best, help="weights to export")

@@ -7,7 +7,6 @@ its files goes into `fetch.content`, so that a changed folder is fetched again.
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import io
 from pathlib import Path
@@ -115,9 +114,7 @@ def _flat(text: str) -> List[str]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.presets", description=str(__doc__).splitlines()[0]
-    )
+    parser = errors.make_parser("pipeline.presets", __doc__)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("refresh", help="look at the folders of images again")

@@ -10,7 +10,6 @@ is the record and contains no password. A thread (`Sender`) sends the log to MLf
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import itertools
@@ -449,7 +448,7 @@ class Sender(threading.Thread):
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m pipeline.tracking")
+    parser = errors.make_parser("pipeline.tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     send = commands.add_parser("resend", help="send what a server has missed")
     send.add_argument("--reports", type=Path, default=Path("reports"), help="folder with the logs")

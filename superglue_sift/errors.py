@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import math
 import numbers
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, NoReturn, Optional
 
 Main = Callable[[Optional[List[str]]], int]
 
@@ -21,6 +22,19 @@ class RequestError(Exception):
 
 class WorkError(Exception):
     """A correct request failed (exit code 1). The message is one line with the reason."""
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise RequestError with the message of argparse."""
+        raise RequestError(f"{message}; see --help")
+
+
+def make_parser(module: str, about: Optional[str]) -> Parser:
+    """Return a parser for `python -m MODULE`. The first line of `about` describes the command."""
+    return Parser(f"python -m {module}", description=str(about).splitlines()[0])
 
 
 def check_range(name: str, value: Any, least: float, most: float = math.inf) -> None:

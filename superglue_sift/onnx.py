@@ -22,7 +22,6 @@ This command writes the file that COLMAP 4 takes in place of its own network (`C
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Dict, List, Optional, Sequence, Tuple
@@ -265,8 +264,7 @@ def export(
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command `python -m superglue_sift.onnx`; return the exit code."""
-    about = str(__doc__).splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m superglue_sift.onnx", description=about)
+    parser = errors.make_parser("superglue_sift.onnx", __doc__)
     add = parser.add_argument
     add("out", type=Path, help="the file to write (.onnx)")
     add("--model", type=Path, help="model file (default: the shipped weights)")

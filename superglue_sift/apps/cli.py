@@ -35,12 +35,12 @@ import glob
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, NoReturn, Optional, Sequence
+from typing import Any, Dict, Optional, Sequence
 
 from superglue_sift import __version__
 from superglue_sift.apps import folder
 from superglue_sift.apps.folder import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
-from superglue_sift.errors import RequestError, check_range, import_extra
+from superglue_sift.errors import Parser, RequestError, check_range, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import FRAMES, find_mask
 from superglue_sift.files import check_writable, name_below, write_atomic
@@ -76,14 +76,6 @@ GOES_WITH = {
     **dict.fromkeys(("features", "pictures", "json_files", "overwrite"), ("--out-dir",)),
     **dict.fromkeys(("accept", "likely"), ("--scene",)),
 }
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the list of all options."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise RequestError with the message of argparse."""
-        raise RequestError(f"{message}; see --help")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
