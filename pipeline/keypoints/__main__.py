@@ -51,10 +51,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     decoders.make_decoder(settings.decoder)  # a missing package is reported first
     # plan the shards of each split, and check that all folders can be written
     images = open_manifest(options.images)
-    plans = {
-        split: shards.plan(options.out / split, images.entries(split), settings) for split in SPLITS
-    }
+    plans = {}
     for split in SPLITS:
+        plans[split] = shards.plan(options.out / split, images.entries(split), settings)
         if not plans[split]:
             raise RequestError(
                 f"{options.images}/manifest.csv: no {split} images; give more images, "
@@ -66,15 +65,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     started = time.monotonic()
-    mine = {split: plans[split][rank::ranks] for split in SPLITS}
-    count = _extract(options, mine, images, settings, rank > 0)
+    planned = [shard for split in SPLITS for shard in plans[split]]
+    count = _extract(options.workers, planned[rank::ranks], images, settings, rank > 0)
     if rank:
         return 0
     rows = {split: _wait_for_all(plans[split]) for split in SPLITS}
     seconds = time.monotonic() - started
     # report the images that could not be used, then write the stores' index and metrics
-    bad = [tuple(item) for split in SPLITS for row in rows[split] for item in row["bad"]]
-    total = sum(len(shard.entries) for split in SPLITS for shard in plans[split])
+    bad = [item for split in SPLITS for row in rows[split] for item in row["bad"]]
+    total = sum(len(shard.entries) for shard in planned)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _check(bad, total, rows, options.reports)
     for split in SPLITS:
@@ -92,24 +91,20 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _extract(
-    options: argparse.Namespace,
-    mine: Dict[str, List[Shard]],
-    images: ImageSet,
-    settings: KeypointsParams,
-    quiet: bool,
+    workers: int, mine: Sequence[Shard], images: ImageSet, settings: KeypointsParams, quiet: bool
 ) -> int:
-    """Write those of `mine` that are missing. Return the number of images processed.
+    """Write the missing shards of `mine`. Return the number of images processed.
+
+    `workers` is the number of processes, or 0 for one per core.
 
     Raises OSError if the disk is full. Finished shards are kept.
     """
-    todo = [
-        shard for split in SPLITS for shard in shards.find_missing(options.out / split, mine[split])
-    ]
+    todo = shards.find_missing(mine)
     entries = [entry for shard in todo for entry in shard.entries]
-    total = sum(len(shard.entries) for split in SPLITS for shard in mine[split])
+    total = sum(len(shard.entries) for shard in mine)
     # the ranks of this machine share its cores
     cores = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
-    workers = max(min(options.workers or cores, len(entries)), 1)
+    workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     # all shards share one stream of results, so no worker waits at the end of a shard
     found = shards.extract_all(images, settings, entries, workers)

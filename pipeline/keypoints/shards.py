@@ -88,32 +88,29 @@ def plan(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> L
     return shards
 
 
-def find_missing(folder: Path, shards: Sequence[Shard]) -> List[Shard]:
-    """Return the shards that are not in the folder. Undamaged ones get a note, others are deleted.
+def find_missing(shards: Sequence[Shard]) -> List[Shard]:
+    """Return the shards that are not there. Undamaged ones get a note, others are deleted.
 
     A shard that lacks images is missing: the cause that made them bad, such as a missing package,
     may be mended.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    finished = {}
-    with contextlib.suppress(RequestError):
-        finished = {row["file"]: row for row in store.read_index(folder)["shards"]}
     # a killed run has left notes, a finished one store.json
+    finished: Dict[Path, Any] = {}
+    for folder in {shard.path.parent for shard in shards}:
+        with contextlib.suppress(RequestError):
+            rows = store.read_index(folder)["shards"]
+            finished.update((folder / row["file"], row) for row in rows)
     missing = []
     for shard in shards:
-        row = shard.row() or finished.get(shard.path.name, {})
-        try:
-            fits = row.get("fingerprint") == shard.fingerprint and not row["bad"]
-            if fits:
-                store.check_shard(folder, row)
-        except RequestError:
-            fits = False
-        if fits:
-            write_atomic(shard.note, json.dumps(row))
-        else:
-            shard.note.unlink(missing_ok=True)
-            shard.path.unlink(missing_ok=True)
-            missing.append(shard)
+        row = shard.row() or finished.get(shard.path, {})
+        with contextlib.suppress(RequestError):
+            if row.get("fingerprint") == shard.fingerprint and not row["bad"]:
+                store.check_shard(shard.path, row)
+                write_atomic(shard.note, json.dumps(row))
+                continue
+        shard.note.unlink(missing_ok=True)
+        shard.path.unlink(missing_ok=True)
+        missing.append(shard)
     return missing
 
 

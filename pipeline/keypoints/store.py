@@ -166,7 +166,9 @@ class Store:
         # Every shard must exist and have its size. Some of the shards, or all, are hashed.
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)
         for position, shard in enumerate(about["shards"]):
-            check_shard(self.path, shard, hashed=verify != "none" and position % step == 0)
+            check_shard(
+                self.path / shard["file"], shard, hashed=verify != "none" and position % step == 0
+            )
         shards = [shard for shard in about["shards"] if shard["images"]]
         self.images: List[str] = [name for shard in shards for name in shard["images"]]
         self.photographs: List[str] = [
@@ -174,17 +176,15 @@ class Store:
             for shard in shards
             for name in shard.get("photographs", [""] * len(shard["images"]))
         ]
-        self._tensors = [map_shard(self.path / shard["file"]) for shard in shards]
-        # each image has the number of its shard and its place there
+        mapped = [map_shard(self.path / shard["file"]) for shard in shards]
+        # each image has the tensors of its shard and its place there
         self._places = [
-            (number, place)
-            for number, shard in enumerate(shards)
-            for place in range(len(shard["images"]))
+            (tensors, place) for tensors in mapped for place in range(len(tensors["sizes"]))
         ]
         views = self.views_per_image
-        counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in self._tensors]
+        counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
-        sizes = [tensors["sizes"] for tensors in self._tensors]
+        sizes = [tensors["sizes"] for tensors in mapped]
         self.sizes = np.concatenate([np.empty((0, 2), np.int32), *sizes])
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -199,8 +199,7 @@ class Store:
         """Return view `view` of image `image`. Raises IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
-        shard, place = self._places[image]
-        tensors = self._tensors[shard]
+        tensors, place = self._places[image]
         at = place * self.views_per_image + view
         begin, end = tensors["offsets"][at : at + 2]
         # (n, R) bytes become (n,) records, without a copy
@@ -209,13 +208,11 @@ class Store:
         return View(records, tensors["homographies"][place, view], (width, height))
 
 
-def check_shard(folder: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
-    """Check the file of this row. Raises RequestError, which names it."""
-    path = folder / shard["file"]
+def check_shard(path: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
+    """Check a file by its row. Raises RequestError, which names the file."""
     # compare the size first, because a hash reads the whole file
     size = path.stat().st_size if path.is_file() else 0
-    fits = size == shard["bytes"] and (not hashed or file_sha256(path) == shard["sha256"])
-    if not fits:
+    if size != shard["bytes"] or (hashed and file_sha256(path) != shard["sha256"]):
         raise RequestError(
             f"{path}: missing or damaged ({size} bytes, {shard['bytes']} when it was written); run"
             " `dvc repro keypoints` again (delete the file first if it is linked from the cache)"
