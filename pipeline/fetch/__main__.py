@@ -7,7 +7,6 @@ downloaded archive is read in place. Only the small bundled sample is copied.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Dict, Optional, Sequence
 from pipeline import errors, params
 from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container
-from superglue_sift.files import check_writable, write_json
+from superglue_sift.files import check_writable, name_below, write_json
 
 BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
@@ -48,12 +47,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         containers = {BUNDLED: {"kind": "folder", "path": BUNDLED}}
     else:
         splits, held = own or coco.open_archives(settings, options.archives)
-        keys = {split: dataset.container_of(split, held) for split in splits}
-        entries = [
-            entry
-            for split, names in splits.items()
-            for entry in held[keys[split]].entries(names, split, keys[split])
-        ]
+        entries = []
+        for split, names in splits.items():
+            # val and test have one container, which may be that of train
+            key = "val" if split != "train" and "val" in held else "train"
+            entries += held[key].entries(names, split, key)
         containers = {key: _describe(container, options.out) for key, container in held.items()}
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", {"source": settings.source, "containers": containers})
@@ -76,7 +74,7 @@ def _describe(container: Container, out: Path) -> Dict[str, Any]:
     """Return what source.json, in the folder `out`, says about a container."""
     path = str(container.path)
     if not container.path.is_absolute():  # a clone can be moved
-        path = Path(os.path.relpath(container.path.resolve(), out.resolve())).as_posix()
+        path = name_below(container.path.resolve(), out.resolve())
     kind = "zip" if container.members else "folder"
     return {**container.facts, "kind": kind, "path": path}
 

@@ -21,7 +21,18 @@ import time
 import zipfile
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterator,
+    List,
+    NamedTuple,
+    Sequence,
+    Tuple,
+    Union,
+)
 
 from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import dataset
@@ -76,8 +87,7 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     # With a limit only a part of a remote archive is downloaded. If there is one archive, it holds
     # the training and the held-out images.
     wanted = limit * (2 if len(archives) == 1 else 1)
-    parts = [min(1.0, wanted / archive.images) if limit else 1.0 for archive in archives]
-    size = sum(archive.size * part for archive, part in zip(archives, parts))
+    size = sum(each.size * (min(1.0, wanted / each.images) if limit else 1.0) for each in archives)
     count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
     if archives:
         count = archives[0].images + HELD_OUT * (len(archives) - 1)
@@ -116,16 +126,12 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
             raise incomplete
         held_out = dataset.divide(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
-    # The chosen images of a remote archive are copied into a zip. One archive may hold all
-    # splits.
-    held = {}
-    for key, source in sources.items():
-        if isinstance(source, Remote):
-            splits = [split for split in chosen if dataset.container_of(split, sources) == key]
-            names = [name for split in splits for name in chosen[split]]
-            stem = Path(source.archive.file).stem
-            source = source.copy(names, archives / f"{stem}.part-of.zip")
-        held[key] = source
+    # copy the chosen images of a remote archive into a zip
+    names = {name for split in chosen.values() for name in split}
+    held = {
+        key: source.copy(names, archives) if isinstance(source, Remote) else source
+        for key, source in sources.items()
+    }
     return chosen, held
 
 
@@ -160,7 +166,7 @@ class Remote:
 
     @property
     def names(self) -> List[str]:
-        return sorted(self._members)
+        return list(self._members)
 
     @cached_property
     def _members(self) -> Dict[str, zipfile.ZipInfo]:
@@ -177,9 +183,10 @@ class Remote:
         members = dataset.check_members(self._try_each(read), self.archive.file)
         return {member.filename: member for member in members}
 
-    def copy(self, names: Sequence[str], target: Path) -> Container:
-        """Write a zip of these images to `target`, unless it exists."""
-        members = [self._members[name] for name in sorted(names)]
+    def copy(self, names: Collection[str], folder: Path) -> Container:
+        """Write a zip of its images that are among `names` to `folder`, unless it exists."""
+        target = folder / f"{Path(self.archive.file).stem}.part-of.zip"
+        members = [member for name, member in self._members.items() if name in names]
         wanted = [(member.filename, member.CRC) for member in members]
         checked = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
         if target.is_file():
@@ -221,7 +228,7 @@ class Remote:
         }
 
         def read(files: Any, url: str) -> None:
-            starts = [m.header_offset for m in members if m.header_offset not in done]
+            starts = [start for start in sizes if start not in done]
             ends = [min(start + sizes[start], self.archive.size) for start in starts]
             answers = files.cat_ranges([url] * len(starts), starts, ends, on_error="return")
             done.update((s, data) for s, data in zip(starts, answers) if isinstance(data, bytes))
@@ -229,7 +236,7 @@ class Remote:
                 raise next(answer for answer in answers if isinstance(answer, Exception))
 
         self._try_each(read)
-        return [done[member.header_offset] for member in members]
+        return [done[start] for start in sizes]
 
     def download(self, target: Path) -> Container:
         """Download the archive to `target`, and show the progress. Return its container.

@@ -335,8 +335,9 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         raise RequestError(
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
-    zipped = zip_container(root) if root.is_file() else None
-    members = {_compose(name): name for name in zipped.names} if zipped else {}
+    # all images of a zip, and as yet none of a folder
+    base = zip_container(root) if root.is_file() else Container(root, [])
+    members = {_compose(name): name for name in base.names}
     top = os.path.abspath(root)
     chosen = []
     missing = []
@@ -345,7 +346,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         place = os.path.abspath(os.path.join(top, name))
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
         relative = os.path.relpath(place, top) if inside else name.rpartition("/")[2]
-        spelled = members.get(_compose(relative)) if zipped else spelled_as_file(root, relative)
+        spelled = members.get(_compose(relative)) if members else spelled_as_file(root, relative)
         if spelled is None:
             missing.append(relative)
         else:
@@ -353,15 +354,15 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     # else take the first file of that name in a folder below
     searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
-        whole = zipped or open_container(root)
+        whole = base if members else open_container(root)
         by_file = {_compose(name).rpartition("/")[2]: name for name in reversed(whole.names)}
         found = {name: by_file.get(_compose(name).rpartition("/")[2]) for name in searched}
         chosen += [place for place in found.values() if place]
         missing = [name for name in missing if not found.get(name)]
-    if missing and (zipped or not chosen):
+    if missing and (members or not chosen):
         more = f" (and {len(missing) - 1} more)"
         raise RequestError(f"{path}: '{missing[0]}' is not in {root}{more}; set fetch.root")
-    return Container(root, sorted({*chosen, *missing}), members=zipped.members if zipped else None)
+    return replace(base, names=sorted({*chosen, *missing}))
 
 
 def _compose(name: str) -> str:
@@ -479,7 +480,7 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
         splits = split_names(names, settings, contents)
     empty = [split for split in ("train", "val") if not splits[split]]
     if empty:
-        container = held[container_of(empty[0], held)]
+        container = held.get(empty[0], held["train"])
         raise RequestError(
             f"{container.path}: {len(set(container.contents.values()))} different image(s), and"
             f" none for {' and '.join(empty)}; at least two are needed, one to train and one to"
@@ -543,15 +544,10 @@ def divide(
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
         first.setdefault(contents.get(name, name), name)
-    ranked = sorted(first.values(), key=lambda name: (hash_fraction(seed, name), name))
-    count = sum(hash_fraction(seed, name) < fraction for name in ranked)
+    ranked = sorted((hash_fraction(seed, name), name) for name in first.values())
+    count = sum(value < fraction for value, _ in ranked)
     if 0.0 < fraction < 1.0:
         count = max(min(max(count, at_least), len(ranked) - keep), 0)
-    chosen = set(ranked[:count])
+    chosen = {name for _, name in ranked[:count]}
     held_out = {name for name in names if first[contents.get(name, name)] in chosen}
     return sorted(set(names) - held_out), sorted(held_out)
-
-
-def container_of(split: str, held: Mapping[str, Any]) -> str:
-    """Return the key of the container of a split: "val" for val and test, if `held` has it."""
-    return "val" if split != "train" and "val" in held else "train"

@@ -39,7 +39,13 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
         return
     decode: Optional[Decode] = None
     for batch in iter(lambda: list(islice(left, BATCH)), []):
-        jpegs = {entry: data for entry in batch for data in _read_jpeg(images, entry)}
+        # an 8-bit JPEG of one or three components is left to the decoder
+        jpegs: Dict[Entry, bytes] = {}
+        for entry in batch:
+            with contextlib.suppress(BadImage):
+                data = images.read(entry)
+                if is_plain_jpeg(data, entry.name):
+                    jpegs[entry] = data
         pixels: Dict[Entry, np.ndarray] = {}
         if jpegs:
             decode = decode or make_decoder(decoder)
@@ -50,14 +56,6 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
                 print(f"{decoder} gave up on a batch, Pillow decodes it: {reason}", file=sys.stderr)
                 decode = None  # DALI cannot be used after an error
         yield from ((entry, pixels[entry]) if entry in pixels else entry for entry in batch)
-
-
-def _read_jpeg(images: ImageSet, entry: Entry) -> Iterator[bytes]:
-    """Yield the bytes of an 8-bit JPEG of one or three components, and nothing for other files."""
-    with contextlib.suppress(BadImage):
-        data = images.read(entry)
-        if is_plain_jpeg(data, entry.name):
-            yield data
 
 
 def make_decoder(decoder: str) -> Optional[Decode]:
