@@ -89,8 +89,8 @@ def gray_views(
             view = distort(render(gray, H, view_size), rng, settings.views.photometric)
         view_sizes.append(view_size)
         homographies.append(H)
-        masks = () if mask is None else (render(mask, H, view_size, cv2.INTER_NEAREST),)
-        records.append(extractor(view, settings.max_keypoints, *masks))
+        shown = None if mask is None else render(mask, H, view_size, cv2.INTER_NEAREST)
+        records.append(extractor(view, settings.max_keypoints, shown))
     return ImageViews(name, size, np.array(homographies), records, np.array(view_sizes))
 
 

@@ -57,7 +57,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
     # The parameters are read once, here
-    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
     sections = params.load(args.params)
     # --validate-only without initial weights validates the best model
     if args.validate_only and not sections.train.init_from:

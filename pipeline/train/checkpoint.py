@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline import distributed, provenance
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, read_number
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.optimizer import optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
@@ -195,8 +194,9 @@ def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) 
         values["initial_weights"] = file_sha256(train.init_from)[:16]
     # include keys of `run` that decide the steps
     if run.batch_per_rank or run.lr_scaling != "none":
-        by_process = {"batch_per_rank": run.batch_per_rank, "lr_scaling": run.lr_scaling}
-        values.update(by_process, world_size=world_size)
+        values.update(
+            batch_per_rank=run.batch_per_rank, lr_scaling=run.lr_scaling, world_size=world_size
+        )
     if train.norm == "batch":
         values["accumulate"] = run.accumulate
     return values
@@ -250,7 +250,7 @@ def find_start(
     # find the folder; a restarted training has its new folder, so `--fresh` makes no other one
     name = name_of(ours)
     number = max(distributed.all_gather(_last_number(args.out, name)))
-    restarted = any(int(os.environ.get(count, "0")) for count in RESTARTS)
+    restarted = any(read_number(count, 0) for count in RESTARTS)
     fresh = args.fresh and not distributed.any_rank(restarted)
     number = number + 1 if fresh else max(number, 1)
     folder = args.out / (name if number == 1 else f"{name}-{number}")

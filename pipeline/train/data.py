@@ -130,7 +130,7 @@ def load_batch(
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
     # change the two views of each pair by the seed of its sample
-    pairs: List[Tuple[View, View]] = []
+    pairs = []
     negative = []
     for sample in samples:
         change = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
@@ -140,18 +140,19 @@ def load_batch(
         if isinstance(limits, int):
             limits = change.counts(limits, sample.seed)
         stored = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
-        view0, view1 = (
-            change.apply(view, sample.seed, which, others, store.min_scale, limits[which])
-            for which, view in enumerate(stored)
+        pairs.append(
+            [
+                change.apply(view, sample.seed, which, others, store.min_scale, limits[which])
+                for which, view in enumerate(stored)
+            ]
         )
-        pairs.append((view0, view1))
         negative.append(image1 != sample.image)
     # One call composes all homographies (B, 3, 3). 64 calls for single pairs would take 1 ms.
     to0, to1 = (np.stack([view.H_image_to_view for view in views]) for views in zip(*pairs))
     H_0to1 = compose(to1, inverse(to0))
     H_0to1[negative] = APART
     # (B, 2, 3, 3): the cell of each view of each pair
-    cells = np.array([[one.cell, other.cell] for one, other in pairs])
+    cells = np.array([[view.cell for view in pair] for pair in pairs])
     both = [Pair(one.records, other.records, one.size, other.size) for one, other in pairs]
     return from_pairs(both, H_0to1, cells=cells)
 

@@ -21,7 +21,7 @@ import numpy as np
 from pipeline import distributed, params, tracking
 from pipeline.keypoints.store import Store
 from pipeline.train.checkpoint import Info, Metrics, Saved, TrainState
-from superglue_sift.files import write_atomic
+from superglue_sift.files import write_atomic, write_json
 from superglue_sift.progress import Progress
 
 # Names of the files in reports/train/curves
@@ -83,13 +83,14 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
             axes.legend(loc="best", frameon=False)
         # the file has no date, so equal curves give equal bytes
         stream = io.BytesIO()
-        options = {"metadata": {"Date": None}, "bbox_inches": "tight", "transparent": True}
-        figure.savefig(stream, format="svg", **options)
+        figure.savefig(
+            stream, format="svg", metadata={"Date": None}, bbox_inches="tight", transparent=True
+        )
     write_atomic(path, stream.getvalue())
 
 
-def text_of_metrics(best: Info) -> str:
-    """Return metrics.json of a finished training, made from the JSON of its best model.
+def write_metrics(reports: Path, best: Info) -> None:
+    """Write metrics.json of a finished training, made from the JSON of its best model.
 
     F1, precision and recall are in percent.
     """
@@ -102,7 +103,7 @@ def text_of_metrics(best: Info) -> str:
         "skipped_steps": best["skipped_steps"],
         "step": best["train"]["steps"],
     }
-    return json.dumps(metrics, indent=2) + "\n"
+    write_json(reports / METRICS, metrics, 2)
 
 
 class TrainingLogger:
@@ -111,7 +112,7 @@ class TrainingLogger:
     Args:
         sections: the sections of params.yaml.
         identity: the name of the training.
-        tags: tags of the run in MLflow.
+        precision: the precision of the network's layers.
         pairs: number of pairs of a step, over all ranks.
         saved: the checkpoint that the training resumes from. Without it the training starts from
             scratch, in a new run.
@@ -125,7 +126,7 @@ class TrainingLogger:
         sections: params.Params,
         context: distributed.Context,
         identity: str,
-        tags: Dict[str, str],
+        precision: str,
         pairs: int,
         saved: Optional[Saved],
     ) -> None:
@@ -141,11 +142,12 @@ class TrainingLogger:
         self._restart_clock()
         data = params.data_name(sections.fetch)
         preset = params.preset(args.params)
+        device = context.device.type
         # only rank 0 has a run, in the local log and in MLflow
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
-            tags={"device": context.device.type, "training": identity, "preset": preset, **tags},
+            tags={"device": device, "training": identity, "preset": preset, "precision": precision},
             resume=bool(info.get("step")),
             enabled=context.is_main,
             training=identity,
@@ -246,8 +248,9 @@ class TrainingLogger:
         self.write_curves(state.best_step)
         if self.context.is_main:
             without = " without --fresh" if self.args.fresh else ""
-            line = f"stopped at step {state.step}; the same command{without} resumes there"
-            print(line, flush=True)
+            print(
+                f"stopped at step {state.step}; the same command{without} resumes there", flush=True
+            )
         self.run.close("KILLED")
 
     def log_finish(self, state: TrainState, init_from: str = "") -> None:
@@ -260,7 +263,7 @@ class TrainingLogger:
         # write the metrics for DVC, and add them, the picture and the model to MLflow
         best = self.args.out / "best.json"
         reports = self.args.reports
-        write_atomic(reports / METRICS, text_of_metrics(json.loads(best.read_text())))
+        write_metrics(reports, json.loads(best.read_text()))
         for name in (METRICS, PICTURE):
             self.run.artifact(reports / name)
         self.run.model(best.with_suffix(".safetensors"), best, step=state.best_step)

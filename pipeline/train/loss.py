@@ -119,12 +119,10 @@ class MatchingObjective(nn.Module):
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
-        if order == sorted(order):
-            values = {name: value[: len(batch)] for name, value in values.items()}
-        else:  # the size classes have another order than the batch
-            places = torch.tensor(order).argsort()
-            values = {name: value[places] for name, value in values.items()}
-        return total.sum().reshape(1), values
+        # the size classes may have another order than the batch
+        ordered = order == sorted(order)
+        places = slice(len(batch)) if ordered else torch.tensor(order).argsort()
+        return total.sum().reshape(1), {name: value[places] for name, value in values.items()}
 
 
 class Validation:
@@ -259,15 +257,15 @@ def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """Compute the sums of a batch from which the metrics of any set of batches follow.
 
     Returns:
-        Arrays () float64: the number of pairs, the number of `true` matches, and the sums of the
-        losses of `MatchingObjective.forward`. Also the histograms of `count_matches`.
+        Arrays (): the number of pairs, the number of `true` matches, and the sums of the losses of
+        `MatchingObjective.forward`, which are float64. Also the histograms of `count_matches`.
     """
     log_P = objective.model(batch)
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
     losses = dict(zip(LOSSES, assignment_loss(log_P, truth)))
     return {
-        "pairs": np.asarray(float(len(batch))),
+        "pairs": np.array(len(batch)),
         **count_matches(matches0, scores0, truth),
         **{name: value.sum().double().cpu().numpy() for name, value in losses.items()},
     }
@@ -298,8 +296,8 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
             and their confidence.
 
     Returns:
-        `true`, () float64, the number of true matches, and two histograms over the confidence,
-        (CONFIDENCE_BINS,) float64. `predicted` counts matches whose keypoint in image 0 the truth
+        `true`, () int64, the number of true matches, and two histograms over the confidence,
+        (CONFIDENCE_BINS,) int64. `predicted` counts matches whose keypoint in image 0 the truth
         does not ignore. `correct` counts matches that equal the truth.
     """
     counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
@@ -308,8 +306,7 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
         name: np.histogram(scores[rows].float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0]
         for name, rows in chosen.items()
     }
-    true = (truth.matches0 >= 0).sum().cpu().numpy()
-    return {name: each.astype(np.float64) for name, each in {"true": true, **histograms}.items()}
+    return {"true": (truth.matches0 >= 0).sum().cpu().numpy(), **histograms}
 
 
 def best_f1(sums: Sums) -> Metrics:

@@ -175,13 +175,10 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Do one step of all parameters that have a gradient."""
         for group in self.param_groups:
+            update = self._muon if group["muon"] else self._adam
             parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            if group["muon"]:
-                self._muon(parameters, group["lr"])
-            else:
-                self._adam(parameters, group["lr"])
+            if parameters:
+                update(parameters, group["lr"])
 
     def _muon(self, parameters: Parameters, lr: float) -> None:
         by_shape: Dict[torch.Size, Parameters] = {}

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from pipeline.train.optimizer import (
 )
 from superglue_sift import torch_compat
 from superglue_sift.features.extractors import kind_of
-from superglue_sift.files import write_atomic
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
@@ -199,15 +198,13 @@ def train_step(
         names, totals = compute_gradient(objective, optimizer, scaler, micro_batches, weight, wait)
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
         # The norm is taken after the exchange of gradients, so all ranks decide alike
-        applied = math.isfinite(grad_norm)
-        if applied:
+        if math.isfinite(grad_norm):
             optimizer.step()  # `scaler.step` would wait for the GPU once more
-        else:
-            for statistic, old in zip(statistics, before):
-                statistic.copy_(old)
-        scaler.update()
-        if applied:
+            scaler.update()
             break
+        for statistic, old in zip(statistics, before):
+            statistic.copy_(old)
+        scaler.update()
     own = sum(len(batch) for batch in micro_batches)
     return {**dict(zip(names, sums)), "pairs": float(own)}, grad_norm
 
@@ -231,22 +228,22 @@ def compute_gradient(
     float64: the norm of the gradient before clipping, and the sum of each value over all pairs.
     """
     optimizer.zero_grad()
-    values: Dict[str, List[Tensor]] = {}
+    values = []  # the values of each micro-batch, by name
     no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
     for number, batch in enumerate(micro_batches, 1):
         last = number == len(micro_batches)
         # only the last micro-batch exchanges gradients between the ranks
         with contextlib.nullcontext() if last else no_sync():
-            total, parts = objective(batch, wait)
+            total, own = objective(batch, wait)
             scaler.scale(total.sum() * weight).backward()
-        for name, value in parts.items():
-            values.setdefault(name, []).append(value)
+        values.append(own)
     scaler.unscale_(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
     # Join all micro-batches to one tensor (V, B), so that the host reads the GPU once.
-    joined = torch.cat([value for each in values.values() for value in each]).view(len(values), -1)
-    return list(values), torch.cat([norm.reshape(1), joined.sum(1)]).double()
+    names = list(values[0])
+    joined = torch.cat([own[name] for name in names for own in values]).view(len(names), -1)
+    return names, torch.cat([norm.reshape(1), joined.sum(1)]).double()
 
 
 class Training:
@@ -302,11 +299,12 @@ class Training:
         args = self.args
         # All ranks must have the same request
         decisive = {
+            **self.fingerprint,
             **self.run_params.model_dump(),
             "validation pairs": self.validation.digest,
             "code": provenance.code_version(),
         }
-        checkpoint.agree({**self.fingerprint, **decisive}, context.is_main)
+        checkpoint.agree(decisive, context.is_main)
         # Find the folder of the training. One rank writes there; nodes may share it or not.
         self.writes = distributed.writes(args.out, context)
         self.folder, best, saved = checkpoint.find_start(args, self.fingerprint, self.writes)
@@ -316,13 +314,14 @@ class Training:
             return 0
         # Build, and begin the reports
         self._build(saved)
-        tags = {"precision": self.computed_by["precision"]}
-        about = (self.name, tags, self.pairs, saved)
-        with TrainingLogger(args, self.sections, context, *about) as self.logger:
+        precision = self.computed_by["precision"]
+        with TrainingLogger(
+            args, self.sections, context, self.name, precision, self.pairs, saved
+        ) as self.logger:
             self.baseline = self.validation.ratio_test_f1(self.objective)
             steps = self.train.steps
             self.logger.log_start(self.state, steps, self.store, self.messages, self.baseline)
-            with contextlib.closing(self.logger.bar):
+            with self.logger.bar:
                 finished = self._loop()
             if not finished:
                 self.logger.log_stop(self.state)
@@ -424,9 +423,10 @@ class Training:
         lr = learning_rate(train, self.run_params, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
-        common = (self.ddp_model, state.optimizer, state.scaler)
         try:
-            sums, grad_norm = train_step(*common, micro_batches, self.pairs, world_size)
+            sums, grad_norm = train_step(
+                self.ddp_model, state.optimizer, state.scaler, micro_batches, self.pairs, world_size
+            )
         except RuntimeError as error:
             if "out of memory" not in str(error):
                 raise
@@ -557,7 +557,7 @@ class Training:
         saved = checkpoint.load_newest(self.folder)
         if saved:
             log.write_curves(reports, saved[1]["curves"], best["step"])
-        write_atomic(reports / log.METRICS, log.text_of_metrics(best))
+        log.write_metrics(reports, best)
         done = "trained with these parameters and data, to the last step"
         print(f"{self.folder}: {done}: nothing to do")
         tracking.attach(reports / "log.jsonl", best["training"]).close()

@@ -25,9 +25,10 @@ def test_the_picture_shows_both_curves_the_ratio_test_and_the_step_that_is_kept(
     assert not (tmp_path / "curves/train.csv").exists()
 
 
-def test_metrics_are_in_percent():
+def test_metrics_are_in_percent(tmp_path):
     figures = {"f1": 0.66995, "f1_ratio_test": 0.638, "precision": 1.0, "recall": 0.0, "loss": 0.5}
     best = {"step": 20, "validation": figures, "skipped_steps": 1, "train": {"steps": 30}}
-    found = json.loads(log.text_of_metrics(best))
+    log.write_metrics(tmp_path, best)
+    found = json.loads((tmp_path / log.METRICS).read_text())
     assert found["f1"] == pytest.approx(67.0, abs=0.006) and found["precision"] == 100.0
     assert found["best_step"] == 20 and found["step"] == 30 and found["skipped_steps"] == 1
