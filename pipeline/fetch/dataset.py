@@ -467,17 +467,16 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     held = {"train": open_container(settings.path, settings.root)}
     names = held["train"].names
     contents = held["train"].contents
+    held_out = None
     if settings.val_path:
-        held["val"] = open_container(settings.val_path, settings.root)
+        val = held["val"] = open_container(settings.val_path, settings.root)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
         # training images that are copies of held-out ones are left out
-        others = held["val"].contents
-        copies = set(others.values())
+        copies = set(val.contents.values())
         names = [name for name in names if contents[name] not in copies]
-        splits = split_names(names, settings, others, held["val"].names)
-    else:
-        splits = split_names(names, settings, contents)
+        contents, held_out = val.contents, val.names
+    splits = split_names(names, settings, contents, held_out)
     empty = [split for split in ("train", "val") if not splits[split]]
     if empty:
         container = held.get(empty[0], held["train"])

@@ -8,14 +8,13 @@ decodes in the workers. OpenCV does warping and photometric distortion (docs/dat
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 from itertools import islice
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 
-from pipeline.errors import RequestError
+from pipeline.errors import RequestError, read_number
 from pipeline.fetch.dataset import Entry, ImageSet
 from superglue_sift.features.images import BadImage, is_plain_jpeg
 
@@ -85,7 +84,7 @@ def _gpu_index() -> Optional[int]:
     import torch
 
     count = torch.cuda.device_count()
-    return int(os.environ.get("LOCAL_RANK", "0")) % count if count else None
+    return read_number("LOCAL_RANK", 0) % count if count else None
 
 
 def _torchvision() -> Decode:

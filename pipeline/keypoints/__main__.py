@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import time
 from itertools import islice
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from pipeline import errors, params
-from pipeline.errors import RequestError, WorkError
+from pipeline.errors import RequestError, WorkError, read_number
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.keypoints import shards
@@ -62,8 +61,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for folder in (options.out, options.reports):
         check_writable(folder / "metrics.json", folder)
     # every rank makes its own shards, and rank 0 waits for all of them
-    rank = int(os.environ.get("RANK", "0"))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank = read_number("RANK", 0)
+    ranks = read_number("WORLD_SIZE", 1)
     started = time.monotonic()
     planned = [shard for split in SPLITS for shard in plans[split]]
     count = _extract(options.workers, planned[rank::ranks], images, settings, rank > 0)
@@ -103,12 +102,11 @@ def _extract(
     entries = [entry for shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for shard in mine)
     # the ranks of this machine share its cores
-    cores = max(usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
+    cores = max(usable_cores() // read_number("LOCAL_WORLD_SIZE", 1), 1)
     workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     # all shards share one stream of results, so no worker waits at the end of a shard
-    found = shards.extract_all(images, settings, entries, workers)
-    with contextlib.closing(found):
+    with contextlib.closing(shards.extract_all(images, settings, entries, workers)) as found:
         results = iter(Progress(found, disable=quiet, **shown))
         for shard in todo:
             shards.write(shard, islice(results, len(shard.entries)))
