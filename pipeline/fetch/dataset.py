@@ -475,7 +475,8 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
         # training images that are copies of held-out ones are left out
         copies = set(val.contents.values())
         names = [name for name in names if contents[name] not in copies]
-        contents, held_out = val.contents, val.names
+        contents = val.contents
+        held_out = val.names
     splits = split_names(names, settings, contents, held_out)
     empty = [split for split in ("train", "val") if not splits[split]]
     if empty:

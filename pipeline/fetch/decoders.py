@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from itertools import islice
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -38,13 +38,7 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
         return
     decode: Optional[Decode] = None
     for batch in iter(lambda: list(islice(left, BATCH)), []):
-        # an 8-bit JPEG of one or three components is left to the decoder
-        jpegs: Dict[Entry, bytes] = {}
-        for entry in batch:
-            with contextlib.suppress(BadImage):
-                data = images.read(entry)
-                if is_plain_jpeg(data, entry.name):
-                    jpegs[entry] = data
+        jpegs = _read_jpegs(images, batch)
         pixels: Dict[Entry, np.ndarray] = {}
         if jpegs:
             decode = decode or make_decoder(decoder)
@@ -55,6 +49,17 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
                 print(f"{decoder} gave up on a batch, Pillow decodes it: {reason}", file=sys.stderr)
                 decode = None  # DALI cannot be used after an error
         yield from ((entry, pixels[entry]) if entry in pixels else entry for entry in batch)
+
+
+def _read_jpegs(images: ImageSet, batch: Sequence[Entry]) -> Dict[Entry, bytes]:
+    """Read the files of the batch that are 8-bit JPEG of one or three components."""
+    jpegs = {}
+    for entry in batch:
+        with contextlib.suppress(BadImage):
+            data = images.read(entry)
+            if is_plain_jpeg(data, entry.name):
+                jpegs[entry] = data
+    return jpegs
 
 
 def make_decoder(decoder: str) -> Optional[Decode]:

@@ -22,7 +22,7 @@ from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.keypoints import shards
 from pipeline.keypoints.shards import Shard
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import Row, Store
 from pipeline.params import KeypointsParams
 from superglue_sift.environment import usable_cores
 from superglue_sift.files import check_writable, write_csv, write_json
@@ -113,7 +113,7 @@ def _extract(
     return len(entries)
 
 
-def _wait_for_all(planned: Sequence[Shard]) -> List[Dict[str, Any]]:
+def _wait_for_all(planned: Sequence[Shard]) -> List[Row]:
     """Return the rows of all shards. Wait for the other ranks, and say so.
 
     Raises WorkError if no rank has written a shard for `SILENCE` seconds.
@@ -140,7 +140,7 @@ def _wait_for_all(planned: Sequence[Shard]) -> List[Dict[str, Any]]:
         time.sleep(0.5)
 
 
-def _check(bad: Sequence[Any], total: int, rows: Dict[str, Any], reports: Path) -> None:
+def _check(bad: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: Path) -> None:
     """Raise WorkError if too many images are bad, or if a split has no image left."""
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:

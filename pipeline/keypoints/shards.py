@@ -21,7 +21,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Generator, Iterable, List, Sequence, Union
+from typing import Dict, Generator, Iterable, List, Sequence, Union
 
 import cv2
 
@@ -29,7 +29,7 @@ from pipeline.errors import RequestError, WorkError
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store, views
-from pipeline.keypoints.store import ImageViews
+from pipeline.keypoints.store import ImageViews, Row
 from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_parent, in_order
 from superglue_sift.features import extractors
@@ -57,7 +57,7 @@ class Shard:
     def note(self) -> Path:
         return self.path.with_suffix(".json")
 
-    def row(self) -> Dict[str, Any]:
+    def row(self) -> Row:
         """Return what the note says: the row of store.json. It is {} if there is no such shard."""
         with contextlib.suppress(OSError, ValueError):
             row = json.loads(self.note.read_text(encoding="utf-8"))
@@ -95,7 +95,7 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
     may be mended.
     """
     # a killed run has left notes, a finished one store.json
-    finished: Dict[Path, Any] = {}
+    finished: Dict[Path, Row] = {}
     for folder in {shard.path.parent for shard in shards}:
         with contextlib.suppress(RequestError):
             rows = store.read_index(folder)["shards"]

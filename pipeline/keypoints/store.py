@@ -40,6 +40,8 @@ INDEX = "store.json"
 # number of shards to hash with verify="sample"
 SAMPLED_SHARDS = 3
 
+Row = Dict[str, Any]  # a row of store.json, which describes a shard
+
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
 
@@ -71,7 +73,7 @@ def shard_name(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
-def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
+def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
     Returns its row in store.json, with the keys file, images (their names), keypoints, bytes and
@@ -106,7 +108,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Dict[str, Any]:
 
 
 def index(
-    shards: Sequence[Dict[str, Any]], views: int, extractor: Extractor = extractors.DEFAULT
+    shards: Sequence[Row], views: int, extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
     """Return the content of store.json for these rows of `write_shard`.
 
@@ -127,7 +129,7 @@ def index(
     }
 
 
-def _digest(shards: Sequence[Dict[str, Any]]) -> str:
+def _digest(shards: Sequence[Row]) -> str:
     """Return the SHA-256 over the names of the images and the SHA-256 of the shards."""
     lines = [TITLE, *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
@@ -208,7 +210,7 @@ class Store:
         return View(records, tensors["homographies"][place, view], (width, height))
 
 
-def check_shard(path: Path, shard: Dict[str, Any], hashed: bool = True) -> None:
+def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
     """Check a file by its row. Raises RequestError, which names the file."""
     # compare the size first, because a hash reads the whole file
     size = path.stat().st_size if path.is_file() else 0

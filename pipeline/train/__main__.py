@@ -31,7 +31,6 @@ from typing import Optional, Sequence, Tuple
 import torch
 
 from pipeline import distributed, errors, workers
-from pipeline.keypoints.store import Store
 from pipeline.train import checkpoint, trainer
 
 
@@ -67,18 +66,6 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     return args, sections
 
 
-def prepare(
-    args: argparse.Namespace,
-    sections: params.Params,
-    context: distributed.Context,
-    stop: workers.Stop,
-) -> trainer.Training:
-    """Open the stores and make the training, without building the network."""
-    how = "all" if args.verify else "sample"
-    store, held_out = (Store(args.keypoints / split, how) for split in ("train", "val"))
-    return trainer.Training(args, sections, context, stop, store, held_out)
-
-
 def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     """Check the request before any process starts.
 
@@ -86,7 +73,7 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     """
     args, sections = parse(argv)
     context = distributed.Context(0, world_size, torch.device("cpu"))
-    training = prepare(args, sections, context, workers.Stop())
+    training = trainer.Training(args, sections, context, workers.Stop())
     if args.continued:
         checkpoint.load_to_continue(args.continued, training.fingerprint)
 
@@ -94,7 +81,7 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse(argv)
     with workers.defer_signals() as stop, distributed.process_group() as context:
-        training = prepare(args, sections, context, stop)
+        training = trainer.Training(args, sections, context, stop)
         code = training.validate_only() if args.validate_only else training.run()
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`
     return errors.STOPPED if stop.requested else code

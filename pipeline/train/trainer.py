@@ -247,7 +247,7 @@ def compute_gradient(
 
 
 class Training:
-    """One rank of one training. It trains on the views of `store` and validates on `held_out`."""
+    """One rank of one training. It trains on the views of one store and validates on another."""
 
     logger: TrainingLogger  # set by `run`
 
@@ -257,14 +257,15 @@ class Training:
         sections: Params,
         context: distributed.Context,
         stop: workers.Stop,
-        store: Store,
-        held_out: Store,
     ) -> None:
-        """Choose the validation pairs and name the training, without building the network.
+        """Open the stores, choose the validation pairs and name the training.
 
-        `args` is the command line, and `sections` are those of params.yaml. Raises RequestError if
-        the keypoints or the initial weights do not fit, or if no validation pair is left.
+        The network is not built yet. `args` is the command line, and `sections` are those of
+        params.yaml. Raises RequestError if the keypoints or the initial weights do not fit, or if
+        no validation pair is left.
         """
+        how = "all" if args.verify else "sample"
+        store, held_out = (Store(args.keypoints / split, how) for split in ("train", "val"))
         check(sections.train, store)
         self.args = args
         self.sections = sections
