@@ -285,11 +285,8 @@ def match_all(
                 unread.append((source.scenes[index][0], error.reason))
         return pairs
 
-    def match(pairs: List[KnownPair]) -> List[Tuple[KnownPair, Dict[str, Matches]]]:
-        return list(zip(pairs, matched.answers([known.pair for known in pairs], BATCH)))
-
-    def score_all(answered: List[Tuple[KnownPair, Dict[str, Matches]]]) -> List[Any]:
-        return [score(known, answers) for known, answers in answered]
+    def score_all(answered: Tuple[List[KnownPair], List[Dict[str, Matches]]]) -> List[Any]:
+        return list(map(score, *answered))
 
     unread: List[Tuple[str, str]] = []
     extraction = settings.params.max_keypoints, settings.extractor
@@ -298,8 +295,11 @@ def match_all(
     parts = range(0, len(source), step)  # the first scene of each batch
     # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
     threads = min(os.cpu_count() or 1, MAX_THREADS)
-    # `map` is lazy: the networks run where the loop below asks for the next scores
-    answered = map(match, prefetch(load, parts, threads, threads))
+    # The networks run where the loop below asks for the next scores
+    answered = (
+        (pairs, matched.answers([known.pair for known in pairs], BATCH))
+        for pairs in prefetch(load, parts, threads, threads)
+    )
     found = []
     for first, scores in zip(parts, prefetch(score_all, answered, threads, threads)):
         found += scores
@@ -307,20 +307,12 @@ def match_all(
     return found, sorted(unread)
 
 
-def draw_pictures(
-    source: Source,
-    matched: Matchers,
-    table: pd.DataFrame,
-    places: Sequence[Tuple[int, ...]],
-    settings: Settings,
-) -> List[Tuple[str, str, np.ndarray]]:
-    """Draw median, best and worst pairs. Return name, caption and pixels of each picture.
+def choose_pairs(values: pd.DataFrame) -> Dict[int, str]:
+    """Choose median, best and worst pairs. Return the name of a picture by the pair's number.
 
-    If errors are equal, the pair with more correct matches is better.
+    `values` is named by (matcher, number). If errors are equal, the pair with more correct matches
+    is better.
     """
-    # tabulate matches, correct matches and the leading estimator's error by matcher and pair
-    detected = table[~table["refined"] & table["estimator"].isin(["", metrics.leading(table)])]
-    values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
     # rank the numbers of the pairs from the network's best to its worst
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
@@ -332,13 +324,27 @@ def draw_pictures(
     for kind, group in chosen.items():
         for place, number in enumerate(group, 1):
             names.setdefault(number, f"{kind}-{place}")
+    return names
+
+
+def draw_pictures(
+    source: Source,
+    matched: Matchers,
+    table: pd.DataFrame,
+    places: Sequence[Tuple[int, ...]],
+    settings: Settings,
+) -> List[Tuple[str, str, np.ndarray]]:
+    """Draw the pairs of `choose_pairs`. Return name, caption and pixels of each picture."""
+    # tabulate matches, correct matches and the leading estimator's error by matcher and pair
+    detected = table[~table["refined"] & table["estimator"].isin(["", metrics.leading(table)])]
+    values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
     unit = "degrees of pose error" if metrics.is_posed(table) else "px of corner error"
     drawn = []
     # The results keep no images, so each pair is loaded and matched again
-    for number, name in names.items():
+    for number, name in choose_pairs(values).items():
         scene, position, *ends = places[number]
         extraction = settings.params.max_keypoints, settings.extractor
-        (known,) = extract_pairs(source, scene, *extraction, position)
+        known = extract_pairs(source, scene, *extraction)[position]
         left, right = (
             source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
         )
@@ -404,8 +410,7 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     matched = Matchers(networks, device, args.further, args.network_keypoints)
     settings = Settings(section, args.estimators, extractor, args.bound, args.refine)
     results = run(source, where, matched, settings, args.robustness)
-    bad = [f"{len(results.bad)} images could not be read: see bad_images.csv."] * bool(results.bad)
-    return results._replace(notes=[*bad, *notes]), networks[OURS].info
+    return results._replace(notes=notes), networks[OURS].info
 
 
 def run(
@@ -423,13 +428,21 @@ def run(
     def count(_: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
         return {name: len(found) for name, found in matched.above(answers).items()}
 
+    def tabulate(found: Sequence[Any]) -> Tuple[Any, pd.DataFrame, Dict, pd.DataFrame]:
+        places, rows, scored = zip(*found)
+        table = metrics.make_table(rows)
+        own = {name: [each[name] for each in scored] for name in matched.networks}
+        return places, table, own, metrics.values_of_pairs(table, own)
+
     # list all the work first, so that one bar shows all of it
-    held_out = isinstance(source, HeldOutPairs)
-    hard = list(levels(source, robustness)) if held_out and robustness else []
-    negative = [NegativePairs(source)] if held_out and len(source) > 1 else []
+    negative = []
+    hard = []
+    if isinstance(source, HeldOutPairs):
+        negative = [NegativePairs(source)]
+        hard = list(levels(source, robustness))
     every = [source, *negative, *(variant for _, _, variant in hard)]
     total = sum(count for each in every for _, count in each.scenes)
-    conditions = []
+    conditions = {}
     # match and score all of it
     with Progress(total=total, desc="pairs", unit="pair") as bar:
         given = matched, settings
@@ -442,19 +455,13 @@ def run(
         for name, level, variant in hard:
             disturbed, _ = match_all(variant, *given, score, bar)
             if disturbed:
-                _, rows, scored = zip(*disturbed)
-                own = {OURS: [each[OURS] for each in scored]}
-                values = metrics.values_of_pairs(metrics.make_table(rows), own)[[OURS, RATIO_TEST]]
-                means = pd.DataFrame({"value": values.mean(), "pairs": values.count()})
-                named = {"keys": [(name, level)], "names": ["condition", "level"]}
-                conditions.append(pd.concat([means], **named))
+                values = tabulate(disturbed)[-1][[OURS, RATIO_TEST]]
+                means = {"value": values.mean(), "pairs": values.count()}
+                conditions[name, level] = pd.DataFrame(means)
         # match different photographs, where every match is wrong
         counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
     # compute all metrics from the table
-    places, rows, scored = zip(*found)
-    table = metrics.make_table(rows)
-    own = {name: [each[name] for each in scored] for name in matched.networks}
-    values = metrics.values_of_pairs(table, own)
+    places, table, own, values = tabulate(found)
     samples = metrics.resample(values, own)
     summary = metrics.summarize(values, samples)
     for name, mean in pd.DataFrame(counts).mean().items():
@@ -468,7 +475,7 @@ def run(
         values,
         summary,
         metrics.compare(values, samples, list(matched.networks)),
-        pd.concat(conditions) if conditions else pd.DataFrame(),
+        pd.concat(conditions, names=["condition", "level"]) if conditions else pd.DataFrame(),
         metrics.calibration(own[OURS]),
         bad,
         protocol=describe(source, where, matched, settings),

@@ -101,10 +101,8 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
         limit = threshold_at_precision(pairs, float(least))
         columns[(matcher, *asked)] = rates(pairs, np.array([limit]))[1][:, 0]
     # make the frame (pairs, columns), with the matchers in their order of appearance
-    names = pd.MultiIndex.from_tuples(columns, names=["matcher", *KEY])
-    scenes = pd.Index(table.drop_duplicates("number")["scene"], name="scene")
-    frame = pd.DataFrame(np.array(list(columns.values())).T, scenes, names)
-    return frame[list(table["matcher"].unique())]
+    frame = pd.DataFrame(columns, table.drop_duplicates("number")["scene"])
+    return frame.rename_axis(columns=["matcher", *KEY])[list(table["matcher"].unique())]
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:

@@ -42,8 +42,6 @@ SEED = 0  # all models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
-NUMBERS = 2 + 9 + 9 + 16  # how many numbers follow the two names on a line of pairs with cameras
-
 # A sequence: its name, its images (the reference first), and the homographies to the others by
 # number
 HPatchesSequence = Tuple[str, List[Path], Dict[int, np.ndarray]]
@@ -110,22 +108,14 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def extract_pairs(
-    source: Source, index: int, max_keypoints: int, extractor: Extractor, only: Optional[int] = None
+    source: Source, index: int, max_keypoints: int, extractor: Extractor
 ) -> List[KnownPair]:
-    """Load a scene and run the extractor once on each image.
-
-    `only` is the number of the one pair to return. If it is None, return all pairs. Raises BadImage
-    if an image cannot be used.
-    """
+    """Load the pairs of a scene. Raises BadImage if an image cannot be used."""
     images, pairs = source.load(index)
-    keypoints: Dict[int, np.ndarray] = {}
+    # The extractor runs once on each image, since the reference of a sequence is in all its pairs
+    keypoints = [extractor(image, max_keypoints) for image in images]
     found = []
     for position, (name, first, second, truth) in enumerate(pairs):
-        if only not in (None, position):
-            continue
-        # the reference of a sequence is in all its pairs
-        for image in {first, second} - set(keypoints):
-            keypoints[image] = extractor(images[image], max_keypoints)
         both = images[first], images[second]
         pair = Pair(keypoints[first], keypoints[second], *map(image_size, both))
         place = (index, position, first, second)
@@ -220,19 +210,19 @@ class NegativePairs(Source):
 
     def __init__(self, source: HeldOutPairs):
         self.source = source
-        names = [name for name, _ in source.scenes]
-        count = len(names)
+        entries = source.entries
+        count = len(entries)
         # a pair has the indices of both photographs, and the number of their views
         pairs = (
-            (first, (first + 1 + number % (count - 1)) % count, number)
+            (first, second, number)
             for number in range((count - 1) * source.params.pairs_per_image)
             for first in range(count)
+            for second in [(first + 1 + number % (count - 1)) % count]
+            # copies of one photograph are no negative pair
+            if entries[first].photograph != entries[second].photograph
         )
-        # copies of one photograph are no negative pair
-        photographs = [entry.photograph for entry in source.entries]
-        different = (pair for pair in pairs if photographs[pair[0]] != photographs[pair[1]])
-        self.pairs = list(itertools.islice(different, MAX_NEGATIVE_PAIRS))
-        self.scenes = [(f"{names[a]} and {names[b]}", 1) for a, b, _ in self.pairs]
+        self.pairs = list(itertools.islice(pairs, MAX_NEGATIVE_PAIRS))
+        self.scenes = [(f"{entries[a].name} and {entries[b].name}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
         """Render the two views. Raises BadImage if a photograph is unreadable or too small."""
@@ -281,7 +271,7 @@ def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.
     # half the size of the part is `middle / zoom`, so its centre may move by the rest
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
     H = np.diag([zoom, zoom, 1.0])
-    H[:2, 2] = middle - H[:2, :2] @ centre
+    H[:2, 2] = middle - zoom * centre
     return H
 
 
@@ -335,21 +325,19 @@ class FilePairs(Source):
     """Scenes whose images are read from files and resized to a shorter side of `short_side` px.
 
     480 is the protocol of LightGlue and glue-factory, and 0 keeps the size. An unreadable image
-    raises RequestError, so that no pair is skipped silently.
+    raises RequestError, so that no pair is skipped silently. `files` has the images of each scene.
     """
+
+    files: Sequence[List[Path]]
 
     def __init__(self, short_side: int):
         self.short_side = short_side
-
-    def files(self, index: int) -> List[Path]:
-        """Return the files of a scene's images."""
-        raise NotImplementedError
 
     def read(self, index: int) -> Tuple[List[np.ndarray], List[np.ndarray]]:
         """Return the gray images of a scene, and the maps (3, 3) from pixels of the files."""
         images = []
         maps = []
-        for path in self.files(index):
+        for path in self.files[index]:
             try:
                 image = read_gray(path)
             except BadImage as error:
@@ -365,7 +353,7 @@ class FilePairs(Source):
         return images, maps
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        path = self.files(index)[image]
+        path = self.files[index][image]
         photograph = decode_color(path.read_bytes(), path.name)
         return cv2.resize(photograph, image_size(gray), interpolation=cv2.INTER_AREA)
 
@@ -379,9 +367,7 @@ class HPatchesPairs(FilePairs):
         super().__init__(short_side)
         self.sequences = find_sequences(folder)
         self.scenes = [(name, len(others)) for name, _, others in self.sequences]
-
-    def files(self, index: int) -> List[Path]:
-        return self.sequences[index][1]
+        self.files = [files for _, files, _ in self.sequences]
 
     def load(self, index: int) -> Scene:
         """Read one sequence, and scale its homographies as the images are resized."""
@@ -399,13 +385,12 @@ class PosePairs(FilePairs):
     def __init__(self, file: Path, folder: Path, short_side: int = 480):
         super().__init__(short_side)
         self.pairs = read_pairs(file)
-        self.folder = folder
-        self.scenes = [(name, 1) for name in scene_names([pair[:2] for pair in self.pairs])]
-
-    def files(self, index: int) -> List[Path]:
-        """Return both files, whose names may be spelled as on another system."""
-        names = self.pairs[index][:2]
-        return [self.folder / (spelled_as_file(self.folder, name) or name) for name in names]
+        names = [pair[:2] for pair in self.pairs]
+        self.scenes = [(name, 1) for name in scene_names(names)]
+        # names may be spelled as on another system
+        self.files = [
+            [folder / (spelled_as_file(folder, name) or name) for name in both] for both in names
+        ]
 
     def load(self, index: int) -> Scene:
         """Read one pair, and scale its intrinsics as the images are resized."""
@@ -499,7 +484,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
     for number, line in read_lines(path):
         where = f"--poses {path} line {number}"
         words = line.split()
-        if len(words) != 2 + NUMBERS:
+        if len(words) != 38:
             raise RequestError(
                 f"{where}: {len(words)} words; must be 38: two names without blanks, two rotations,"
                 " K0, K1, T_0to1"

@@ -12,6 +12,7 @@ The page needs no other file. Its charts are drawn by matplotlib, and its text i
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import itertools
 import math
@@ -127,18 +128,6 @@ def span(row: Mapping[str, Any]) -> str:
     return "-" if row["verdict"] == "too few" else f"{points(row['low'])} .. {points(row['high'])}"
 
 
-def heading(metric: str, estimator: str = "", refined: bool = False) -> str:
-    """Return the heading of a metric, such as "R@P" or "AUC@5 RANSAC refined"."""
-    if metric in SHORT:
-        return SHORT[metric][0]
-    return f"AUC@{metric[4:]} {estimator.upper()}{' refined' * refined}"
-
-
-def enough(results: Results) -> bool:
-    """Return whether there are enough photographs or sequences for a verdict."""
-    return results.values.index.nunique() >= metrics.MIN_SCENES
-
-
 def duels(results: Results) -> List[Dict[str, Any]]:
     """Compare the network with the ratio test: three metrics for the first screen, and the AUC.
 
@@ -170,18 +159,12 @@ def duels(results: Results) -> List[Dict[str, Any]]:
 
 def verdict(results: Results) -> str:
     """Return the comparison with the ratio test in a sentence of at most 15 words."""
-    if not enough(results):
-        counts = f"{results.values.index.nunique()}, and at least {metrics.MIN_SCENES} are needed"
-        return f"Too few {results.unit} to judge: {counts}."
+    count = results.values.index.nunique()
+    least = metrics.MIN_SCENES
+    if count < least:
+        return f"Too few {results.unit} to judge: {count}, and at least {least} are needed."
     found = [f"{duel['label']} {duel['gain']['verdict']}" for duel in duels(results)[:3]]
     return f"Compared with the ratio test: {', '.join(found)}."
-
-
-def best_gains(results: Results) -> pd.DataFrame:
-    """Return the differences from the best baseline of each metric."""
-    # the first row of each metric has the best baseline
-    keys = results.differences.index.droplevel("baseline")
-    return results.differences[~keys.duplicated()].reset_index("baseline")
 
 
 def headline(results: Results) -> Dict[str, float]:
@@ -205,8 +188,9 @@ def headline(results: Results) -> Dict[str, float]:
         "negative_matches": ("negative_matches", "", False),
     }
     # poses have no negative pairs, and --no-refine leaves out refined matches
-    gains = best_gains(results)["value"]
     values = {}
+    # the first difference of each metric is that from the best baseline
+    gains = results.differences["value"].groupby(KEY).first()
     for place, (name, key) in enumerate(asked.items()):
         unit = 1 if name == "negative_matches" else 100
         if key in ours:
@@ -223,12 +207,9 @@ def matchers_of(results: Results) -> List[str]:
 
 def text_table(results: Results, columns: Mapping[tuple, Any]) -> pd.DataFrame:
     """Make a table of values in percent, one line per matcher, from columns {key: heading}."""
-    values = results.metrics["value"]
-    rows = [
-        [percent(values.get((name, *key), math.nan)) for key in columns]
-        for name in matchers_of(results)
-    ]
-    return pd.DataFrame(rows, map(title, matchers_of(results)), list(columns.values()))
+    values = results.metrics["value"].unstack(KEY)
+    table = values.loc[matchers_of(results), list(columns)].map(percent)
+    return pd.DataFrame(table.to_numpy(), map(title, table.index), list(columns.values()))
 
 
 def matches_table(results: Results) -> pd.DataFrame:
@@ -236,11 +217,12 @@ def matches_table(results: Results) -> pd.DataFrame:
     known = results.metrics.index.unique("metric")
     shown = {(name, "", False): short for name, (short, _) in SHORT.items() if name in known}
     table = text_table(results, shown)
-    counts = [
-        results.metrics.at[(name, "matches", "", False), "value"] for name in matchers_of(results)
-    ]
     # a mean number is no fraction
-    table.insert(0, "matches", [f"{count:.0f}" for count in counts])
+    counts = [
+        f"{results.metrics.at[(name, 'matches', '', False), 'value']:.0f}"
+        for name in matchers_of(results)
+    ]
+    table.insert(0, "matches", counts)
     return table
 
 
@@ -254,10 +236,9 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
     for refined in dict.fromkeys(key[2] for key in keys):
         # (matchers, estimators x limits)
         own = [key for key in keys if key[2] == refined]
-        heads = [(estimator.upper(), f"@{name[4:]}") for name, estimator, _ in own]
-        table = text_table(results, dict(zip(own, heads)))
-        table.columns = pd.MultiIndex.from_tuples(heads, names=[f"AUC, {KINDS[refined]}", ""])
-        tables.append(table)
+        heads = {key: (key[1].upper(), f"@{key[0][4:]}") for key in own}
+        table = text_table(results, heads)
+        tables.append(table.rename_axis(columns=[f"AUC, {KINDS[refined]}", ""]))
     return tables
 
 
@@ -280,29 +261,24 @@ def duels_table(results: Results) -> pd.DataFrame:
 
 def scenes_table(results: Results) -> pd.DataFrame:
     """Make the table of scenes with the AUC@3 of the first estimator."""
-    key = "auc_3", leading(results.table), False
+    lead = leading(results.table)
     # the values of all pairs are named by their scenes
-    by_scene = results.values.groupby(level="scene", sort=False)
-    means = by_scene.mean()[[(name, *key) for name in matchers_of(results)]].map(percent)
-    means.columns = map(title, matchers_of(results))
+    values = results.values.xs(("auc_3", lead, False), axis=1, level=KEY)
+    by_scene = values.groupby(level="scene", sort=False)
+    means = by_scene.mean().map(percent).rename(columns=title)
     means.insert(0, "pairs", by_scene.size())
-    return means.rename_axis(None).rename_axis(columns=heading(*key))
+    return means.rename_axis(index=None, columns=f"AUC@3 {lead.upper()}")
 
 
-def legend(results: Results) -> List[str]:
-    """Return lines that explain the columns of the tables."""
+def remarks(results: Results) -> List[str]:
+    """Return the lines below the tables, which explain their columns and add what they lack."""
     # explain only the columns that the table has
     known = results.metrics.index.unique("metric")
     words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
     what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
     area = f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}"
     refined = "refined: matches refined by the pixels around them, of every matcher alike"
-    return ["; ".join(words), area, *[refined] * int(results.table["refined"].any())]
-
-
-def remarks(results: Results) -> List[str]:
-    """Return the sentences below the tables."""
-    lines = []
+    lines = ["; ".join(words), area, *[refined] * int(results.table["refined"].any())]
     # every match is wrong between two photographs with nothing in common
     key = "negative_matches", "", False
     if (OURS, *key) in results.metrics.index:
@@ -314,12 +290,13 @@ def remarks(results: Results) -> List[str]:
         )
     # a training may keep the weights that it started from
     values = results.values
-    models = [name for name in matchers_of(results) if name in results.protocol.get("models", {})]
     lines += [
         f"The trained model is the same as {name}: all its values are equal."
-        for name in models
+        for name in results.protocol.get("models", {})
         if name != OURS and values[name].equals(values[OURS])
     ]
+    if results.bad:
+        lines.append(f"{len(results.bad)} images could not be read: see bad_images.csv.")
     return [*lines, *results.notes]
 
 
@@ -332,7 +309,7 @@ def text(results: Results) -> str:
     # the tables of AUC stand below each other without a gap, since they have the same columns
     blocks = ["\n".join(table.to_string(line_width=WIDTH) for table in block) for block in tables]
     first = "\n".join([verdict(results), title, blocks[0]])
-    last = "\n".join([blocks[-1], *legend(results), *remarks(results)])
+    last = "\n".join([blocks[-1], *remarks(results)])
     return "\n\n".join([first, *blocks[1:-1], last])
 
 
@@ -348,7 +325,7 @@ def note(results: Results, folder: str) -> str:
     return f"**{verdict(results)}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
 
 
-def shorten(value: Any) -> Any:
+def round_number(value: Any) -> Any:
     """Round a number to DIGITS digits. Return anything else unchanged."""
     if not isinstance(value, float) or not math.isfinite(value):
         return value
@@ -357,12 +334,6 @@ def shorten(value: Any) -> Any:
 
 def tables(results: Results) -> Dict[str, pd.DataFrame]:
     """Return the content of each CSV file by its name, without ".csv"."""
-    names = [name_of(*key) for key in results.table[KEY].itertuples(index=False, name=None)]
-    # make one line for each pair and matcher, in the order of the table
-    index = ["number", "pair", "scene", "matcher"]
-    pairs = results.table.assign(name=names).pivot(index=index, columns="name", values="value")
-    pairs = pairs[list(dict.fromkeys(names))].reset_index().drop(columns="number")
-    pairs = pairs.astype({name: "Int64" for name in COUNTS if name in pairs})
 
     def join_names(frame: pd.DataFrame) -> pd.DataFrame:
         """Put one name in the place of metric, estimator and refined."""
@@ -370,6 +341,12 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
         flat["metric"] = [name_of(*key) for key in flat[KEY].itertuples(index=False, name=None)]
         return flat.drop(columns=["estimator", "refined"])
 
+    # make one line for each pair and matcher, in the order of the table
+    table = join_names(results.table)
+    index = ["number", "pair", "scene", "matcher"]
+    pairs = table.pivot(index=index, columns="metric", values="value")[table["metric"].unique()]
+    pairs = pairs.reset_index().drop(columns="number")
+    pairs = pairs.astype({name: "Int64" for name in COUNTS if name in pairs})
     found = {
         "pairs": pairs,
         "intervals": join_names(results.metrics),
@@ -387,7 +364,7 @@ def write(out: Path, results: Results, page: str) -> None:
     """Write all files, and remove the files of an earlier evaluation."""
     # write the metrics for DVC and for programs
     values = {
-        f"{matcher}.{name_of(*key)}": None if math.isnan(value) else shorten(value)
+        f"{matcher}.{name_of(*key)}": None if math.isnan(value) else round_number(value)
         for (matcher, *key), value in results.metrics["value"].items()
     }
     write_json(out / "metrics.json", values, indent=2)
@@ -398,7 +375,7 @@ def write(out: Path, results: Results, page: str) -> None:
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
     for name, frame in tables(results).items():
-        content = frame.map(shorten).to_csv(index=False, lineterminator="\n")
+        content = frame.map(round_number).to_csv(index=False, lineterminator="\n")
         write_atomic(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
@@ -412,11 +389,10 @@ def write(out: Path, results: Results, page: str) -> None:
 
 def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
     """Return the colour of each matcher."""
-    further = [name for name in matchers if name not in TITLES]
     # a matcher of TITLES keeps its colour whether or not the others are shown
-    palette = itertools.chain(COLOURS, itertools.cycle(FURTHER))
-    every = dict(zip([*TITLES, *further], palette))
-    return {name: every[name] for name in matchers}
+    own = dict(zip(TITLES, COLOURS))
+    further = itertools.cycle(FURTHER)
+    return {name: own.get(name) or next(further) for name in matchers}
 
 
 def line_chart(
@@ -456,7 +432,7 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     axis = "pose error, degrees" if is_posed(results.table) else "corner error, px"
     charts = []
     for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
-        frame = curve.set_index(curve.columns[0])[list(colours)].rename_axis(axis)
+        frame = curve.set_index(curve.columns[0]).rename_axis(axis)
         caption = f"{estimator.upper()}, matches {KINDS[refined]}"
         charts.append((line_chart(frame, colours, "fraction of pairs"), caption))
     return charts
@@ -477,17 +453,16 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
     The lines are the network and the ratio test.
     """
     lead = leading(results.table)
-    shown = (("recall", "", "found matches"), ("auc_5", lead, heading("auc_5", lead)))
+    shown = (("recall", "", "found matches"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
     charts = []
-    for name, part in results.robustness.reset_index().groupby("condition", sort=False):
+    for name, part in results.robustness.groupby("condition", sort=False):
         for metric, estimator, label in shown:
+            own = part.xs((metric, estimator, False), level=KEY)
             # each matcher has a line over the levels, which are words at equal distances
-            key = (part["metric"] == metric) & (part["estimator"] == estimator) & ~part["refined"]
-            frame = part[key].pivot(index="level", columns="matcher", values="value")
-            frame = frame.set_axis([f"{level:g}" for level in frame.index]).rename_axis(name)
+            frame = own["value"].unstack("matcher")
+            frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
             # small photographs have no pair at the last levels of zoom
-            fewest = part.loc[key, "pairs"].min()
-            caption = f"{label}; at least {fewest} pairs at each level"
+            caption = f"{label}; at least {own['pairs'].min()} pairs at each level"
             charts.append((line_chart(frame, colours, label), caption))
     return charts
 
@@ -497,41 +472,38 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
 
     `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
-    # StrictUndefined: a name that is wrong in the template is an error, not an empty text
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.globals.update(
-        verdict=verdict,
-        enough=enough,
-        duels=duels,
-        matches_table=matches_table,
-        area_tables=area_tables,
-        notes=lambda results: [*legend(results), *remarks(results)],
-    )
-    environment.filters.update(
-        percent=percent,
-        points=points,
-        title=title,
-        show=lambda table: Markup(table.to_html(border=0)),
-    )
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     # draw the charts, each of which is a text of some 20 kB
     colours = colours_of(matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
-    first = [each for each in errors if each[1].startswith(leading(results.table).upper())]
+    lead = leading(results.table).upper()
+    first = [each for each in errors if each[1].startswith(lead)]
     posed = is_posed(results.table)
-    return environment.from_string(template).render(
+    # StrictUndefined: a name that is wrong in the template is an error, not an empty text
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    show = functools.partial(pd.DataFrame.to_html, border=0)
+    environment.filters.update(percent=percent, points=points, title=title, show=show)
+    return environment.get_template("page.html").render(
         results=results,
+        verdict=verdict(results),
+        duels=duels(results)[:3],
         # the page has JPEG, which is smaller than the PNG of the folder
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures
         ],
         learning=address("svg+xml", curves.read_bytes()) if curves and curves.is_file() else "",
-        legend=colours,
+        colours=colours,
         charts=[*first, *([] if posed else [calibration_chart(results, colours)])],
         more_charts=[each for each in errors if each not in first],
         robustness=robustness_charts(results, colours) if len(results.robustness) else [],
+        matches_table=matches_table(results),
+        remarks=remarks(results),
+        area_tables=area_tables(results),
     )

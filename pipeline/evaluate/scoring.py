@@ -133,9 +133,10 @@ def score_pair(
     # Between two cameras the true matches are unknown. There every correct match is found, and the
     # keypoints of image 0 stand for the true matches, so that the recall is the matching score.
     truth0 = np.full(count0, UNMATCHED)
+    truth = max(count0, 1)
     if not isinstance(known.truth, Pose):
         truth0 = true_matches(known.pair, known.truth)
-    truth = max(count0, 1) if posed else int((truth0 > UNMATCHED).sum())
+        truth = int((truth0 > UNMATCHED).sum())
     if settings.bound:
         answers = {**answers, BOUND: Matches.from_dense(truth0, np.ones(count0))}
     rows: List[Row] = []
@@ -147,24 +148,23 @@ def score_pair(
         # the curves over the confidence need all matches, but the rows need those that count
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found, truth
-            kept = matches.scores > thresholds[name]
-            matches = matches.only(kept)
-            correct = correct[kept]
-            found = found[kept]
+        kept = matches.scores > thresholds.get(name, -1.0)
+        count, right, hits = (each.sum() for each in (kept, correct & kept, found & kept))
         # A pair without a match is a failure, so its precision is 0. Without a true match the
         # recall is undefined.
         values = {
             "keypoints0": count0,
             "keypoints1": len(known.pair.records1),
-            "matches": len(matches),
-            "correct": correct.sum(),
-            **({} if posed else {"true_matches": truth, "found": found.sum()}),
-            "precision": correct.sum() / max(len(matches), 1),
-            "matching_score" if posed else "recall": found.sum() / truth if truth else np.nan,
+            "matches": count,
+            "correct": right,
+            **({} if posed else {"true_matches": truth, "found": hits}),
+            "precision": right / max(count, 1),
+            "matching_score" if posed else "recall": hits / truth if truth else np.nan,
         }
         # make one row for each value, and for each error of an estimate
         start = (known.name, known.scene, name)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
-        for estimator, refined, error in estimate_errors(known, name, matches, settings):
+        counted = matches.only(kept)
+        for estimator, refined, error in estimate_errors(known, name, counted, settings):
             rows.append((*start, estimator, refined, "error", error))
     return rows, scored

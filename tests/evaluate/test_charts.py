@@ -45,7 +45,8 @@ def test_robustness_is_drawn_at_every_level():
     results = make_results(HARD, HARD + 1)
     rows = results.metrics.loc[["superglue", "ratio_test"]].reset_index()
     frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
-    results = results._replace(robustness=pd.concat(frames))
+    names = ["condition", "level", *results.metrics.index.names]
+    results = results._replace(robustness=pd.concat(frames).set_index(names))
     found = report.robustness_charts(results, report.colours_of(["superglue", "ratio_test"]))
     assert [caption for _, caption in found] == [
         "found matches; at least 12 pairs at each level",

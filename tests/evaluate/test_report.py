@@ -70,7 +70,7 @@ def test_one_line_says_that_a_model_is_the_one_it_started_from(improved):
     [(0.55622749, 0.5562), (0.00004999, 0.0), (217.84, 217.8), (math.inf, math.inf)],
 )
 def test_files_hold_the_digits_that_mean_something(value, written):
-    assert report.shorten(value) == written
+    assert report.round_number(value) == written
 
 
 def test_differences_have_no_negative_zero():
