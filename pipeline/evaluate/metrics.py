@@ -232,8 +232,8 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
     """Compute the curve of each estimator: the fraction of pairs whose error is at most a limit.
 
-    A key is ("error", estimator, refined). A curve has a row for each limit and a column for each
-    matcher. The area below it is the AUC.
+    A key is ("error", estimator, refined). A curve has a row for each limit, which is its index,
+    and a column for each matcher. The area below it is the AUC.
     """
     # the limits rise in a hundred steps to the widest AUC, 10 px or 20 degrees
     steps = np.arange(101)
@@ -243,7 +243,6 @@ def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
         # (pairs, matchers) errors, then (limits, matchers) fractions
         errors = part.pivot(index="number", columns="matcher", values="value")
         errors = errors[part["matcher"].unique()]
-        curve = pd.DataFrame([(errors <= limit).mean() for limit in limits])
-        curve.insert(0, unit, limits)
-        curves[key] = curve
+        fractions = [(errors <= limit).mean() for limit in limits]
+        curves[key] = pd.DataFrame(fractions, pd.Index(limits, name=unit))
     return curves

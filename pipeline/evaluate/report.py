@@ -218,11 +218,8 @@ def matches_table(results: Results) -> pd.DataFrame:
     shown = {(name, "", False): short for name, (short, _) in SHORT.items() if name in known}
     table = text_table(results, shown)
     # a mean number is no fraction
-    counts = [
-        f"{results.metrics.at[(name, 'matches', '', False), 'value']:.0f}"
-        for name in matchers_of(results)
-    ]
-    table.insert(0, "matches", counts)
+    counts = results.metrics["value"].xs(("matches", "", False), level=KEY)
+    table.insert(0, "matches", counts.map("{:.0f}".format).to_numpy())
     return table
 
 
@@ -231,14 +228,17 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
 
     A column belongs to (estimator, limit).
     """
-    keys = [key for key in results.metrics.loc[OURS].index if key[0].startswith("auc_")]
     tables = []
-    for refined in dict.fromkeys(key[2] for key in keys):
+    for refined in results.table["refined"].unique():
         # (matchers, estimators x limits)
-        own = [key for key in keys if key[2] == refined]
-        heads = {key: (key[1].upper(), f"@{key[0][4:]}") for key in own}
+        heads = {
+            key: (key[1].upper(), f"@{key[0][4:]}")
+            for key in results.metrics.loc[OURS].index
+            if key[0].startswith("auc_") and key[2] == refined
+        }
         table = text_table(results, heads)
-        tables.append(table.rename_axis(columns=[f"AUC, {KINDS[refined]}", ""]))
+        names = [f"AUC, {KINDS[refined]}", ""]
+        tables.append(table.set_axis(pd.MultiIndex.from_tuples(table, names=names), axis=1))
     return tables
 
 
@@ -302,15 +302,17 @@ def remarks(results: Results) -> List[str]:
 
 def text(results: Results) -> str:
     """Return the report as it is printed."""
-    tables = [[duels_table(results)], [matches_table(results)], area_tables(results)]
-    if results.unit == "sequences":
-        tables.insert(1, [scenes_table(results)])
+    show = functools.partial(pd.DataFrame.to_string, line_width=WIDTH)
     title = f"{results.title}, {len(results.values)} pairs"
     # the tables of AUC stand below each other without a gap, since they have the same columns
-    blocks = ["\n".join(table.to_string(line_width=WIDTH) for table in block) for block in tables]
-    first = "\n".join([verdict(results), title, blocks[0]])
-    last = "\n".join([blocks[-1], *remarks(results)])
-    return "\n\n".join([first, *blocks[1:-1], last])
+    blocks = [
+        [verdict(results), title, show(duels_table(results))],
+        [show(matches_table(results))],
+        [*map(show, area_tables(results)), *remarks(results)],
+    ]
+    if results.unit == "sequences":
+        blocks.insert(1, [show(scenes_table(results))])
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def note(results: Results, folder: str) -> str:
@@ -354,7 +356,10 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
         "robustness": join_names(results.robustness) if len(results.robustness) else pd.DataFrame(),
         "bad_images": pd.DataFrame(results.bad, columns=["file", "reason"]),
     }
-    curves = {name_of(*key): each for key, each in metrics.error_curves(results.table).items()}
+    curves = {
+        name_of(*key): curve.reset_index()
+        for key, curve in metrics.error_curves(results.table).items()
+    }
     if not is_posed(results.table):
         curves["calibration"] = results.calibration
     return {**found, **{f"curves/{name}": curve for name, curve in curves.items()}}
@@ -432,9 +437,8 @@ def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     axis = "pose error, degrees" if is_posed(results.table) else "corner error, px"
     charts = []
     for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
-        frame = curve.set_index(curve.columns[0]).rename_axis(axis)
-        caption = f"{estimator.upper()}, matches {KINDS[refined]}"
-        charts.append((line_chart(frame, colours, "fraction of pairs"), caption))
+        chart = line_chart(curve.rename_axis(axis), colours, "fraction of pairs")
+        charts.append((chart, f"{estimator.upper()}, matches {KINDS[refined]}"))
     return charts
 
 
