@@ -281,7 +281,7 @@ def remarks(results: Results) -> List[str]:
     lines = ["; ".join(words), area, *[refined] * int(results.table["refined"].any())]
     # every match is wrong between two photographs with nothing in common
     key = "negative_matches", "", False
-    if (OURS, *key) in results.metrics.index:
+    if key[0] in known:
         ours = results.metrics.loc[(OURS, *key)]
         theirs = results.metrics.loc[(RATIO_TEST, *key)]
         lines.append(
@@ -481,8 +481,10 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
     lead = leading(results.table).upper()
-    first = [each for each in errors if each[1].startswith(lead)]
-    posed = is_posed(results.table)
+    charts = [each for each in errors if each[1].startswith(lead)]
+    more_charts = [each for each in errors if each not in charts]
+    if not is_posed(results.table):
+        charts.append(calibration_chart(results, colours))
     # StrictUndefined: a name that is wrong in the template is an error, not an empty text
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -504,8 +506,8 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         ],
         learning=address("svg+xml", curves.read_bytes()) if curves and curves.is_file() else "",
         colours=colours,
-        charts=[*first, *([] if posed else [calibration_chart(results, colours)])],
-        more_charts=[each for each in errors if each not in first],
+        charts=charts,
+        more_charts=more_charts,
         robustness=robustness_charts(results, colours) if len(results.robustness) else [],
         matches_table=matches_table(results),
         remarks=remarks(results),
