@@ -304,7 +304,7 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
     """Yield the condition, the level and the pairs of each line of robustness.csv.
 
     There is one pair of each of the first `count` photographs. Its second view is disturbed or
-    magnified. The views have no photometric distortion.
+    magnified. Only magnified pairs have the photometric distortion of `source`.
     """
     # switch all other distortions off
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
