@@ -259,4 +259,4 @@ def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
     rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
     direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
-    return float(np.degrees(np.arccos(np.clip([rotation, direction], -1, 1)).max()))
+    return float(np.degrees(np.arccos(np.clip(np.array([rotation, direction]), -1, 1)).max()))
