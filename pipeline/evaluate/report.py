@@ -463,7 +463,7 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
         for metric, estimator, label in shown:
             own = part.xs((metric, estimator, False), level=KEY)
             # each matcher has a line over the levels, which are words at equal distances
-            frame = own["value"].unstack("matcher")
+            frame = own["value"].unstack("matcher").sort_index()
             frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
             # small photographs have no pair at the last levels of zoom
             caption = f"{label}; at least {own['pairs'].min()} pairs at each level"
