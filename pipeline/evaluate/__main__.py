@@ -344,7 +344,7 @@ def draw_pictures(
     for number, name in choose_pairs(values).items():
         scene, position, *ends = places[number]
         extraction = settings.params.max_keypoints, settings.extractor
-        known = extract_pairs(source, scene, *extraction)[position]
+        (known,) = extract_pairs(source, scene, *extraction, position)
         left, right = (
             source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
         )

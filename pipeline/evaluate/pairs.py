@@ -108,14 +108,22 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def extract_pairs(
-    source: Source, index: int, max_keypoints: int, extractor: Extractor
+    source: Source, index: int, max_keypoints: int, extractor: Extractor, only: Optional[int] = None
 ) -> List[KnownPair]:
-    """Load the pairs of a scene. Raises BadImage if an image cannot be used."""
+    """Load a scene and run the extractor once on each image.
+
+    `only` is the number of the one pair to return. If it is None, return all pairs. Raises BadImage
+    if an image cannot be used.
+    """
     images, pairs = source.load(index)
-    # The extractor runs once on each image, since the reference of a sequence is in all its pairs
-    keypoints = [extractor(image, max_keypoints) for image in images]
+    keypoints: Dict[int, np.ndarray] = {}
     found = []
     for position, (name, first, second, truth) in enumerate(pairs):
+        if only not in (None, position):
+            continue
+        # the reference of a sequence is in all its pairs
+        for image in {first, second} - set(keypoints):
+            keypoints[image] = extractor(images[image], max_keypoints)
         both = images[first], images[second]
         pair = Pair(keypoints[first], keypoints[second], *map(image_size, both))
         place = (index, position, first, second)
