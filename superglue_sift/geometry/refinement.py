@@ -23,8 +23,7 @@ and shifted until it fits image 1 best.
 from __future__ import annotations
 
 import copy
-import functools
-from typing import Callable, Tuple, Union
+from typing import Tuple, Union
 
 import cv2
 import numpy as np
@@ -119,14 +118,13 @@ def refine_points(
     octaves = np.log2(np.maximum(scales, COARSE_PX) / COARSE_PX)
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
-    begin = functools.partial(_Work, points0=start0, points1=start1, maps=maps, device=device)
     with torch.no_grad():
-        work = begin(gray0, gray1)
+        work = _Work((gray0, gray1), (start0, start1), maps, device)
         work.run(levels)
         if abs(work.sharpness()) > BLURRED:
             # One image is blurred more: refine again with equal sharpness, and keep the better
             # result.
-            again = _equally_sharp(gray0, gray1, work, begin)
+            again = _equally_sharp(work)
             again.run(levels)
             better = torch.nanmedian(again.plain / work.deviation) < SHARPER
             if better or torch.isnan(work.deviation).all():
@@ -148,104 +146,96 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     rotation = np.radians((records1["angle"] - records0["angle"]).astype(np.float64))
     c = ratio * np.cos(rotation)
     s = ratio * np.sin(rotation)
-    return np.stack([np.stack([c, -s], -1), np.stack([s, c], -1)], -2)
+    return np.stack([c, -s, s, c], -1).reshape(-1, 2, 2)
 
 
-def _equally_sharp(
-    gray0: np.ndarray, gray1: np.ndarray, work: _Work, begin: Callable[..., _Work]
-) -> _Work:
+def _equally_sharp(work: _Work) -> _Work:
     """Blur the sharper image until patches of both images have the same gradient energy.
 
-    work: the matches, refined without added blur.
-    begin: creates the state of the same matches for two images.
-
-    Returns the state of the matches for images of equal sharpness.
+    Returns the same matches for images of equal sharpness. They are not refined yet.
     """
-    first = work.sharpness() > 0  # whether image 0 is the sharper one
-    # The distance of two samples, in px of the sharper image, which is blurred
-    pixel = float(work.steps[0 if first else 1].median())
-    sharp = (gray0 if first else gray1).astype(np.float32)
-
-    def blur(deviation: float) -> _Work:
-        soft = cv2.GaussianBlur(sharp, (0, 0), deviation * pixel)
-        return begin(soft, gray1) if first else begin(gray0, soft)
-
+    sharper = 0 if work.sharpness() > 0 else 1
     least = 0.0
     most = MAX_BLUR
     # Bisect for the deviation of the blur.
     while most - least > 0.15:
         middle = (least + most) / 2
-        if (blur(middle).sharpness() > 0) == first:
+        if (work.blur_image(sharper, middle).sharpness() > 0) == (sharper == 0):
             least = middle
         else:
             most = middle
-    middle = (least + most) / 2
-    equal = blur(middle)
-    equal.blur = middle
-    return equal
+    return work.blur_image(sharper, (least + most) / 2)
 
 
 class _Work:
-    """State of K matches while they are refined.
+    """K matches while they are refined.
+
+    steps: (2, K), the distance of two samples in px of each image.
+    blur: deviation of the blur that was added to one image, in samples of the finest level.
+
+    `run` sets the result:
 
     shift: (K, 2) px of image 1, how far each match has moved.
     deviation: (K,) px of image 1, the standard deviation along each axis.
     plain: (K,), the deviation without regard to added blur.
-    blur: deviation of the blur that was added to one image, in samples of the finest level.
-    steps: (K,) for each image, the distance of two samples in px.
     correlation: (K,), the correlation of both patches.
 
     `deviation`, `plain` and `correlation` are NaN where they are not known.
     """
 
+    blur = 0.0
+
     def __init__(
         self,
-        gray0: np.ndarray,
-        gray1: np.ndarray,
-        points0: np.ndarray,
-        points1: np.ndarray,
+        grays: Tuple[np.ndarray, np.ndarray],
+        points: Tuple[np.ndarray, np.ndarray],
         maps: np.ndarray,
         device: Device,
     ) -> None:
+        """Prepare matches. The arguments are those of `refine_points`."""
         # Matches with an unusable map take no part, and get the identity.
-        numbers = np.column_stack([points0, points1, maps.reshape(-1, 4)])
+        numbers = np.column_stack([*points, maps.reshape(-1, 4)])
         usable = np.all(np.isfinite(numbers), axis=1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
-        # Measure the magnification along the direction where it is largest.
-        scale = np.linalg.norm(maps, ord=2, axis=(1, 2))
-        usable &= (
-            (scale < MAX_ZOOM)
-            & (scale * MAX_ZOOM > 1.0)
-            & (np.abs(np.linalg.det(maps)) > scale**2 / MAX_ZOOM)
-        )
+        # The magnification along the directions where it is largest and smallest
+        scale, least = np.linalg.svd(maps, compute_uv=False).T
+        usable &= (scale < MAX_ZOOM) & (scale * MAX_ZOOM > 1.0) & (least * MAX_ZOOM > scale)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
         scale = np.where(usable, scale, 1.0)
         # Samples are one px of the coarser image apart. step0 is this distance in px of image 0.
         step0 = np.maximum(1.0, 1.0 / scale)
-        octaves = np.log2(np.stack([step0, step0 * scale]))
+        steps = np.stack([step0, step0 * scale])
+        octaves = np.log2(steps)
         levels = COARSER + int(np.ceil(octaves.max()))
-        self.usable = torch.as_tensor(usable, device=device)
-        self.steps = to_tensor(step0, device), to_tensor(step0 * scale, device)
         # (K, 2, 2): how far one sample to the right, and one down, is in px of each image
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
-        self.views = [
-            _View(gray, points, frame, octave, levels, device)
-            for gray, points, frame, octave in zip(
-                (gray0, gray1), (points0, points1), frames, octaves
-            )
-        ]
+        self.usable = torch.as_tensor(usable, device=device)
+        self.steps = to_tensor(steps, device)
+        # What each view is made of
+        self.images = [(*image, levels, device) for image in zip(grays, points, frames, octaves)]
+        self.views = [_View(*image) for image in self.images]
         self.offsets, self.inner, self.weight = sample_patch(device)
-        self.shift = torch.zeros_like(self.views[1].points)
-        self.deviation, self.plain, self.correlation = (
-            torch.full_like(self.steps[1], float("nan")) for _ in range(3)
-        )
-        self.blur = 0.0
+
+    def blur_image(self, view: int, blur: float) -> _Work:
+        """Return the matches with one image, 0 or 1, blurred by a deviation of `blur` samples."""
+        other = copy.copy(self)
+        other.blur = blur
+        gray, *rest = self.images[view]
+        deviation = blur * float(self.steps[view].median())
+        soft = cv2.GaussianBlur(gray.astype(np.float32), (0, 0), deviation)
+        other.views = [*self.views]
+        other.views[view] = _View(soft, *rest)
+        return other
 
     def run(self, coarsest: Tensor) -> None:
         """Refine each match from its coarsest level (K,) to the finest.
 
         Matches that fail are refined again from one level up.
         """
+        self.shift = torch.zeros_like(self.views[1].points)
+        self.deviation, self.plain, self.correlation = torch.full(
+            (3, len(self.shift)), float("nan"), device=self.shift.device
+        )
         for level in range(COARSER, -1, -1):
             self._refine(level, coarsest >= level)
         # Matches that started on the finest level may have been too far off.
@@ -445,8 +435,8 @@ class Template:
         # Invert the Hessian once. One product with `rows` then gives all sums of a step.
         weighted = gradient * weight
         self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
-        plain = weight.expand_as(template)[:, None]
-        self.rows = torch.cat([weighted, (template * weight)[:, None], plain], 1)  # (n, 4, s s)
+        others = torch.stack([template * weight, weight.expand_as(template)], 1)
+        self.rows = torch.cat([weighted, others], 1)  # (n, 4, s s)
 
     def __getitem__(self, chosen: Tensor) -> Template:
         """Return the patches that are chosen (n,) bool, for `step` only."""
