@@ -67,10 +67,6 @@ class Picture:
     def __repr__(self) -> str:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
-    def _repr_jpeg_(self) -> bytes:
-        """Return the picture for a notebook."""
-        return self.encode()
-
     def encode(self, ending: str = ".jpg") -> bytes:
         """Return the bytes of a file with this extension. Raises RequestError if OpenCV writes
         none.
@@ -79,6 +75,8 @@ class Picture:
             return cv2.imencode(ending, self.pixels)[1].tobytes()
         except cv2.error:
             raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None
+
+    _repr_jpeg_ = encode  # a notebook shows these bytes
 
     def save(self, path: FileName) -> None:
         """Write the picture in the format of its extension.

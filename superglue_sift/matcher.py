@@ -22,7 +22,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
 import torch
@@ -55,8 +55,11 @@ from superglue_sift.torch_compat import no_compiler
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
 RESIZE = 1024  # px, longer side to which images are reduced
-USUAL = (MAX_KEYPOINTS, NETWORK_KEYPOINTS, RESIZE)
-USUAL_OF_SCENES = (verification.MAX_KEYPOINTS, verification.NETWORK_KEYPOINTS, verification.RESIZE)
+SIZES_OF_SCENES = {
+    "max_keypoints": verification.MAX_KEYPOINTS,
+    "network_keypoints": verification.NETWORK_KEYPOINTS,
+    "resize": verification.RESIZE,
+}
 # Attributes that may be set after loading. A pickle keeps them.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
@@ -156,8 +159,7 @@ class Matcher:
         """
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
-        limits = {"accept": accept, "likely": likely}
-        limits = {name: value for name, value in limits.items() if value is not None}
+        limits = _given(accept=accept, likely=likely)
         if limits and not scene:
             raise RequestError(f"{', '.join(limits)}: only with scene=True")
         rules = verification.Rules(**limits) if scene else None
@@ -170,24 +172,25 @@ class Matcher:
             if missing:
                 raise RequestError(f"compile: {missing}; install it, or leave out compile")
             network.compile_layers()
-        # Settings that are not given depend on whether there is a scene.
-        sizes = zip((max_keypoints, network_keypoints, resize), USUAL_OF_SCENES if scene else USUAL)
-        most, selected, side = (usual if given is None else given for given, usual in sizes)
+        # Sizes that are not given are those of scenes, or the defaults of this class.
+        usual = SIZES_OF_SCENES if scene else {}
+        sizes = _given(
+            max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
+        )
         matcher = cls(
             network,
             device,
-            most,
-            selected,
-            side,
-            match_threshold(info) if threshold is None else threshold,
-            _extractor_of(model.config.extractor, extractor),
-            refine and not scene,
-            rules,
-            frame,
+            **{**usual, **sizes},
+            threshold=match_threshold(info) if threshold is None else threshold,
+            extractor=_extractor_of(model.config.extractor, extractor),
+            refine=refine and not scene,
+            rules=rules,
+            frame=frame,
         )
         file = str(Path(path).resolve()) if path else None
-        settings = {"precision": precision, "compile": compile, "extractor": extractor}
-        matcher._reload = functools.partial(cls.load, file, device, **settings)
+        matcher._reload = functools.partial(
+            cls.load, file, device, precision=precision, compile=compile, extractor=extractor
+        )
         return matcher
 
     def __reduce__(self) -> Tuple[Any, ...]:
@@ -436,6 +439,11 @@ def groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
     """Yield lists of `size` items, read as they are needed. The last list may have fewer."""
     waiting = iter(items)
     yield from iter(lambda: list(itertools.islice(waiting, size)), [])
+
+
+def _given(**settings: Any) -> Dict[str, Any]:
+    """Return the settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

@@ -29,11 +29,10 @@ def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
     """
     # Take as many queries at a time as have at most MAX_WEIGHTS weights.
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-    chunks = [(part, k, v, visible) for part in q.split(rows, 2)]
-    learns = torch.is_grad_enabled()
-    again = functools.partial(torch_checkpoint.checkpoint, _plain, preserve_rng_state=False)
-    parts = [again(*each) if learns else _plain(*each) for each in chunks]
-    return torch.cat(parts, 2)
+    attend: Callable[..., Any] = _plain
+    if torch.is_grad_enabled():
+        attend = functools.partial(torch_checkpoint.checkpoint, _plain, preserve_rng_state=False)
+    return torch.cat([attend(part, k, v, visible) for part in q.split(rows, 2)], 2)
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import inspect
 import sys
 import time
 from pathlib import Path
@@ -56,11 +57,6 @@ A_FOLDER: Dict[str, Any] = {"metavar": "DIR", "type": Path}
 A_NUMBER: Dict[str, Any] = {"metavar": "N", "type": int}
 A_PROBABILITY: Dict[str, Any] = {"metavar": "P", "type": float}
 A_FLAG: Dict[str, Any] = {"action": "store_true"}
-# These settings of `Matcher.load` are options of the command.
-SETTINGS = (
-    "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "frame", "scene",
-    "accept", "likely", "extractor",
-)  # fmt: skip
 # Each of these options needs one of the sources or options in its line.
 GOES_WITH = {
     "out": (TWO,),
@@ -96,10 +92,11 @@ def load(args: argparse.Namespace) -> Matcher:
 
     Raises RequestError if the model needs an extractor that is not allowed.
     """
-    # Settings that are not given keep the defaults of `Matcher.load`.
-    given = {name: getattr(args, name) for name in SETTINGS}
+    # Options with the name of a setting are passed on. Without them, the defaults hold.
+    settings = inspect.signature(Matcher.load).parameters.keys() & vars(args).keys()
+    given = {name: getattr(args, name) for name in settings}
     asked = {name: value for name, value in given.items() if value is not None}
-    matcher = Matcher.load(args.model, args.device, **asked)
+    matcher = Matcher.load(args.model, **asked)
     # Without this check, each photograph would be listed as one that cannot be read.
     if matcher.extractor is None:
         name = matcher.model.config.extractor
@@ -311,7 +308,7 @@ def _expand(path: Path) -> Sequence[Path]:
     """
     # A file may have brackets or stars in its name, and is then no pattern.
     found = [] if path.exists() else sorted(glob.glob(str(path)))
-    return [Path(name) for name in found] or [path]
+    return [*map(Path, found)] or [path]
 
 
 def _spell(name: str) -> str:

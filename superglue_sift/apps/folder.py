@@ -209,11 +209,11 @@ def choose_pairs(
 
 def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
     """Yield all pairs, block by block, so that most pairs need no image read again."""
-    starts = range(0, len(items), BLOCK)
-    for first, second in itertools.combinations_with_replacement(starts, 2):
-        for i in range(first, min(first + BLOCK, len(items))):
-            for j in range(max(second, i + 1), min(second + BLOCK, len(items))):
-                yield items[i], items[j]
+    for block, other in itertools.combinations_with_replacement(groups(items, BLOCK), 2):
+        if other is block:
+            yield from itertools.combinations(block, 2)
+        else:
+            yield from itertools.product(block, other)
 
 
 def nearest_pairs(
@@ -495,21 +495,21 @@ def read_pair(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
 
     Raises RequestError for a damaged file, or a file that was made with other settings or images.
     """
-    arrays = read_npz(path)
-    needed = {"keypoints0", "keypoints1", "frame", "matches", "match_confidence"}
-    if arrays is None or not needed <= arrays.keys():
-        reason = "is damaged, or of another program"
-        raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
-    # The indices of the matches mean nothing with other keypoints.
+    arrays = read_npz(path) or {}
     features0, features1 = map(store, pair)
-    now = [features0.keypoints, features1.keypoints, features0.frame]
-    then = [arrays[name] for name in ("keypoints0", "keypoints1", "frame")]
     of_scene = "pair_score" in arrays
-    if of_scene != (store.matcher.rules is not None):
+    # The indices of the matches mean nothing with other keypoints.
+    same = {"keypoints0": features0.keypoints, "keypoints1": features1.keypoints}
+    same["frame"] = np.array(features0.frame)
+    reason = ""
+    if not {*same, "matches", "match_confidence"} <= arrays.keys():
+        reason = "is damaged, or of another program"
+    elif of_scene != (store.matcher.rules is not None):
         how = "with --scene" if of_scene else "without --scene, which --colmap implies"
-        raise RequestError(f"{path}: was made {how}; --overwrite matches the pair again")
-    if not all(map(np.array_equal, then, now)):
+        reason = f"was made {how}"
+    elif not all(np.array_equal(arrays[name], value) for name, value in same.items()):
         reason = "was made with other images or settings"
+    if reason:
         raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
     matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
     # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches

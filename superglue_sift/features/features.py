@@ -220,11 +220,9 @@ def extract(
     # The extractor sees a smaller or a larger image. The masks are resized to it.
     seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
     found_at = (seen.shape[1], seen.shape[0])
-    mask = None
-    for each in masks:
-        small = cv2.resize(each, found_at, interpolation=cv2.INTER_NEAREST)
-        mask = small if mask is None else cv2.min(mask, small)
-    records = extractor(seen, max_keypoints, *([] if mask is None else [mask]))
+    small = [cv2.resize(mask, found_at, interpolation=cv2.INTER_NEAREST) for mask in masks]
+    every = [np.minimum.reduce(small)] if small else []
+    records = extractor(seen, max_keypoints, *every)
     found = Features(records, found_at, found_at=found_at)
     # Warn about a picture in which little can be found.
     levels = count_levels(seen)

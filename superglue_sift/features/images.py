@@ -146,7 +146,7 @@ def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
     """
     first = Path(masks) / f"{name}.png"
     candidates = (first, (Path(masks) / name).with_suffix(".png"))
-    return next((path for path in candidates if path.is_file()), None)
+    return next(filter(Path.is_file, candidates), None)
 
 
 # --- reading

@@ -273,7 +273,7 @@ class _Work:
         grid = view1.grid(at1, level1)
         unit = view1.unit[level1]
         moved = _descend(template, view1, frame, grid, unit)
-        shift = (frame @ moved[..., None])[..., 0]
+        shift = multiply(frame, moved)
         # Measure how well the shifted patches fit, and decide which are kept.
         _, correlation = template.step(view1.read(grid + (shift * unit)[:, None]))
         inside = view0.holds(at0, level0) & view1.holds(at1 + shift[:, None], level1)
@@ -307,7 +307,7 @@ def _descend(template: Template, view: _View, frame: Tensor, grid: Tensor, unit:
     of_left = [template, frame, grid, unit]
     for _ in range(ITERATIONS):
         patch, frame, grid, unit = of_left
-        shift = (frame @ moved[left][..., None])[..., 0]
+        shift = multiply(frame, moved[left])
         step = patch.step(view.read(grid + (shift * unit)[:, None]))[0]
         length = step.norm(dim=1, keepdim=True)
         moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
@@ -404,6 +404,11 @@ class _View:
         return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
 
 
+def multiply(matrices: Tensor, vectors: Tensor) -> Tensor:
+    """Multiply each matrix (n, i, j) by its vector (n, j); return (n, i)."""
+    return (matrices @ vectors[..., None])[..., 0]
+
+
 def to_tensor(values: np.ndarray, device: Device) -> Tensor:
     """Copy values to a float32 tensor on `device`."""
     return torch.as_tensor(values, dtype=torch.float32, device=device)
@@ -452,12 +457,12 @@ class Template:
         """
         samples = samples - self.mean
         # (n, 4, s s) and (n, s s, 1) -> (n, 4): sums with both gradients, the template, the weights
-        sums = (self.rows @ samples[..., None])[..., 0]
+        sums = multiply(self.rows, samples)
         spread = sqrt(((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0))
         flat = (spread < FLAT) | (self.spread < FLAT)
         spread = spread.clamp(min=FLAT)
         correlation = (sums[:, 2] / spread).masked_fill(flat, float("nan"))
-        return (self.inverse @ (sums[:, :2] / spread[:, None])[..., None])[..., 0], correlation
+        return multiply(self.inverse, sums[:, :2] / spread[:, None]), correlation
 
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
         """Compute the standard deviation of the shift along each axis, (n,) in samples.

@@ -94,23 +94,19 @@ def _solve(
     The weights are Cauchy's. Keypoints without an equation get zeros. The other arguments are those
     that `_equations` returns.
     """
-    from scipy.sparse import coo_matrix, identity, vstack
+    from scipy.sparse import bsr_matrix, identity, vstack
     from scipy.sparse.linalg import lsmr, splu
 
     corrections = np.zeros((count, 2))
     # Number only the keypoints that have equations.
-    used, ends = np.unique(np.concatenate([first, second]), return_inverse=True)
-    first, second = ends.reshape(2, -1)
+    used, ends = np.unique(np.stack([first, second], axis=1), return_inverse=True)
     size = 2 * len(used)
-    # Build the sparse system. A match has two rows, with A in the columns of a, and -1 in the
-    # columns of b.
-    equations = 2 * np.arange(len(first))[:, None] + [[0, 1]]  # (n, 2)
-    rows = np.concatenate([np.repeat(equations, 2, axis=1).ravel(), equations.ravel()])
-    columns = np.concatenate(
-        [(2 * first[:, None] + [[0, 1, 0, 1]]).ravel(), (2 * second[:, None] + [[0, 1]]).ravel()]
-    )
-    values = np.concatenate([maps.reshape(-1), np.full(equations.size, -1.0)])
-    system = coo_matrix((values, (rows, columns)), shape=(equations.size, size)).tocsr()
+    # Build the sparse system of 2x2 blocks. The row of a match has A at a, and -1 at b.
+    blocks = np.stack([maps, np.broadcast_to(-np.eye(2), maps.shape)], axis=1).reshape(-1, 2, 2)
+    starts = np.arange(0, len(blocks) + 1, 2)
+    system = bsr_matrix((blocks, ends.ravel(), starts), shape=(shift.size, size)).tocsr()
+    system.eliminate_zeros()
+    system.sort_indices()
     right = -shift.ravel()
     weight = np.ones(len(first))
     x = np.zeros(size)

@@ -426,13 +426,13 @@ def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) 
 
     Returns (K,) px, the larger distance of both images.
     """
-    homogeneous0, homogeneous1 = (to_homogeneous(points) for points in (points0, points1))
+    homogeneous0, homogeneous1 = map(to_homogeneous, (points0, points1))
     # (K, 3) lines in image 1, and in image 0
     lines1 = homogeneous0 @ F.T
     lines0 = homogeneous1 @ F
     # A distance is |x1^T F x0| over the length of the line's normal.
     product = np.abs((homogeneous1 * lines1).sum(axis=1))
-    shorter = np.minimum(np.hypot(lines0[:, 0], lines0[:, 1]), np.hypot(lines1[:, 0], lines1[:, 1]))
+    shorter = np.minimum(*(np.hypot(lines[:, 0], lines[:, 1]) for lines in (lines0, lines1)))
     return product / np.maximum(shorter, 1e-12)
 
 

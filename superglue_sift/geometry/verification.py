@@ -173,7 +173,7 @@ def match_one_place(
     score = probability(measured)
     if F is None or score < accept:
         return Matches.none(), score
-    return add_matches_near_lines(F, network.above(threshold), mutual, points).sort(), score
+    return add_matches_near_lines(F, network.above(threshold), mutual, points), score
 
 
 def verify_pair(
@@ -394,7 +394,7 @@ def _translations(
     A watermark has a fixed place relative to two edges or to the centre. It is drawn in pixels, or
     grows with the image.
     """
-    size0, size1 = (np.array(size) for size in sizes)
+    size0, size1 = map(np.array, sizes)
     unit = max(map(two_view.unit_of, sizes))
     parts = np.array(list(itertools.product((0, 0.5, 1), repeat=2)))
     # The size of a watermark is the same in pixels, or relative to the longer side.
@@ -436,8 +436,7 @@ def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
     """
     border = BORDER * min(size)
     high = np.array(size) - 1 - border
-    mark = mark[((mark >= border) & (mark <= high)).all(1)]
-    every = every[((every >= border) & (every <= high)).all(1)]
+    mark, every = (p[((p >= border) & (p <= high)).all(1)] for p in (mark, every))
     if len(mark) < 3:
         return 0.0
     area = np.linalg.det(np.cov(mark.T))
@@ -521,9 +520,7 @@ def add_guided_matches(
     had0, had1 = map(np.isin, mutual.indices.T, selected)
     more = guided_matches(found.above(threshold), mutual.only(~(had0 & had1)), points)
     # A guided match wins, since more matches speak for it.
-    kept = _without_keypoints_of(more, found)
-    indices = np.concatenate([kept.indices, more.indices])
-    return Matches(indices, np.concatenate([kept.scores, more.scores])).sort()
+    return _join(more, _without_keypoints_of(more, found))
 
 
 def positions_of(points: Points, matches: Matches) -> Points:

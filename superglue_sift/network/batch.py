@@ -164,9 +164,9 @@ def similar_sizes(counts: Sequence[Tuple[int, int]], padding: float) -> List[Lis
     for i in sorted(range(len(counts)), key=lambda i: -sum(counts[i])):
         together = [*classes[-1], i] if classes else [i]
         sides = list(zip(*(counts[j] for j in together)))
-        rows = len(together) * sum(max(side) for side in sides)
+        rows = len(together) * sum(map(max, sides))
         # Begin a new class if this pair would need too much padding in the present one.
-        if not classes or rows > (1 + padding) * sum(sum(side) for side in sides):
+        if not classes or rows > (1 + padding) * sum(map(sum, sides)):
             classes.append([i])
         else:
             classes[-1] = together
@@ -288,7 +288,7 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
     pairs = max(1, MAX_BYTES // (4 * 2 * M * 2 * N))
     chosen: Tuple[List[Tensor], List[Tensor]] = ([], [])
     for records in zip(*(view.split(pairs) for view in batch.records)):
-        both = [_orientations(view) for view in records]
+        both = list(map(_orientations, records))
         # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are
         # zero, so that their cosine is the minimum, 0.
         unit0, unit1 = (

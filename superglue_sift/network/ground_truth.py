@@ -6,7 +6,7 @@ The loss, validation and evaluation share this definition of a correct match.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Tuple
 
 import torch
 from torch import Tensor
@@ -64,38 +64,11 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     ignored. Where a view also shows other photographs (`PairBatch.cells`), their keypoints have no
     neighbours.
     """
-    assert batch.H_0to1 is not None
-    # Map the keypoints of each view to the other one.
-    H = batch.H_0to1.double()
-    # Invert by cross products, as `two_view.inverse` does. There is no check for singular matrices,
-    # since on a GPU it would wait for the device.
-    twice = torch.cat([H, H], -2)
-    cofactors = torch.cross(twice[..., 1:4, :], twice[..., 2:5, :], dim=-1)
-    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
-    back = (cofactors / determinants).transpose(-1, -2)
     M, N = (records.shape[1] for records in batch.records)
-    # (B, M, 2) and (B, N, 2) -> (2, B, W, 2), W the larger of M and N
     W = max(M, N)
-    points = torch.stack(
-        [pad(batch.keypoints(view), (0, 0, 0, W - n)) for view, n in enumerate((M, N))]
-    )
-    mapped = transform(points.double(), torch.stack([H, back]))
-    # (B, 2, 2) -> (2, B, 1, 2): the size of the other view
-    sizes = batch.image_sizes.flip(1).transpose(0, 1).double().unsqueeze(2)
-    # Find keypoints that the other view shows, and padding.
-    inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
     padded = to_device_async(torch.arange(W) >= batch.counts.T.unsqueeze(2), batch.device)
-    alone = padded
-    if batch.cells is not None:
-        cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
-        alone = padded | ~_inside_cell(points, cells)
-        inside &= _inside_cell(mapped, cells.flip(0))
-    # Padding, keypoints of other photographs, and points on the horizon, which are nan, get
-    # positions far from everything. Only one of both positions is infinite, since inf - inf is nan.
-    mapped = torch.nan_to_num(mapped.float(), nan=math.inf, posinf=math.inf, neginf=-math.inf)
-    mapped = mapped.masked_fill_(alone.unsqueeze(-1), math.inf)
-    points = points.masked_fill_(alone.unsqueeze(-1), -FAR)
-    # Find the nearest neighbour of each keypoint in the other view.
+    points, mapped, inside = _map_views(batch, padded)
+    # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
     best = torch.empty(inside.shape, device=batch.device)
     partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
     # On a CPU, take one pair at a time, so that its errors stay in the cache.
@@ -119,3 +92,41 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     )
     matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
     return Truth(matches[0, :, :M], matches[1, :, :N])
+
+
+def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Map the keypoints of each view to the other view.
+
+    padded: (2, B, W) bool, True for padding. W is the larger of M and N.
+
+    Returns for both views:
+    - the keypoints, (2, B, W, 2) float32 px,
+    - their places in the other view, (2, B, W, 2) float32 px,
+    - whether the other view shows them, (2, B, W) bool.
+
+    Padding, keypoints of other photographs, and points on the horizon are far from everything.
+    """
+    assert batch.H_0to1 is not None
+    H = batch.H_0to1.double()
+    # Invert by cross products, as `two_view.inverse` does. There is no check for singular matrices,
+    # since on a GPU it would wait for the device.
+    cofactors = torch.cross(H.roll(-1, -2), H.roll(-2, -2), dim=-1)
+    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
+    back = (cofactors / determinants).transpose(-1, -2)
+    # (B, M, 2) and (B, N, 2) -> (2, B, W, 2)
+    wide = padded.shape[2]
+    both = map(batch.keypoints, (0, 1))
+    points = torch.stack([pad(each, (0, 0, 0, wide - each.shape[1])) for each in both])
+    mapped = transform(points.double(), torch.stack([H, back]))
+    # (B, 2, 2) -> (2, B, 1, 2): the size of the other view
+    sizes = batch.image_sizes.flip(1).transpose(0, 1).double().unsqueeze(2)
+    inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
+    alone = padded
+    if batch.cells is not None:
+        cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
+        alone = padded | ~_inside_cell(points, cells)
+        inside &= _inside_cell(mapped, cells.flip(0))
+    # Points on the horizon are nan. Only one of both positions is infinite, since inf - inf is nan.
+    mapped = torch.nan_to_num(mapped.float(), nan=math.inf, posinf=math.inf, neginf=-math.inf)
+    mapped = mapped.masked_fill_(alone.unsqueeze(-1), math.inf)
+    return points.masked_fill_(alone.unsqueeze(-1), -FAR), mapped, inside
