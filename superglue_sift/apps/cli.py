@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
 from superglue_sift import __version__
-from superglue_sift.apps import folder
-from superglue_sift.apps.folder import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
+from superglue_sift.apps import folder, pairing
+from superglue_sift.apps.pairing import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
 from superglue_sift.errors import Parser, RequestError, check_range, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import FRAMES, find_mask
@@ -111,7 +111,7 @@ def match_two(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     images = args.inputs
     if args.masks:
-        root = folder.root_of(args)
+        root = pairing.root_of(args)
         folder.check_masks(images, args.masks, root)
         masks = [find_mask(args.masks, name_below(path, root)) for path in images]
         images = list(map(matcher.extract, images, masks))
@@ -144,7 +144,7 @@ def match_database(args: argparse.Namespace) -> int:
     default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
     with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
         # Choose pairs as for a folder, and leave out those that have matches.
-        pairs, total = folder.choose_pairs(stored.photos, stored, args.pairing, args.k)
+        pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing, args.k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
         of = f"{len(stored.photos)} images with features, {total} pairs"
         print(f"{args.colmap}: {of}, {len(waiting)} of them without matches")
@@ -169,7 +169,7 @@ def match_database(args: argparse.Namespace) -> int:
 
 
 def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """Parse the command line. `source` of the result is one of the sources of `folder`.
+    """Parse the command line. `source` of the result is one of the sources of `pairing`.
 
     Raises RequestError for invalid options.
     """
@@ -209,7 +209,7 @@ def _add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
         "--pairing",
         choices=("auto", "exhaustive", "sequential", "nearest"),
         help="pairs of a folder: all; each image with the K before it by name, or with the K most"
-        f" similar; or auto (default): all pairs of up to {folder.MAX_EXHAUSTIVE} images, else the"
+        f" similar; or auto (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else the"
         " K most similar",
     )
     k = "for sequential (default 5) and nearest (default 20); with auto: nearest"
