@@ -219,7 +219,7 @@ class Matcher:
             return self.extract_file(read(image), image, mask)
         # Pixels in memory are upright, so their masks need no rotation.
         gray, transparent = gray_of(image)
-        given = None if mask is None else mask_of(mask, (gray.shape[1], gray.shape[0]), 1)
+        given = None if mask is None else mask_of(mask, gray.shape[1::-1], 1)
         return self._extract(gray, (transparent, given), "an image")._replace(image=image)
 
     def extract_file(

@@ -216,10 +216,10 @@ def extract(
     name: name of the image, for the warning about a picture without keypoints or with few gray
         levels.
     """
-    size = (gray.shape[1], gray.shape[0])
+    size = gray.shape[1::-1]
     # The extractor sees a smaller or a larger image. The masks are resized to it.
     seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
-    found_at = (seen.shape[1], seen.shape[0])
+    found_at = seen.shape[1::-1]
     small = [cv2.resize(mask, found_at, interpolation=cv2.INTER_NEAREST) for mask in masks]
     every = [np.minimum.reduce(small)] if small else []
     records = extractor(seen, max_keypoints, *every)
@@ -254,7 +254,7 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     # A large image stays as it is.
     if times <= 1:
         return gray
-    size = two_view.divide((gray.shape[1], gray.shape[0]), 1 / times)
+    size = two_view.divide(gray.shape[1::-1], 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 

@@ -542,7 +542,7 @@ def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
 
     If `longer` is 0, return them unchanged.
     """
-    size = (pixels.shape[1], pixels.shape[0])
+    size = pixels.shape[1::-1]
     unit = unit_of(size, longer)
     if unit == 1:
         return pixels

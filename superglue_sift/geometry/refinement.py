@@ -206,14 +206,14 @@ class _Work:
         step0 = np.maximum(1.0, 1.0 / scale)
         steps = np.stack([step0, step0 * scale])
         octaves = np.log2(steps)
-        levels = COARSER + int(np.ceil(octaves.max()))
         # (K, 2, 2): how far one sample to the right, and one down, is in px of each image
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
         self.usable = torch.as_tensor(usable, device=device)
         self.steps = to_tensor(steps, device)
-        # What each view is made of
-        self.images = [(*image, levels, device) for image in zip(grays, points, frames, octaves)]
-        self.views = [_View(*image) for image in self.images]
+        self.images = list(zip(grays, points, frames, octaves))
+        self.levels = COARSER + int(np.ceil(octaves.max()))
+        self.device = device
+        self.views = [_View(*image, self.levels, device) for image in self.images]
         self.offsets, self.inner, self.weight = sample_patch(device)
 
     def blur_image(self, view: int, blur: float) -> _Work:
@@ -224,7 +224,7 @@ class _Work:
         deviation = blur * float(self.steps[view].median())
         soft = cv2.GaussianBlur(gray.astype(np.float32), (0, 0), deviation)
         other.views = [*self.views]
-        other.views[view] = _View(soft, *rest)
+        other.views[view] = _View(soft, *rest, self.levels, self.device)
         return other
 
     def run(self, coarsest: Tensor) -> None:
