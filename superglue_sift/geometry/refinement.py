@@ -220,11 +220,11 @@ class _Work:
         """Return the matches with one image, 0 or 1, blurred by a deviation of `blur` samples."""
         other = copy.copy(self)
         other.blur = blur
-        gray, *rest = self.images[view]
+        gray, points, frame, octave = self.images[view]
         deviation = blur * float(self.steps[view].median())
         soft = cv2.GaussianBlur(gray.astype(np.float32), (0, 0), deviation)
         other.views = [*self.views]
-        other.views[view] = _View(soft, *rest, self.levels, self.device)
+        other.views[view] = _View(soft, points, frame, octave, self.levels, self.device)
         return other
 
     def run(self, coarsest: Tensor) -> None:
