@@ -16,6 +16,8 @@ VAL_IMAGES ?=
 UI_PORT ?= 5000
 
 export PYTHON TORCH_INDEX
+# The shell takes the names from its environment, since a folder's name may have an apostrophe.
+export PRESET IMAGES VAL_IMAGES
 # The stages call `python`: that of .venv, whether or not it is activated.
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Neither DVC nor MLflow reports anything to anybody.
@@ -51,8 +53,8 @@ $(SETUP_DEV): $(SETUP) requirements/modern-dev.lock requirements/modern-extras.l
 
 repro: $(SETUP)  ## set up once, then run every stage whose inputs changed, and show the result
 ifneq ($(PRESET)$(IMAGES)$(VAL_IMAGES),)
-	@$(LOCKED) python -m pipeline.presets use $(if $(PRESET),'$(PRESET)') $(if $(IMAGES),--images '$(IMAGES)') \
-		$(if $(VAL_IMAGES),--val-images '$(VAL_IMAGES)')
+	@$(LOCKED) python -m pipeline.presets use $(if $(PRESET),"$$PRESET") $(if $(IMAGES),--images "$$IMAGES") \
+		$(if $(VAL_IMAGES),--val-images "$$VAL_IMAGES")
 else
 	@$(LOCKED) python -m pipeline.presets refresh
 endif

@@ -317,7 +317,7 @@ def zip_container(path: Path, **facts: Any) -> Container:
             found = archive.infolist()
     except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError) as error:
         raise RequestError(
-            f"{path}: not a whole zip archive ({error}); delete it and run again"
+            f"{path}: not a whole zip archive ({error}); copy it again, or name another"
         ) from None
     members = {member.filename: member for member in check_members(found, path)}
     return Container(path, list(members), facts, members)

@@ -4,6 +4,7 @@ right.
 
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,10 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, ima
         (["coco2017", "--images", "images"], "preset coco2017: takes no folder of images"),
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
+        (
+            ["--images", "part.zip"],
+            "part.zip: not a whole zip archive (File is not a zip file); copy",
+        ),
         (["--images", "one"], "one: 1 different image(s), and none for val; at least two"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
@@ -121,9 +126,19 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     for name in ("empty", "one"):
         (tmp_path / name).mkdir()
     shutil.copy(image_folder / "coffee.png", tmp_path / "one/coffee.png")
+    (tmp_path / "part.zip").write_bytes(b"PK")
     shutil.copy(ROOT / "params.yaml", target)
     before = read_files(tmp_path)
     assert use(*arguments) == 2
     *_, error = capsys.readouterr().err.splitlines()
     assert error.startswith("error: ") and said in error
     assert read_files(tmp_path) == before
+
+
+def test_make_passes_on_a_folder_whose_name_has_quotes():
+    folder = 'Ana\'s "best" photos'
+    lock = 'LOCKED=sh -c \'printf "%s\\n" "$$@"; exit 3\' sh'
+    words = ["make", "-o", ".venv/.set-up", "repro", f"IMAGES={folder}", lock]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    words = ["python", "-m", "pipeline.presets", "use", "--images", folder]
+    assert done.stdout.splitlines() == words, done.stderr
