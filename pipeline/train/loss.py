@@ -245,7 +245,7 @@ def choose_pairs(
         raise RequestError(
             f"{model}: was trained on all of the {len(store)} validation photographs; validate on"
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
-            " --allow-training-images"
+            " run.allow_training_images: true"
         )
     # draw pairs among the photographs that are left, and number them as in the store
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
