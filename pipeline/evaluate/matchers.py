@@ -138,7 +138,9 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
             return Matches.none()
         # check both arrays (M,), since they come from the user's code
         views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
-        matches0, scores0 = map(np.asarray, function(*views))
+        given = function(*views)
+        is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+        matches0, scores0 = map(np.asarray, given if is_pair else ((), ()))
         whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
         if not whole or matches0.max() >= count1 or not (abs(scores0 - 0.5) <= 0.5).all():
             rule = f"a whole number below {count1} and a confidence from 0 to 1 for each keypoint"
