@@ -16,7 +16,7 @@ from pipeline import errors, params, provenance, tracking
 from pipeline.errors import RequestError
 from pipeline.params import flatten
 from superglue_sift import __version__
-from superglue_sift.files import file_sha256, read_json
+from superglue_sift.files import check_writable, file_sha256, read_json
 from superglue_sift.network.weights import load_model, match_threshold, save_model_file
 
 ESSENTIAL = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
@@ -76,6 +76,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     args = parse(argv)
     sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)
+    check_writable(args.out / f"{NAME}.safetensors", args.out)
     # read the metrics, which are stored with the weights
     metrics = {}
     if args.metrics:

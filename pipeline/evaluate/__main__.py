@@ -56,7 +56,7 @@ from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
 from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.images import BadImage
-from superglue_sift.files import file_sha256
+from superglue_sift.files import check_writable, file_sha256
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import choose_device, shipped_weights
@@ -126,7 +126,8 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         if getattr(args, option) and getattr(args, other):
             raise RequestError(f"--{option} and --{other} exclude each other: leave one out")
     # check the values of single options
-    args.out.mkdir(parents=True, exist_ok=True)  # report a wrong folder before the work begins
+    check_writable(args.out / "metrics.json", args.out)
+    args.out.mkdir(parents=True, exist_ok=True)
     if not 0.0 <= args.threshold < 1.0:
         raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():

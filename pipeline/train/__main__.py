@@ -32,6 +32,7 @@ import torch
 
 from pipeline import distributed, errors, workers
 from pipeline.train import checkpoint, trainer
+from superglue_sift.files import check_writable
 
 
 def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
@@ -69,9 +70,13 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
 def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     """Check the request before any process starts.
 
-    Raises RequestError if the stores, a checkpoint or a model file do not fit the request.
+    Raises RequestError if the stores, a checkpoint or a model file do not fit the request, or if a
+    folder cannot be written.
     """
     args, sections = parse(argv)
+    if not args.validate_only:
+        for folder in (args.out, args.reports):
+            check_writable(folder / "metrics.json", folder)
     context = distributed.Context(0, world_size, torch.device("cpu"))
     training = trainer.Training(args, sections, context, workers.Stop())
     if args.continued:

@@ -92,6 +92,7 @@ def test_wrong_requests_are_one_line(work, capsys):
         ("--model", without, "without.safetensors: has no 'validation', so it is no best"),
         ("--metrics", "nowhere.json", "nowhere.json: no such file"),
         ("--params", "nowhere.yaml", "nowhere.yaml: no such file"),
+        ("--out", foreign, "foreign.safetensors: cannot be written: Not a directory"),
     ):
         assert run(work, option, value) == 2
         message = capsys.readouterr().err

@@ -145,7 +145,10 @@ def test_a_function_is_a_matcher_too(work, capsys, monkeypatch):
     rows = [row for row in read_csv(work / "out/pairs.csv") if row["matcher"] == "mine"]
     assert rows and all(row["matches"] == row["keypoints0"] for row in rows)
     assert run(work, "--also", "mine=mine:nothing") == run(work, "--also", "x=wrong:first") == 2
+    (work / "none.py").write_text("def first(one, two):\n    pass\n")
+    assert run(work, "--also", "x=none:first") == 2
     said = capsys.readouterr().err
+    assert "none:first: must give a whole number" in said
     assert (
         "--also mine:nothing: AttributeError" in said and "wrong:first: must give a whole" in said
     )
@@ -205,6 +208,7 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
         (["--threshold", "1"], "--threshold 1.0: must be at least 0 and below 1"),
         (["--device", "cuda:99"], "device cuda:99: not available here"),
         (["--poses", "y", "--pairs", "x"], "--pairs and --poses exclude each other"),
+        (["--out", __file__], "cannot be written: Not a directory; name another"),
         (["--robustness", "3", "--pairs", "x"], "--robustness and --pairs exclude each other"),
         (["--estimators", "ransac,best"], "--estimators best: unknown"),
         (["--also", "a.b=x"], "--also a.b=x: must be NAME=FILE"),

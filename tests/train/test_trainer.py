@@ -148,6 +148,9 @@ class TestRequests:
             RequestError, match=r"train\.init_from: none\.safetensors: no such file"
         ):
             train.check(request_of("run", init_from="none.safetensors"), 1)
+        for option in ("--out", "--reports"):
+            with pytest.raises(RequestError, match=r"test_trainer\.py: cannot be written"):
+                train.check([*request_of("run"), option, __file__], 1)
 
     def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
         shard = next((tmp_path / "keypoints/train").glob("*.safetensors"))
