@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import List, Optional
 
-from pipeline import errors, params, provenance, tracking
+from pipeline import errors, params, provenance, tracking, workers
 from pipeline.errors import RequestError
 from pipeline.params import flatten
 from superglue_sift import __version__
@@ -73,6 +73,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    workers.end_with_dvc()
     args = parse(argv)
     sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)

@@ -177,6 +177,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
+    workers.end_with_dvc()  # with a checkpoint
     name = arguments[0]
     rest = arguments[1:]
     if name not in LAUNCHED:
@@ -186,9 +187,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     processes = processes_per_node()
     if hasattr(module, "check"):
         module.check(rest, least_nodes() * processes)
-    # If dvc is killed, end with a checkpoint before it starts another run
-    if "DVC_STAGE" in os.environ:
-        workers.end_with_parent(signal.SIGTERM)
     code = run_stage(name, rest, processes)
     # From here on a signal ends the launcher at once, so that DVC does not start the next stage
     for number in workers.STOP_SIGNALS:

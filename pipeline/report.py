@@ -7,7 +7,6 @@ python -m pipeline.report HEAD workspace    # metrics of the last commit and of 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import webbrowser
@@ -101,9 +100,7 @@ def compare(names: Sequence[str]) -> str:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.report", description=str(__doc__).splitlines()[0]
-    )
+    parser = errors.make_parser("pipeline.report", __doc__)
     parser.add_argument(
         "experiments",
         nargs="*",

@@ -75,6 +75,16 @@ def end_with_parent(number: int = signal.SIGKILL, parent: Optional[int] = None) 
         os._exit(1)  # the parent ended before the call above
 
 
+def end_with_dvc() -> None:
+    """End this stage by SIGTERM when the DVC that started it ends.
+
+    Else it would write its files beside the stage that the next `dvc repro` starts. The commands in
+    dvc.yaml begin with `exec`, so that DVC is the parent, and not a shell.
+    """
+    if "DVC_STAGE" in os.environ:
+        end_with_parent(signal.SIGTERM)
+
+
 @contextlib.contextmanager
 def block_signals() -> Iterator[None]:
     """Block STOP_SIGNALS here, and in processes started here until they call `ignore_signals`."""

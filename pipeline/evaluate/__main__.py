@@ -31,7 +31,7 @@ import cv2
 import numpy as np
 import pandas as pd
 
-from pipeline import errors, provenance, tracking
+from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import estimators, matchers, metrics, report, scoring
 from pipeline.evaluate.matchers import OURS, RATIO_TEST, Matchers
@@ -78,9 +78,7 @@ Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """Parse the command line. Raises RequestError for options that exclude each other."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.evaluate", description=str(__doc__).splitlines()[0]
-    )
+    parser = errors.make_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
     # which matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
@@ -507,6 +505,7 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    workers.end_with_dvc()
     args = parse(argv)
     cv2.setNumThreads(1)  # the threads work on several images at a time
     results, info = evaluate(args)

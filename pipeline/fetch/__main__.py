@@ -6,12 +6,11 @@ downloaded archive is read in place. Only the small bundled sample is copied.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 from pathlib import Path
 from typing import Any, Dict, Optional, Sequence
 
-from pipeline import errors, params
+from pipeline import errors, params, workers
 from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import Container
 from superglue_sift.files import check_writable, name_below, write_json
@@ -20,9 +19,8 @@ BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.fetch", description=str(__doc__).split("\n")[0]
-    )
+    workers.end_with_dvc()
+    parser = errors.make_parser("pipeline.fetch", __doc__)
     add = parser.add_argument
     add("--params", type=Path, default=Path("params.yaml"), help="file with the section `fetch`")
     add("--out", type=Path, default=Path("data/images"), help="folder of the manifest")

@@ -7,7 +7,6 @@ torchrun the ranks share the shards.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
 from itertools import islice
@@ -24,6 +23,7 @@ from pipeline.keypoints import shards
 from pipeline.keypoints.shards import Shard
 from pipeline.keypoints.store import Row, Store
 from pipeline.params import KeypointsParams
+from pipeline.workers import end_with_dvc
 from superglue_sift.environment import usable_cores
 from superglue_sift.files import check_writable, write_csv, write_json
 from superglue_sift.progress import Progress
@@ -36,9 +36,8 @@ MAX_BAD_FRACTION = 0.1
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.keypoints", description=str(__doc__).split("\n")[0]
-    )
+    end_with_dvc()
+    parser = errors.make_parser("pipeline.keypoints", __doc__)
     add = parser.add_argument
     add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     add("--images", type=Path, default=Path("data/images"), help="folder `fetch` wrote")

@@ -37,11 +37,8 @@ from superglue_sift.files import check_writable
 
 def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
     """Parse the command line and read params.yaml."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pipeline.train",
-        description=str(__doc__).splitlines()[0],
-        allow_abbrev=False,
-    )
+    parser = errors.make_parser("pipeline.train", __doc__)
+    parser.allow_abbrev = False
     # options for where it reads and writes
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")

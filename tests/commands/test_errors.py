@@ -1,0 +1,29 @@
+"""Errors of a request are one line, with exit code 2, in every command."""
+
+import importlib
+
+import pytest
+
+from pipeline import errors
+
+COMMANDS = [
+    "superglue_sift.apps.cli",
+    "superglue_sift.onnx",
+    "pipeline.fetch.__main__",
+    "pipeline.keypoints.__main__",
+    "pipeline.train.__main__",
+    "pipeline.evaluate.__main__",
+    "pipeline.export",
+    "pipeline.report",
+    "pipeline.presets",
+    "pipeline.doctor",
+    "pipeline.tracking",
+    "benchmarks.__main__",
+]
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_an_unknown_option_is_one_line(module, capsys):
+    assert errors.run(importlib.import_module(module).main, ["--nonsense"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.endswith("; see --help\n") and said.count("\n") == 1
