@@ -48,11 +48,11 @@ MAY_IMPORT = {
     "tracking": {"mlflow_store", "provenance"},
     # A stage may read what an earlier stage writes with that stage's own code: the list of images,
     # the store of keypoints, and the views that are also evaluated.
-    "fetch": {"provenance"},
+    "fetch": {"provenance", "workers"},
     "keypoints": {"fetch.dataset", "fetch.decoders", "provenance", "workers"},
     "train": {"keypoints.store", "distributed", "tracking", "provenance", "workers"},
     "evaluate": {"fetch.dataset", "keypoints.views", "tracking", "provenance", "workers"},
-    "export": {"provenance", "tracking"},
+    "export": {"provenance", "tracking", "workers"},
 }
 
 
