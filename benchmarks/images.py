@@ -1,4 +1,4 @@
-"""Rows that begin with pixels.
+"""Measure the work that begins with pixels, one row for each task.
 
 The groups are files, decoders, views and onnx.
 """
@@ -94,7 +94,7 @@ def onnx_runtime(setting: Setting) -> Iterator[str]:
     }
     taken = setting.time(ways)
     yield row(f"ONNX Runtime on {kind}: matching a pair", taken["ONNX"], taken["torch"], "torch")
-    # (M,) index of the match of each keypoint, of those that have one in either
+    # Compare the indices (M,) of the matches, for the keypoints that either way matches.
     own = ways["ONNX"]()[0][0]
     theirs, _ = ways["torch"]().dense()
     equal = (own == theirs)[(own >= 0) | (theirs >= 0)].mean()

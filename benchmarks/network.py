@@ -1,4 +1,4 @@
-"""Rows of the network, compared with the plain network of `plain.py`.
+"""Measure the network in rows, and compare it with the plain network of `plain.py`.
 
 The groups are step, sinkhorn, latency and parity.
 """

@@ -1,4 +1,4 @@
-"""Rows of the ways to train.
+"""Measure the ways to train, one row for each way.
 
 `python -m benchmarks.training`, started by `modes`, is one rank of a way to train.
 """

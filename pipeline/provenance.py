@@ -1,4 +1,4 @@
-"""Provenance of a result: commit, versions, machine, and the photographs that a model has seen.
+"""Record where a result is from: commit, versions, machine, and the photographs of its model.
 
 A list of photographs stands next to the file of each model, so that nobody tests on these
 photographs by accident. `best.safetensors` has `best.trained_on.txt`: one photograph a line

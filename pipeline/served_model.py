@@ -1,5 +1,5 @@
-"""The matcher as MLflow serves it: two images in, matches out. MLflow copies this file into a
-model.
+"""Serve the matcher by MLflow, which copies this file into a model. It gets two images and returns
+their matches.
 
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})

@@ -156,7 +156,9 @@ class Run:
         self._sender.start()
 
     def log(self, metrics: Dict[str, Any], step: int) -> None:
-        """Log metrics of one step by name: floats or tensors of one element, also NaN.
+        """Log metrics of one step by name.
+
+        A value is a float or a tensor of one element, and may be NaN.
 
         A point that is not after the last one of its metric is in the log already, and is left out.
         """

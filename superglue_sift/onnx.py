@@ -106,7 +106,7 @@ class OnnxSuperGlue(nn.Module):
 
 
 class ColmapSuperGlue(OnnxSuperGlue):
-    """The network for two images of COLMAP's SIFT, with the inputs of COLMAP's own LightGlue.
+    """Match two images of COLMAP's SIFT, with the inputs of COLMAP's own LightGlue.
 
     COLMAP checks the names, their order and their ranks. COLMAP_INPUTS are float32, for each image:
 

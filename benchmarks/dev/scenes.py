@@ -1,4 +1,4 @@
-"""COLMAP models of places with known cameras, from our matches and from COLMAP's own.
+"""Map places with known cameras by COLMAP, from our matches and from COLMAP's own matches.
 
     python -m benchmarks.dev.scenes /data/strecha --cameras /data/strecha/cameras_gt.txt
     python -m benchmarks.dev.scenes DIR --cameras FILE --only entry-P10 --every 3 --ways superglue
@@ -237,7 +237,7 @@ def measure(scene: str, cameras: Cameras, way: str, seeds: int) -> List[str]:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Print the table."""
+    """Measure every scene in each way, and print the results as a table."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument

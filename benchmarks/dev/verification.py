@@ -272,7 +272,7 @@ def learn(pairs: pd.DataFrame) -> np.ndarray:
 def count(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
     """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit.
 
-    weights: those of the evidence, then the bias.
+    weights: the weights of the evidence, then the bias.
     """
     scores = expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
     right = pairs.right.to_numpy(bool)

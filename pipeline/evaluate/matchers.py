@@ -1,4 +1,4 @@
-"""The compared matchers: trained networks, and nearest neighbours by descriptor.
+"""Match the evaluated pairs by trained networks, and by nearest neighbours of descriptors.
 
 All matchers get the same keypoints.
 """

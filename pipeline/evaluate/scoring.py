@@ -1,8 +1,8 @@
-"""Scores of one pair: the rows of the evaluation's table, and which matches are correct.
+"""Score one pair: decide which matches are correct, and make the rows of the evaluation's table.
 
 A row is (pair, scene, matcher, estimator, refined, metric, value). Metrics of the matches have no
 estimator. An `error` has an estimator. It is in px of the corners or, between two cameras, in
-degrees, and infinite if there is no estimate.
+degrees. It is infinite if there is no estimate.
 """
 
 from __future__ import annotations

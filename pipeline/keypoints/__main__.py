@@ -1,4 +1,4 @@
-"""Stage 2: views of every image and their SIFT keypoints (`python -m pipeline.keypoints`).
+"""Stage 2: render views of every image, and find their keypoints (`python -m pipeline.keypoints`).
 
 Fills --out/train and --out/val with keypoint stores (`pipeline.keypoints.store`). The stage
 `evaluate` uses the test images. This stage may be killed at any time: finished shards stay. Under

@@ -115,7 +115,7 @@ def listed_pairs(file: Path, root: Path) -> List[Pair]:
     rotations, two camera matrices and a pose. Raises RequestError for an unreadable file or a line
     without two names.
     """
-    pairs: Dict[Tuple[Path, Path], None] = {}  # each pair once, in the order of the list
+    pairs: Dict[Tuple[Path, Path], None] = {}  # keeps each pair once, in the list's order
     for number, line in read_lines(file):
         words = _names(line)
         if len(words) != 2:

@@ -94,8 +94,8 @@ SIMILAR = 4.0  # limit of similar translations, times SAME_PX
 AROUND = 8  # so many matches around a keypoint give a map
 # Maps shrink by half where the squared distances of the matches add up to the square of this.
 PRIOR_PX = 5.0
-# A guided match may be AWAY times the spread of the matches around it, plus AWAY_PX, from the place
-# where they say it is.
+# The matches around a guided match say where it is. It may be away from that place by AWAY times
+# their spread, plus AWAY_PX.
 AWAY = 0.1
 AWAY_PX = 3.0
 
@@ -423,7 +423,7 @@ def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.n
     counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
     distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
     same = distance <= SAME_PX * unit
-    similar = distance <= SIMILAR * SAME_PX * unit  # with those that are the same
+    similar = distance <= SIMILAR * SAME_PX * unit  # includes the same shifts
     alone = same.sum() >= ALONE * (similar.sum() - same.sum())
     return same if alone and same.sum() >= FEWEST else none
 

@@ -1,6 +1,6 @@
-"""SuperGlue for SIFT: a graph neural network that matches two sets of local features (arXiv
-1911.11763). It is written from the paper. `SuperGlue.assign` has the paper's equations in order,
-and the parts below it follow the same order:
+"""Match two sets of local features, such as SIFT, by SuperGlue, a graph neural network (arXiv
+1911.11763). The module is written from the paper. `SuperGlue.assign` has the paper's equations in
+order, and the parts below it follow the same order:
 
     (2)       states        x = projection(descriptor) + encoder(position, score, scale, angle)
     (3 - 5)   L times       x <- x + MLP([x, attention of x within its image])
@@ -9,7 +9,7 @@ and the parts below it follow the same order:
     (7)       scores        S_ij = <f0_i, f1_j> / sqrt(D)
     (8, 9)    assignment    P by optimal transport of S with a dustbin for each image
 
-What differs from the paper, and why:
+The network differs from the paper in these points:
 
 - Descriptors are RootSIFT (Arandjelovic 2012) or other unit vectors. A keypoint with two
   orientations gets the better one for the pair (`batch.choose_orientations`).
@@ -27,8 +27,11 @@ What differs from the paper, and why:
   LayerNorm makes a pair's result independent of the rest of the batch, needs no collective, and has
   no train/eval mismatch.
 
-Shapes: B pairs of images with M and N keypoints, padded (`batch`); T keypoints of all images
-together, with their padding; D the width of a state.
+A shape names these numbers:
+
+- B is the number of pairs, whose images have M and N keypoints with their padding (`batch`).
+- T is the number of keypoints of all images together, with their padding.
+- D is the width of a state.
 """
 
 from __future__ import annotations

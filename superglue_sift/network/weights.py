@@ -187,7 +187,10 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 
 
 def choose_device(name: str) -> str:
-    """Resolve "auto" to "cuda" if available, else "cpu". Raises RequestError without the device."""
+    """Resolve "auto" to "cuda" if available, else "cpu".
+
+    Raises RequestError if this machine lacks the device.
+    """
     # torch 1.10 turns TF32 on, which has errors of 0.02 where scores reach 40.
     torch.backends.cuda.matmul.allow_tf32 = False
     if name == "auto":
