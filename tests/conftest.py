@@ -159,4 +159,4 @@ def untrained(model):
     """A matcher with that network."""
     from superglue_sift import Matcher
 
-    return Matcher.load(model, "cpu")
+    return Matcher.load(model, "cpu", max_keypoints=1000, network_keypoints=400)

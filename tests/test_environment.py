@@ -58,6 +58,7 @@ def params_file(folder, precision):
     return folder / "params.yaml"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "missing", "precision"),
     [("pipeline.train", "--keypoints", "portable"), ("pipeline.evaluate", "--images", "float32")],

@@ -58,6 +58,7 @@ def fails(rank, port, pids):
         os._exit(0)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_without_waiting_for_the_others():
     pids = CONTEXT.SimpleQueue()
     port = free_port()

@@ -157,6 +157,7 @@ def begun_from(tmp_path):
     return write_model(tmp_path / "begun.safetensors", dim=16, heads=2)
 
 
+@pytest.mark.slow
 def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
     training, begun_from, tmp_path, capsys
 ):

@@ -92,6 +92,7 @@ def test_other_estimators_lead_where_they_were_asked_for(work, done, capsys):
     assert left == {"error_magsac", "error_magsac_aligned", "calibration"}
 
 
+@pytest.mark.slow
 def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeypatch):
     """Two clones end with one dvc.lock: no time, path or name of a machine in any output."""
     levels = {"blur (px)": (pairs.blur, (0.0, 3.0))}

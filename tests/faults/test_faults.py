@@ -40,6 +40,7 @@ def test_killed_anywhere_the_weights_are_the_same_bytes(bench, phase):
     assert len(carry_out(bench, 2, f"kill:rank=0,step=5,phase={phase}")) == 2
 
 
+@SLOW
 def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     fault = "usr1:rank=1,step=3,phase=backward"
     assert carry_out(bench, 2, fault) == [[143, 143], [0, 0]]

@@ -261,6 +261,7 @@ def test_a_full_disk_is_said_and_finished_shards_are_kept(
     assert (tmp_path / "kp/train/shard-00000.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_two_ranks_give_the_same_bytes(stage, pictures, tmp_path, root):
     """As torchrun starts them, but for its rendezvous, which the stage does not need."""
     reference = read_files(stage(pictures, "reference"))

@@ -227,6 +227,7 @@ def test_a_server_that_fails_in_the_middle_gets_every_point_once(
     assert steps(mlflow_store, "train/loss") == list(range(300))
 
 
+@pytest.mark.slow
 def test_the_weights_are_the_same_without_mlflow_and_while_it_hangs(
     gate, mlflow_store, tmp_path, monkeypatch
 ):

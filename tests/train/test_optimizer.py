@@ -114,6 +114,7 @@ def stepped(context):
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
 
+@pytest.mark.slow
 def test_ranks_that_share_the_matrices_take_the_step_of_one():
     # Ranks have one thread each, and sums of several threads round otherwise.
     threads = torch.get_num_threads()

@@ -71,6 +71,7 @@ class TestFolders:
         assert "resuming at step 4 of 6" in output_of("run", "--fresh")
         home(tmp_path / "run")  # the only one
 
+    @pytest.mark.slow
     def test_a_fresh_training_killed_before_its_first_checkpoint_is_still_fresh(
         self, tmp_path, request_of, output_of, monkeypatch, whole
     ):
