@@ -1,5 +1,7 @@
 """A params.yaml from whole sections, which tests change by the name of any field."""
 
+import copy
+import functools
 import io
 from pathlib import Path
 
@@ -24,12 +26,17 @@ def keys_of(section, name):
     return keys
 
 
+@functools.lru_cache(maxsize=1)
+def sample():
+    return read_yaml(ROOT / "presets/sample.yaml")
+
+
 def file_of(sections):
     """The tree of a whole file: the sample preset with these sections in place of its own.
 
     The views stand in one place. Keys of `run` may stand in `train`.
     """
-    tree = read_yaml(ROOT / "presets/sample.yaml")
+    tree = copy.deepcopy(sample())
     tree.update({name: dict(values) for name, values in sections.items()})
     for name in set(tree["train"]) & set(RunParams.model_fields):
         tree["run"][name] = tree["train"].pop(name)

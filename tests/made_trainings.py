@@ -9,7 +9,8 @@ from made_views import made_keypoints
 from pipeline import tracking
 from pipeline.params import RunParams
 from pipeline.train import __main__ as train
-from pipeline.train import trainer
+from pipeline.train import log, trainer
+from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import load_model_file
 
 SMALL = {
@@ -47,9 +48,12 @@ def request_maker(folder, make_params):
     return make
 
 
-def leave_mlflow_out(patch):
-    """No MLflow, which has tests of its own: a new store takes longer than a small training."""
+def leave_records_out(patch):
+    """No MLflow and no picture of the curves, which have tests of their own: each takes longer than
+    a small training.
+    """
     patch.setattr(tracking, "open_run", lambda *_, **__: tracking.Run())
+    patch.setattr(log, "draw_curves", lambda path, *_: write_atomic(path, ""))
 
 
 def home(out):

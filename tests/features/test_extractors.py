@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from made_params import file_of
-from made_trainings import leave_mlflow_out
+from made_trainings import leave_records_out
 from reading import read_json
 
 from pipeline import errors, export
@@ -181,7 +181,7 @@ def test_other_tools_get_features_of_sift_alone(photo):
 def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, root):
     from ruamel.yaml import YAML
 
-    leave_mlflow_out(monkeypatch)
+    leave_records_out(monkeypatch)
     monkeypatch.chdir(tmp_path)
     few = {"max_keypoints": 128}
     training = {"dim": 32, "layers": 1, "steps": 6, "batch": 4, "val_every": 3, "val_pairs": 8}

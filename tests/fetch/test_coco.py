@@ -10,7 +10,7 @@ from pathlib import Path
 import cv2
 import pytest
 from faulty_server import FaultyServer
-from made_trainings import leave_mlflow_out
+from made_trainings import leave_records_out
 from reading import read_json, read_yaml
 
 from pipeline import export
@@ -126,7 +126,7 @@ def test_killed_anywhere_it_goes_on_where_it_was(server, tmp_path, kept):
 @pytest.mark.slow
 def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
     """The preset coco2017-val, of ten photographs and a few steps, from the archive's address."""
-    leave_mlflow_out(monkeypatch)
+    leave_records_out(monkeypatch)
     monkeypatch.chdir(tmp_path)
     with zipfile.ZipFile("val2017.zip", "w") as out:
         for number, name in enumerate(TEN):

@@ -11,7 +11,7 @@ import pytest
 from faults.cells import Workbench
 from faults.group import digest
 from made_scenes import write_model
-from made_trainings import leave_mlflow_out
+from made_trainings import leave_records_out
 from mlflow_gate import Gate
 from reading import read_files
 from waiting import wait_until
@@ -233,7 +233,7 @@ def test_the_weights_are_the_same_without_mlflow_and_while_it_hangs(
 ):
     bench = Workbench(tmp_path)
     with monkeypatch.context() as patch:
-        leave_mlflow_out(patch)
+        leave_records_out(patch)
         assert train.main(bench.training("without")) == 0
     gate.start("hang")
     # MLflow's handlers, which run in this process, put their own store into the environment

@@ -1,12 +1,12 @@
 """Fixtures of the tests of trainings."""
 
 import pytest
-from made_trainings import leave_mlflow_out, request_maker
+from made_trainings import leave_records_out, request_maker
 
 
 @pytest.fixture
 def untracked(monkeypatch):
-    leave_mlflow_out(monkeypatch)
+    leave_records_out(monkeypatch)
 
 
 @pytest.fixture

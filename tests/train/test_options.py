@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from faults.cells import Workbench
-from made_trainings import leave_mlflow_out
+from made_trainings import leave_records_out
 from made_views import made_store
 from reading import read_json
 
@@ -48,7 +48,7 @@ def weights(tensors):
 def usual(tmp_path_factory):
     """The weights of the training that no option has changed."""
     with pytest.MonkeyPatch.context() as patch:
-        leave_mlflow_out(patch)
+        leave_records_out(patch)
         return weights(run(Workbench(tmp_path_factory.mktemp("usual"))))
 
 
