@@ -61,6 +61,7 @@ def test_an_elastic_restart_goes_on_from_the_node_that_went_furthest(bench, node
     assert curve.count(b"\n") == 5  # a point every other step
 
 
+@pytest.mark.slow
 def test_nodes_with_other_parameters_are_refused_in_one_line(bench, nodes):
     assert run(nodes, "", *(bench.arguments((("log_every", n),)) for n in (2, 4))) == [2, 2]
     lines = "".join(map(text, nodes)).splitlines()
