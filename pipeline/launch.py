@@ -177,7 +177,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if arguments else 2
-    workers.end_with_dvc()  # with a checkpoint
+    workers.end_with_dvc()  # the ranks save a checkpoint before they end
     name = arguments[0]
     rest = arguments[1:]
     if name not in LAUNCHED:
