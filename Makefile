@@ -32,7 +32,7 @@ LOCKED := python docker/workspace.py
 SETUP := $(VENV)/.set-up
 SETUP_DEV := $(VENV)/.set-up-dev
 
-.PHONY: help setup repro test test-all faults random-faults test-cu111 images lint format ui report lock clean
+.PHONY: help setup repro test test-slow test-all faults random-faults test-cu111 images lint format ui report lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*  ## /\1\t/' | expand -t 16
@@ -65,6 +65,9 @@ endif
 
 test: $(SETUP_DEV)  ## the tests, without the slow ones, in two processes
 	@python -m pytest -m "not slow" -n 2 --dist worksteal
+
+test-slow: $(SETUP_DEV)  ## the slow tests alone
+	@python -m pytest -m slow -n 2 --dist worksteal
 
 test-all: $(SETUP_DEV)  ## all tests, also the slow ones
 	@python -m pytest -n 2 --dist worksteal
