@@ -7,10 +7,6 @@ import os
 # before torch is loaded: on the small tensors of tests the threads of several processes only fight
 # for the cores
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# `make test` must not reach into the makes that tests start: they would print what the outer one
-# asks for, such as the folder that they enter.
-for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "GNUMAKEFLAGS"):
-    os.environ.pop(name, None)
 
 from pathlib import Path
 
@@ -21,6 +17,11 @@ from hypothesis import settings
 # No deadline: how long an example takes on a busy machine says nothing about the code.
 settings.register_profile("steady", deadline=None)
 settings.load_profile("steady")
+
+# `make test` must not reach into the makes that tests start: they would print what the outer one
+# asks for, such as the folder that they enter.
+for name in ("MAKEFLAGS", "MAKELEVEL", "MAKEOVERRIDES", "MFLAGS", "GNUMAKEFLAGS"):
+    os.environ.pop(name, None)
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"

@@ -1,1 +1,1 @@
-"""Scenes, and the weights of their verification; `python -m benchmarks.dev.<name> --help`."""
+"""What maintainers run: `python -m benchmarks.dev.<name> --help`. CONTRIBUTING.md says when."""

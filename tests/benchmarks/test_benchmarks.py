@@ -10,7 +10,8 @@ import torch
 from made_pairs import scrambled
 
 from benchmarks import __main__ as benchmark
-from benchmarks import dali_views, images, pack, plain, timing, training
+from benchmarks import dali_views, images, plain, timing, training
+from benchmarks.dev import pack
 from benchmarks.photographs import make_batch
 from benchmarks.timing import Setting
 from pipeline.errors import RequestError

@@ -3,8 +3,8 @@
 import pytest
 from reading import read_json
 
-from benchmarks import first_gpu
-from benchmarks.first_gpu import Part
+from benchmarks.dev import first_gpu
+from benchmarks.dev.first_gpu import Part
 
 # a program that saves and ends with 143 when it is stopped
 SAVING = """

@@ -23,7 +23,7 @@ def placed(notebook):
 def test_the_notebook_places_every_camera(root, tmp_path, monkeypatch):
     for name in ("nbformat", "nbclient", "ipykernel", "pycolmap"):
         pytest.importorskip(name)
-    from benchmarks.notebook import executed
+    from benchmarks.dev.notebook import executed
 
     monkeypatch.chdir(root)
     notebook = executed(root / "docs/tutorial.ipynb", tmp_path)

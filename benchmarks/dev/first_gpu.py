@@ -1,10 +1,10 @@
 """Run everything that waits for a GPU, in one call that can be repeated.
 
-    python -m benchmarks.first_gpu --images packed/train --val-images packed/val [--budget 9]
-    python -m benchmarks.first_gpu ... --device cpu    the same parts, a thousandth of the steps
+    python -m benchmarks.dev.first_gpu --images packed/train --val-images packed/val [--budget 9]
+    python -m benchmarks.dev.first_gpu ... --device cpu    the same parts, a thousandth of the steps
 
 The first parts train the weights of preset `pretrained` from scratch on the photographs that
-`benchmarks.pack` packed, and evaluate them beside the shipped weights. The next parts run the tests
+`benchmarks.dev.pack` packed, and evaluate them beside the shipped weights. The next parts run tests
 marked `gpu`. They train with `run.deterministic`, stop that training, resume it, and compare it
 with an unbroken one and with the CPU's curve, then train in float16 and compiled. The last parts
 are the tables of speed.
@@ -177,7 +177,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("train-resumed", 60, train, "curve"),
         Part("train-whole", 60, train, "whole"),
         Part("train-cpu", 60, train, "cpu", expected=stopped),
-        Part("compare", 10, f"benchmarks.first_gpu --compare --out {out}"),
+        Part("compare", 10, f"benchmarks.dev.first_gpu --compare --out {out}"),
         Part("train-float16", 60, train, "float16", missing="needs a GPU" if small else ""),
         Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
         Part("parity", 50, f"{table} parity", figures=rows),

@@ -1,6 +1,6 @@
 """Draw the first picture of the README: one hard pair by SuperGlue and by the ratio test.
 
-    python -m benchmarks.first_picture docs/matches.jpg
+    python -m benchmarks.dev.first_picture docs/matches.jpg
 
 The photograph is NASA's portrait of Eileen Collins, in the public domain, which comes inside
 scikit-image. It was not used in training. The second view is synthetic: rotated by 130 degrees,
@@ -10,8 +10,9 @@ averages.
 
 from __future__ import annotations
 
-import sys
-from typing import Tuple
+import argparse
+from pathlib import Path
+from typing import Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -48,15 +49,18 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     return photo, np.clip(np.rint(dark), 0, 255).astype(np.uint8), H
 
 
-def panel(name: str, found: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
+def make_panel(name: str, result: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
     """Draw the matches of a matcher. Those with an error of CORRECT_PX or more are wrong."""
-    wrong = reprojection_errors(found.points0, found.points1, H_0to1) >= CORRECT_PX
+    wrong = reprojection_errors(result.points0, result.points1, H_0to1) >= CORRECT_PX
     heading = f"{name}: {int((~wrong).sum())} of {len(wrong)} matches right"
-    return drawing.Panel(heading, found.points0, found.points1, found.scores, wrong)
+    return drawing.Panel(heading, result.points0, result.points1, result.scores, wrong)
 
 
-def main(out: str) -> None:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Draw the picture."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("out", type=Path, help="the picture, for instance docs/matches.jpg")
+    out = parser.parse_args(argv).out
     matcher = Matcher.load(device="cpu")
     image0, image1, H = views()
     one, other = map(matcher.extract, (image0, image1))
@@ -64,11 +68,15 @@ def main(out: str) -> None:
     pair = choose_pair(Pair(one.records, other.records, one.size, other.size))
     passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
     baseline = MatchResult.of(one, other, passed).refine(one, other)
-    panels = [panel("SuperGlue", matcher.match(one, other), H), panel("ratio test", baseline, H)]
+    panels = [
+        make_panel("SuperGlue", matcher.match(one, other), H),
+        make_panel("ratio test", baseline, H),
+    ]
     picture = drawing.draw(image0, image1, panels)
-    cv2.imwrite(out, picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
-    print(f"{out}: {'; '.join(each.heading for each in panels)}")
+    cv2.imwrite(str(out), picture, [cv2.IMWRITE_JPEG_QUALITY, QUALITY])
+    print(f"{out}: {'; '.join(panel.heading for panel in panels)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    raise SystemExit(main())

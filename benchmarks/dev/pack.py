@@ -1,10 +1,11 @@
 """Pack photographs for a machine without network, as gray WebP files.
 
-    python -m benchmarks.pack packed/train data/coco/train data/coco/extra_gray
-    python -m benchmarks.pack packed/val data/coco/val
+    python -m benchmarks.dev.pack packed/train data/coco/train data/coco/extra_gray
+    python -m benchmarks.dev.pack packed/val data/coco/val
 
-Names stay, so that photographs of COCO are known by their numbers. `make repro PRESET=pretrained
-IMAGES=packed/train VAL_IMAGES=packed/val` and `python -m benchmarks.first_gpu` take the folders.
+Names stay, so that photographs of COCO are known by their numbers. The folders go into `make repro
+PRESET=pretrained IMAGES=packed/train VAL_IMAGES=packed/val` and `python -m
+benchmarks.dev.first_gpu`.
 """
 
 from __future__ import annotations

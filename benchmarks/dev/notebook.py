@@ -1,6 +1,6 @@
 """Run the tutorial's notebook and keep the outputs.
 
-    python -m benchmarks.notebook docs/tutorial.ipynb
+    python -m benchmarks.dev.notebook docs/tutorial.ipynb
 
 It runs in an empty folder, so that no file is left next to the notebook. It needs nbclient,
 ipykernel, matplotlib, scikit-image and pycolmap.
@@ -8,11 +8,11 @@ ipykernel, matplotlib, scikit-image and pycolmap.
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional, Sequence
 
 SECONDS = 600  # of a cell, at most
 
@@ -35,18 +35,22 @@ def executed(path: Path, folder: Path) -> Any:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             # lines of progress differ each time
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
     notebook.metadata = {name: notebook.metadata[name] for name in ("kernelspec", "language_info")}
     return notebook
 
 
-def main(file: str) -> None:
+def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the notebook and write it."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("notebook", type=Path, help="for instance docs/tutorial.ipynb")
+    path = parser.parse_args(argv).notebook
     import nbformat
 
     with tempfile.TemporaryDirectory() as folder:
-        nbformat.write(executed(Path(file), Path(folder)), file)
+        nbformat.write(executed(path, Path(folder)), path)
+    return 0
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    raise SystemExit(main())
