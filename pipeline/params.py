@@ -115,22 +115,23 @@ class KeypointsParams(Section):
 class RunParams(Section):
     """How a training is computed.
 
-    No stage of DVC depends on this section, so a change of it alone does not repeat a training.
-    Unlike the keys of other sections, these have defaults.
+    Keys that decide a result have no default, and dvc.yaml names each of them: a change repeats the
+    stage. The other keys change rounding, memory or reports. No stage depends on them.
     """
 
-    # memory, speed and reproducibility
-    accumulate: int = Field(default=1, ge=1, le=4096)
+    # Decide the steps: the pairs and the learning rate, or what BatchNorm takes statistics over
+    batch_per_rank: int = Field(ge=0, le=65536)
+    lr_scaling: Literal["none", "linear", "sqrt"]
+    accumulate: int = Field(ge=1, le=4096)
+    # Decides which photographs validate and test
+    allow_training_images: bool
+    # Memory, speed and reproducibility
     checkpoint_layers: bool = False
     compile: bool = False
     deterministic: bool = False
-    # steps that depend on the number of processes
-    batch_per_rank: int = Field(default=0, ge=0, le=65536)
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    # reports and checkpoints
+    # Reports and checkpoints
     log_every: Count = 10
     save_every: CountOrZero = 0
-    allow_training_images: bool = False
 
 
 class TrainParams(Section):
@@ -201,7 +202,7 @@ class Params(Section):
     views: Views
     keypoints: KeypointsParams
     train: TrainParams
-    run: RunParams = RunParams()
+    run: RunParams
     evaluate: EvaluateParams
 
     @model_validator(mode="after")

@@ -38,6 +38,7 @@ def file_of(sections):
     """
     tree = copy.deepcopy(sample())
     tree.update({name: dict(values) for name, values in sections.items()})
+    tree["run"] = {**sample()["run"], **tree["run"]}
     for name in set(tree["train"]) & set(RunParams.model_fields):
         tree["run"][name] = tree["train"].pop(name)
     if "train" not in sections and "keypoints" in sections:

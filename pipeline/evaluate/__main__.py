@@ -108,7 +108,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     # further pairs, and the machine
     hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
     add("--robustness", type=int, default=0, help=hard)
-    overlap = "keep photographs that a model was trained on, and say so in the title"
+    overlap = "keep photographs of the training (default: run.allow_training_images of --params)"
     add("--allow-training-images", action="store_true", help=overlap)
     add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     return check_options(parser.parse_args(argv))
@@ -201,7 +201,7 @@ def choose_photographs(
     """Return held-out photographs that no compared network was trained on, and the networks.
 
     All rows of a table need the same pairs. If one network was trained on a photograph, it is left
-    out for all networks, unless `--allow-training-images` keeps it. Raises RequestError if the
+    out for all networks, unless `run.allow_training_images` keeps it. Raises RequestError if the
     evaluated network was trained on all photographs. A further network that was trained on all that
     remain is left out itself.
     """
@@ -230,7 +230,7 @@ def choose_photographs(
             raise RequestError(
                 f"{network.file}: was trained on all of the {len(left)} held-out photographs;"
                 ' evaluate on others, train from scratch (train.init_from: ""), or keep them with'
-                " --allow-training-images"
+                " run.allow_training_images: true"
             )
         else:
             notes.append(f"{name} is left out: it was trained on all {len(left)} photographs.")
@@ -395,8 +395,11 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """
     # read the section of params.yaml, change it by options, and load the networks
+    sections = params.load(args.params)
     asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
-    section = params.load(args.params).evaluate.model_copy(update=asked)
+    section = sections.evaluate.model_copy(update=asked)
+    # The key of the training counts like the option: a stage of DVC has fixed options
+    args.allow_training_images |= sections.run.allow_training_images
     device = choose_device(args.device)
     notes: List[str] = []
     networks, extractor = load_networks(args, device, notes)

@@ -15,7 +15,8 @@ from ruamel.yaml import YAML
 
 from pipeline import params
 from pipeline.errors import RequestError
-from pipeline.params import Params
+from pipeline.params import Params, RunParams
+from pipeline.train import checkpoint
 
 SECTIONS = tuple(Params.model_fields)
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,11 +117,44 @@ def test_no_content_whatever_gives_a_traceback(content, section):
             assert "\n" not in str(error)
 
 
-def test_no_key_has_a_default():
+def test_no_key_that_a_stage_depends_on_has_a_default():
     """DVC compares the keys of params.yaml: a changed default would re-run nothing."""
-    for name in set(SECTIONS) - {"run"}:  # no stage depends on it
-        keys = keys_of(Params.model_fields[name].annotation, name)
-        assert [key for key, field in keys.items() if not field.is_required()] == []
+    keys = keys_of(Params, "")
+    stages = read_yaml(ROOT / "dvc.yaml")["stages"].values()
+    dependencies = {name for stage in stages for name in stage["params"]}
+    assert dependencies <= {*keys}
+    decisive = [
+        key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in dependencies)
+    ]
+    assert len(decisive) > 40
+    views = "evaluate.views"  # completed from `views`
+    optional = [key for key in decisive if not keys[key].is_required()]
+    assert [key for key in optional if not key.startswith(views)] == []
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch"])
+@pytest.mark.parametrize("key", RunParams.model_fields)
+def test_a_key_of_run_that_decides_the_weights_is_a_dependency(tree, key, norm):
+    """A training is named by all that decides its weights: DVC must see the same keys."""
+    tree["train"]["norm"] = norm
+    tree["run"]["checkpoint_layers"] = False
+    sections = params.parse(tree, "params.yaml")
+    value = getattr(sections.run, key)
+    others = {bool: lambda: not value, int: lambda: value + 1, str: lambda: "sqrt"}
+    changed = sections.run.model_copy(update={key: others[type(value)]()})
+    assert changed != sections.run
+    before, after = (
+        checkpoint.fingerprint(sections.train, run, "data", 2) for run in (sections.run, changed)
+    )
+    stages = read_yaml(ROOT / "dvc.yaml")["stages"]
+    assert before == after or f"run.{key}" in stages["train"]["params"]
+
+
+def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
+    """It chooses those that validate, which choose the weights, and those that test."""
+    stages = read_yaml(ROOT / "dvc.yaml")["stages"]
+    users = [name for name in stages if "run.allow_training_images" in stages[name]["params"]]
+    assert users == ["train", "evaluate"]
 
 
 @pytest.mark.parametrize("blur", [0.0, 3.0])

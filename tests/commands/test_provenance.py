@@ -101,13 +101,20 @@ def test_a_model_that_saw_all_is_refused_in_one_line(work, capsys):
     said = capsys.readouterr().err
     assert (
         "model.safetensors: was trained on all of the 3 held-out photographs" in said
+        and "run.allow_training_images: true" in said
         and "Traceback" not in said
     )
 
 
-def test_what_is_kept_on_request_is_marked(work, capsys):
+@pytest.mark.parametrize("by_key", [False, True])
+def test_what_is_kept_on_request_is_marked(work, capsys, by_key):
+    """By the option, or by the key of params.yaml, which a stage of DVC has."""
     provenance.write_photographs(work / "model.safetensors", ["139", "285"])
-    assert run(work, "--allow-training-images") == 0
+    if by_key:
+        (work / "params.yaml").write_text(
+            PARAMS.replace("allow_training_images: false", "allow_training_images: true")
+        )
+    assert run(work, *([] if by_key else ["--allow-training-images"])) == 0
     assert evaluated(work)["superglue"] == set(COCO)
     marked = "3 held-out images (test), 2 of 3 photographs are from the training of the model"
     assert marked in capsys.readouterr().out and marked in (work / "out/index.html").read_text()
