@@ -7,7 +7,7 @@ before the first stage runs.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import difflib
 import re
 import reprlib
@@ -17,6 +17,8 @@ from typing import Annotated, Any, Dict, List, Literal, Mapping, Sequence
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from pipeline.errors import RequestError, spell_command
+from superglue_sift import environment
+from superglue_sift.errors import Parser
 
 # Types of numbers that several keys have
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
@@ -254,17 +256,31 @@ def usual_file() -> Path:
     return here if here.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
 
 
-def asks_for_portable(words: Sequence[str]) -> bool:
+def is_portable(words: Sequence[str]) -> bool:
     """Return whether `train.precision` is `portable` in the file that --params names.
 
-    It is called before torch is loaded, and only searches for the word. Errors of the file are left
-    to `load`.
+    A command calls it with its command line, before it loads torch. Errors of the command line and
+    of the file are left to its `main`. So is a pipe, which can be read only once.
     """
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = Parser(add_help=False)
     parser.add_argument("--params", type=Path, default=usual_file())
-    path = parser.parse_known_args(words)[0].params
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return re.search(r"^[^#\n]*\bprecision\W+portable\b", text, re.MULTILINE) is not None
+    with contextlib.suppress(RequestError):
+        path = parser.parse_known_args(words)[0].params
+        return path.is_file() and load(path).train.precision == "portable"
+    return False
+
+
+def require_prepared(sections: Params) -> None:
+    """Raise RequestError if `train.precision` is `portable` and this process is not prepared.
+
+    It is not if torch or numpy was loaded before `environment.prepare_network` was called.
+    """
+    if sections.train.precision == "portable" and not environment.is_prepared():
+        raise RequestError(
+            "train.precision = 'portable': torch was loaded without the settings that this needs;"
+            " start a new process by `python -m pipeline.launch pipeline.train`, with a file (no"
+            " pipe) as --params"
+        )
 
 
 def parse(tree: Any, origin: str) -> Params:

@@ -45,6 +45,9 @@ NETWORK = {
     "OMP_NUM_THREADS": "1",
 }
 
+READERS = ("numpy", "torch")  # read these variables, or load libraries that do
+PREPARED = "SG_PREPARED"  # variable that says that they were set before a reader was loaded
+
 # GNU's and Intel's OpenMP read these variables.
 WAIT_VARIABLES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # number of threads of OpenBLAS
@@ -73,8 +76,21 @@ def prepare_opencv() -> None:
 
 
 def prepare_network() -> None:
-    """Set the variables of `NETWORK`, whatever they were."""
+    """Set the variables of `NETWORK`, whatever they were.
+
+    Libraries that are loaded already do not read them, which `is_prepared` tells.
+    """
+    if not any(library in sys.modules for library in READERS):
+        os.environ[PREPARED] = "1"
     os.environ.update(NETWORK)
+
+
+def is_prepared() -> bool:
+    """Return whether the variables of `NETWORK` were set before torch and numpy were loaded.
+
+    This also holds in a process that inherits them from such a process.
+    """
+    return all(os.environ.get(name) == value for name, value in {**NETWORK, PREPARED: "1"}.items())
 
 
 def run(module: str) -> int:

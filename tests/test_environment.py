@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipeline import errors, params
+from pipeline.train import __main__ as train
 from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +63,12 @@ def params_file(folder, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "missing", "precision"),
-    [("pipeline.train", "--keypoints", "portable"), ("pipeline.evaluate", "--images", "float32")],
+    [
+        ("pipeline.train", "--keypoints", "portable"),
+        ("pipeline.evaluate", "--images", "&anchor portable"),
+        ("pipeline.train", "--keypoints", "!!str 'portable'"),
+        ("pipeline.evaluate", "--images", "float32 # not precision: portable"),
+    ],
 )
 def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     tmp_path, stage, missing, precision
@@ -74,11 +81,46 @@ def test_a_portable_stage_sets_them_before_torch_numpy_and_opencv(
     assert set(seen) == {"torch", "numpy", "cv2"}
     for values in seen.values():
         found = {name: values.get(name) for name in environment.NETWORK}
-        if precision == "portable":
+        if params.load(file).train.precision == "portable":
             assert found == environment.NETWORK
         else:
             assert found["OMP_NUM_THREADS"] == "7" and found["MKL_CBWR"] is None
     assert seen["cv2"]["OPENCV_IPP"] == "disabled"
+
+
+def test_params_are_read_without_torch_and_numpy(tmp_path):
+    """They decide what these libraries must find in the environment when they are loaded."""
+    script = (
+        "import sys; from pathlib import Path; from pipeline import params;"
+        "params.load(Path(sys.argv[1]));"
+        "print([name for name in ('torch', 'numpy', 'cv2') if name in sys.modules])"
+    )
+    file = params_file(tmp_path, "portable")
+    assert run_python("-c", script, str(file)).stdout == "[]\n"
+
+
+def test_a_process_is_prepared_if_torch_and_numpy_come_later():
+    prepare = "environment.prepare_network(); print(environment.is_prepared())"
+    early = f"from superglue_sift import environment; {prepare}"
+    assert run_python("-c", early).stdout == "True\n"
+    for library in ("numpy", "torch"):
+        assert run_python("-c", f"import {library}; {early}").stdout == "False\n"
+    # What a launcher gave the process counts, unless a variable was changed since
+    inherited = {**environment.NETWORK, environment.PREPARED: "1"}
+    assert run_python("-c", f"import numpy; {early}", **inherited).stdout == "True\n"
+    changed = {**inherited, "OMP_NUM_THREADS": "4"}
+    script = "from superglue_sift import environment; print(environment.is_prepared())"
+    assert run_python("-c", script, **changed).stdout == "False\n"
+
+
+def test_a_training_does_not_claim_portable_bytes_if_torch_was_loaded_before(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.delenv(environment.PREPARED, raising=False)
+    file = params_file(tmp_path, "portable")
+    assert errors.run(train.main, ["--params", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "train.precision = 'portable': torch was loaded without" in line
 
 
 def test_libraries_choose_their_code_by_them():

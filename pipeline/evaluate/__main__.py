@@ -16,7 +16,7 @@ from superglue_sift import environment
 
 if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
-    if params.asks_for_portable(sys.argv[1:]):
+    if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
 
 import argparse

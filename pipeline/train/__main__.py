@@ -19,7 +19,7 @@ from superglue_sift import environment
 
 if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
-    if params.asks_for_portable(sys.argv[1:]):
+    if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
     # Every rank sets it, because the flag that `distributed.wrap` sets makes torch warn
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -82,6 +82,7 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse(argv)
+    params.require_prepared(sections)
     with workers.defer_signals() as stop, distributed.process_group() as context:
         training = trainer.Training(args, sections, context, stop)
         code = training.validate_only() if args.validate_only else training.run()
