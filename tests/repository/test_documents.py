@@ -1,9 +1,14 @@
-"""README and docs: every Python block runs, links lead somewhere, every promise has a test."""
+"""README and docs: Python blocks and commands run, links lead somewhere, a promise has a test.
 
+A command that cannot run here must at least have options that exist.
+"""
+
+import functools
 import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +22,25 @@ DOCUMENTS += sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")
 # Blocks and commands run in a folder of their own, with the packages of this clone.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 # Packages of other projects that a block may need. Without them the block is skipped.
-FOREIGN = {"kornia", "onnxruntime", "pycolmap", "poselib"}
+OTHERS = {"kornia", "onnxruntime", "pycolmap", "poselib"}
+# Programs of others, and why no test runs them as the documents do. Their options are their own.
+FOREIGN = {
+    "colmap": "COLMAP's own program",
+    "curl": "needs a served model",
+    "docker": "needs a container engine; docker/ci.sh builds and tries the images",
+    "dvc": "tests/train/test_resume_dvc.py and the tests of dvc.yaml run it",
+    "git": "changes the clone",
+    "mlflow": "tests/tracking/test_served_model.py serves a model",
+    "pip": "requirements/test-bounds.sh installs the wheel",
+    "pre-commit": "changes the clone",
+    "srun": "needs a cluster; tests/faults/test_nodes.py starts nodes",
+    "torchrun": "tests/commands/test_launch.py starts it",
+}
+OWN = re.compile(r"make |superglue-match |(\w+=\S* )*(\.venv/bin/)?python -m ")
+# Commands of this project that run for real, each in a folder with photographs
+RUN = re.compile(r"superglue-match |python -m superglue_sift\.onnx ")
+# ... but for these, which need what no folder of a test has
+NOT_RUN = ("models/superglue.safetensors", "--serve", "kaze")
 
 
 def blocks_of(document):
@@ -72,7 +95,7 @@ def names_around_blocks():
 def missing_packages(block):
     """Packages that the block imports and that are not installed."""
     named = set(re.findall(r"^(?:import|from) (\w+)", block, re.MULTILINE))
-    return [name for name in named & FOREIGN if importlib.util.find_spec(name) is None]
+    return [name for name in named & OTHERS if importlib.util.find_spec(name) is None]
 
 
 def run_module(*words):
@@ -170,3 +193,104 @@ def test_every_promise_of_readme_names_tests_that_exist():
 def test_readme_is_short():
     words = re.findall(r"[A-Za-z]{2,}", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert len(words) <= 1300
+
+
+# --- commands
+
+
+def lines_of(document):
+    """The commands in a document's blocks, without comments, with continued lines joined."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if language:
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            command = re.sub(r"(^|\s)#.*", "", line).strip()
+            # Other lines are output, or text.
+            if OWN.match(f"{command} ") or command.partition(" ")[0] in FOREIGN:
+                yield command
+
+
+def inline_commands_of(document):
+    """The commands of this project that stand within the text."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    return [code for code in re.findall(r"`([^`]+)`", text) if OWN.match(f"{code} ")]
+
+
+COMMANDS = [(document, line) for document in DOCUMENTS for line in lines_of(document)]
+INLINE = [" ".join(code.split()) for name in DOCUMENTS for code in inline_commands_of(name)]
+EVERY = [*dict.fromkeys([line for _, line in COMMANDS] + INLINE)]
+
+
+@functools.cache
+def help_of(module):
+    """What `python -m MODULE --help` prints, with that of its subcommands."""
+
+    def ask(*words):
+        command = [sys.executable, "-m", module, *words, "--help"]
+        done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    text = ask()
+    subcommands = re.search(r"^\s*\{([\w,-]+)\}", text, re.MULTILINE)
+    return text + "".join(ask(name) for name in (subcommands[1].split(",") if subcommands else ()))
+
+
+def module_of(command):
+    """The module of this project that a command runs, or None."""
+    if "superglue-match" in command.split()[0]:
+        return "superglue_sift"
+    # `pipeline.launch` passes its options on to the module that it launches.
+    name = r"((?:superglue_sift|pipeline|benchmarks)(?:\.[a-z_.]+)?)(?!\S)"
+    modules = re.findall(rf"-m {name}", command)
+    launched = re.findall(rf"pipeline\.launch {name}", command)
+    return [*modules, *launched][-1] if modules else None
+
+
+def options_of(command):
+    """The long options of a command, after the last module that it names."""
+    return re.findall(r"(?<!\S)(--[a-z][\w-]*)", command.rpartition(" -m ")[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [line for line in EVERY if module_of(line)])
+def test_every_option_of_a_command_exists(command):
+    known = re.findall(r"--[a-z][\w-]*", help_of(module_of(command)))
+    assert set(options_of(command)) <= {*known, "--help"}
+
+
+@pytest.mark.parametrize("command", [line for line in EVERY if line.startswith("make ")])
+def test_every_target_of_make_exists(command):
+    words = shlex.split(command.replace("[", "").replace("]", ""))[1:]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for word in words:
+        name, is_variable, _ = word.partition("=")
+        rule = rf"^{name} \?=" if is_variable else rf"^{name}:"
+        assert re.search(rule, makefile, re.MULTILINE) or f"$({name})" in makefile, word
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", sorted({name for name, line in COMMANDS if RUN.match(line)}))
+def test_every_command_of_matching_runs(document, photographs):
+    make_tutorial_photos()
+    for name, line in COMMANDS:
+        if name != document or not RUN.match(line) or any(word in line for word in NOT_RUN):
+            continue
+        if "colmap.db" in line and not Path("colmap.db").exists():
+            pytest.importorskip("pycolmap").extract_features("colmap.db", "photos")
+        command = line.replace("superglue-match", f"{sys.executable} -m superglue_sift", 1)
+        command = re.sub(r"^python ", f"{sys.executable} ", command)
+        done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}: {done.stderr}"
+
+
+@pytest.mark.slow
+def test_a_folder_of_pairs_is_evaluated_as_the_page_says(photographs):
+    make_pairs_folder()
+    (line,) = [line for _, line in COMMANDS if "--model M --pairs DIR" in line]
+    words = line.split("-m ")[1].replace("--model M ", "").replace("DIR", "hpatches").split()
+    words[words.index("--out") + 1] = "reports"
+    subprocess.run([sys.executable, "-m", *words], check=True, env=ENVIRONMENT)
+    assert Path("reports/index.html").is_file()

@@ -1,0 +1,489 @@
+"""Measure the tables of the documents, and write them into the pages.
+
+    python -m benchmarks.dev.results --data DIR
+    python -m benchmarks.dev.results --data DIR --only coco,oxford
+
+A table stands in README.md or docs/ between the lines `<!-- table NAME -->` and
+`<!-- end NAME -->`. Its last line says from which commit, date and processor it is. The program
+measures the tables whose data it finds below DIR, with the commit that is checked out. Any other
+table stays as it is, and the program says which data it lacked. Results of a commit are kept in
+--work, so that another call goes on where this one ended.
+
+DIR holds any of these folders, each at its top or one folder deeper:
+
+- `coco/train` and `coco/val`: COCO's photographs. Half of `coco/val` is tested on.
+- `oxford_affine`: the sequences of Oxford, as in HPatches
+- `strecha`: photographs with `pairs_with_gt.txt` and `cameras_gt.txt`
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+
+import pandas as pd
+from ruamel.yaml import YAML
+
+from pipeline import errors, presets
+from pipeline.errors import RequestError
+from pipeline.evaluate.metrics import name_of
+from superglue_sift.files import write_atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+MATCHERS = {
+    "superglue": "SuperGlue",
+    "ratio_test": "ratio test",
+    "mutual_nn": "mutual nearest neighbours",
+    "true_matches": "true matches (bound)",
+}
+PAIR = ("superglue", "ratio_test")  # what a cell with two values compares
+# Headings of metrics, by their name, estimator and whether matches are refined
+HOMOGRAPHIES = {
+    ("precision", "", False): "P",
+    ("recall", "", False): "R",
+    ("recall_at_ratio_precision", "", False): "R@P",
+    ("auc_5", "ransac", False): "AUC@5 RANSAC",
+    ("auc_5", "ransac", True): "refined",
+    ("auc_5", "dlt", False): "AUC@5 least squares",
+    ("auc_5", "dlt", True): "refined ",  # a heading of its own for pandas
+}
+POSES = {
+    ("precision", "", False): "P",
+    ("matching_score", "", False): "MS",
+    ("matching_score_at_ratio_precision", "", False): "MS@P",
+    ("auc_5", "poselib", False): "AUC@5 PoseLib",
+    ("auc_5", "poselib", True): "refined",
+    ("auc_20", "poselib", True): "AUC@20, refined",
+}
+DISTURBANCES = {
+    ("precision", "", False): "P",
+    ("recall", "", False): "R",
+    ("recall_at_ratio_precision", "", False): "R@P",
+    ("auc_5", "ransac", True): "AUC@5 RANSAC, refined",
+}
+VIEWS = {"width": 640, "height": 480, "max_keypoints": 512, "pairs_per_image": 2}
+
+
+class Missing(Exception):
+    """Say which data a table lacks."""
+
+
+class Bench:
+    """Run commands whose results are kept, one folder each, as long as the commit is the same.
+
+    Args:
+        data: folder of the data sets.
+        work: folder of the results.
+        commit: the commit that is checked out.
+    """
+
+    def __init__(self, data: Path, work: Path, commit: str):
+        self.data = data
+        self.work = work.resolve()
+        self.commit = commit
+
+    def find(self, name: str) -> Path:
+        """Return the folder of a data set. Raises Missing if there is none."""
+        folders = [self.data / name, *sorted(self.data.glob(f"*/{name}"))]
+        for folder in folders:
+            if folder.is_dir():
+                return folder.resolve()
+        raise Missing(f"{self.data} has no folder {name}")
+
+    def run(self, name: str, *words: Any) -> Path:
+        """Run `python -m WORDS` with its results in the folder `name`, unless that is done.
+
+        `{out}` among the words is that folder. What the command prints is in its file `printed`.
+        Raises RequestError if the command fails.
+        """
+        folder = self.work / name
+        command = ["-m", *(str(word).replace("{out}", str(folder)) for word in words)]
+        receipt = {"commit": self.commit, "command": command}
+        kept = folder / "receipt.json"
+        if kept.is_file() and json.loads(kept.read_text()) == receipt:
+            return folder
+        print(f"{name}: python {' '.join(command)}", flush=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        if done.returncode:
+            raise RequestError(f"{name}: the command above ended with {done.returncode}")
+        write_atomic(folder / "printed", done.stdout)
+        write_atomic(kept, json.dumps(receipt))
+        return folder
+
+    def fetch(self, name: str, train: Path, held_out: Path, **evaluate: Any) -> Tuple[Path, Path]:
+        """List photographs as the stage `fetch` does. Half of `held_out` is tested on.
+
+        Returns the file of parameters, with the keys `evaluate`, and the folder of the images.
+        """
+        yaml = YAML()
+        parameters = yaml.load(presets.read("folder"))
+        paths = {"path": str(train), "val_path": str(held_out)}
+        parameters["fetch"].update(paths)
+        parameters["evaluate"].update(evaluate)
+        folder = self.work / name
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "params.yaml"
+        with file.open("w", encoding="utf-8") as stream:
+            yaml.dump(parameters, stream)
+        images = self.run(
+            f"{name}/images", "pipeline.fetch", "--params", file, "--out", "{out}",
+            "--archives", folder / "archives", "--reports", folder / "reports",
+        )  # fmt: skip
+        return file, images
+
+
+# --- from the files of an evaluation to tables
+
+
+def percent(value: Optional[float]) -> str:
+    """Return a fraction in percent, and "-" for a metric that is not defined."""
+    return "-" if value is None or pd.isna(value) else f"{100 * value:.1f}"
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Return a table of text as Markdown. Its index is the first column."""
+    rows = [[str(frame.columns.name or ""), *frame.columns], ["---"] * (1 + len(frame.columns))]
+    rows += [[str(index), *row] for index, *row in frame.itertuples(name=None)]
+    return "\n".join(f"| {' | '.join(str(cell).strip() for cell in row)} |" for row in rows)
+
+
+def metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str]) -> str:
+    """Return the metrics of each matcher in percent, and the gain over the ratio test."""
+    values = json.loads((folder / "metrics.json").read_text())
+    rows = {
+        title: [percent(values.get(f"{matcher}.{name_of(*key)}")) for key in headings]
+        for matcher, title in MATCHERS.items()
+        if f"{matcher}.precision" in values
+    }
+    # The difference from the ratio test, with the interval of resampled scenes.
+    differences = pd.read_csv(folder / "differences.csv")
+    differences = differences[differences.baseline == "ratio_test"].set_index("metric")
+    rows["SuperGlue minus ratio test"] = [
+        gain_of(differences.loc[name_of(*key)]) if name_of(*key) in differences.index else "-"
+        for key in headings
+    ]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=list(headings.values()))
+    return markdown(table.rename_axis(columns="in %"))
+
+
+def gain_of(row: pd.Series) -> str:
+    """Return a difference in points, with its 95 % interval where there are enough scenes."""
+    value = f"{100 * row.value:+.1f}"
+    known = row.verdict != "too few"
+    return f"{value} ({100 * row.low:+.1f} to {100 * row.high:+.1f})" if known else value
+
+
+def robustness_table(
+    folder: Path, headings: Dict[Tuple[str, str, bool], str], zoom: bool
+) -> pd.DataFrame:
+    """Return a row for each disturbance, or for each magnification if `zoom`.
+
+    A cell has the value of SuperGlue and that of the ratio test.
+    """
+    rows = pd.read_csv(folder / "robustness.csv")
+    rows = rows[(rows.condition == "zoom") == zoom]
+    cells = rows.set_index(["condition", "level", "metric", "matcher"]).value
+    lines = {}
+    for condition, level in dict.fromkeys(zip(rows.condition, rows.level)):
+        name = f"{level:g}" if zoom else f"{condition} {level:g}"
+        lines[name] = [
+            " \\| ".join(percent(cells.get((condition, level, name_of(*key), m))) for m in PAIR)
+            for key in headings
+        ]
+    return pd.DataFrame.from_dict(lines, orient="index", columns=list(headings.values()))
+
+
+# --- the tables, by their names
+
+
+def evaluate_coco(bench: Bench) -> Path:
+    """Evaluate views of COCO's held-out photographs, also disturbed ones."""
+    train, held_out = bench.find("coco/train"), bench.find("coco/val")
+    file, images = bench.fetch("coco", train, held_out, **VIEWS)
+    return bench.run(
+        "coco/report", "pipeline.evaluate", "--params", file, "--images", images, "--bound",
+        "--robustness", 12, "--out", "{out}",
+    )  # fmt: skip
+
+
+def evaluate_oxford(bench: Bench, *options: Any) -> Path:
+    """Evaluate the sequences of Oxford, as `superglue-match` matches them."""
+    name = "-".join(["oxford", *(str(option).strip("-") for option in options)])
+    pairs = bench.find("oxford_affine")
+    words = "--pairs", pairs, "--bound", *options, "--out", "{out}"
+    return bench.run(name, "pipeline.evaluate", *words)
+
+
+def coco(bench: Bench) -> str:
+    """Views of COCO's held-out photographs."""
+    return metrics_table(evaluate_coco(bench), HOMOGRAPHIES)
+
+
+def summary(bench: Bench) -> str:
+    """The table of README."""
+    values = json.loads((evaluate_coco(bench) / "metrics.json").read_text())
+    shown = {
+        "precision": "precision",
+        "recall": "recall",
+        "recall_at_ratio_precision": "recall at the ratio test's precision",
+        "auc_ransac_10": "AUC@10 of the homography, RANSAC",
+        "auc_dlt_10": "AUC@10, least squares, weighted by confidence",
+        "auc_confident_10": "AUC@10, least squares, equal weights of the most confident matches",
+    }
+    matchers = [name for name in MATCHERS if name != "true_matches"]
+    rows = {
+        title: [percent(values.get(f"{matcher}.{metric}")) for matcher in matchers]
+        for metric, title in shown.items()
+    }
+    title = "matches between two photographs with nothing in common (a number, not %)"
+    rows[title] = [f"{values[f'{matcher}.negative_matches']:.1f}" for matcher in matchers]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=[MATCHERS[m] for m in matchers])
+    return markdown(table.rename_axis(columns="in %"))
+
+
+def negatives(bench: Bench) -> str:
+    """Pairs of photographs with nothing in common."""
+    values = json.loads((evaluate_coco(bench) / "metrics.json").read_text())
+    rows = {
+        title: [f"{values[f'{matcher}.negative_matches']:.1f}"]
+        for matcher, title in MATCHERS.items()
+        if f"{matcher}.negative_matches" in values
+    }
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=["matches of a pair"])
+    return markdown(table)
+
+
+def disturbances(bench: Bench) -> str:
+    """Blur, noise, light and JPEG."""
+    return markdown(robustness_table(evaluate_coco(bench), DISTURBANCES, zoom=False))
+
+
+def rotation(bench: Bench) -> str:
+    """Views that are rotated up to an angle."""
+    train, held_out = bench.find("coco/train"), bench.find("coco/val")
+    rows = {}
+    for degrees in (0, 45, 90, 180):
+        name = f"rotation-{degrees}"
+        views = {"homography": {"rotation_deg": float(degrees)}}
+        file, images = bench.fetch(name, train, held_out, **VIEWS, views=views)
+        folder = bench.run(
+            f"{name}/report", "pipeline.evaluate", "--params", file, "--images", images,
+            "--no-refine", "--estimators", "ransac", "--out", "{out}",
+        )  # fmt: skip
+        values = json.loads((folder / "metrics.json").read_text())
+        names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_5")
+        rows[f"{degrees}"] = [
+            " \\| ".join(percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR)
+            for metric in names
+        ]
+    heads = ["P", "R", "R@P", "AUC@5 RANSAC"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    return markdown(table.rename_axis(columns="rotation up to, degrees"))
+
+
+def zoom(bench: Bench) -> str:
+    """Photographs of buildings with magnified parts of them."""
+    buildings = bench.find("strecha")
+    views = {"homography": {"max_upscale": 5.0}}
+    sizes = {"width": 768, "height": 512, "max_keypoints": 1024, "pairs_per_image": 1}
+    train = bench.find("coco/train")
+    file, images = bench.fetch("zoom", train, buildings, **sizes, views=views)
+    folder = bench.run(
+        "zoom/report", "pipeline.evaluate", "--params", file, "--images", images,
+        "--robustness", 20, "--no-refine", "--estimators", "ransac", "--out", "{out}",
+    )  # fmt: skip
+    headings = dict(list(DISTURBANCES.items())[:3])
+    table = robustness_table(folder, headings, zoom=True)
+    return markdown(table.rename_axis(columns="magnification"))
+
+
+def oxford(bench: Bench) -> str:
+    """The pairs of Oxford."""
+    return metrics_table(evaluate_oxford(bench), HOMOGRAPHIES)
+
+
+def sequences(bench: Bench) -> str:
+    """Each sequence of Oxford."""
+    pairs = pd.read_csv(evaluate_oxford(bench) / "pairs.csv")
+    names = {key: title for key, title in MATCHERS.items() if key in set(pairs.matcher)}
+    recall = pairs.pivot_table(index="scene", columns="matcher", values="recall", sort=True)
+    precision = pairs.pivot_table(index="scene", columns="matcher", values="precision", sort=True)
+    shown = [key for key in names if key != "true_matches"]
+    cells = pd.DataFrame(
+        {
+            names[key]: [f"{percent(p)}; {percent(r)}" for p, r in zip(precision[key], recall[key])]
+            for key in shown
+        },
+        index=recall.index,
+    )
+    return markdown(cells.rename_axis(index=None, columns="precision; recall, %"))
+
+
+def selection(bench: Bench) -> str:
+    """The number of keypoints that the network sees, of 4,096, on Oxford."""
+    rows = {}
+    for count in (512, 1024, 2048):
+        options = () if count == 1024 else ("--network-keypoints", count)
+        values = json.loads((evaluate_oxford(bench, *options) / "metrics.json").read_text())
+        names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_aligned_5")
+        rows[f"{count:,}"] = [percent(values.get(f"superglue.{name}")) for name in names]
+    rows["ratio test, all 4,096"] = [percent(values.get(f"ratio_test.{name}")) for name in names]
+    heads = ["P", "R", "R@P", "AUC@5 RANSAC, refined"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    return markdown(table.rename_axis(columns="keypoints for the network"))
+
+
+def buildings(bench: Bench) -> str:
+    """Pairs of photographs of buildings with known cameras."""
+    images = bench.find("strecha")
+    folder = bench.run(
+        "buildings", "pipeline.evaluate", "--poses", images / "pairs_with_gt.txt",
+        "--images", images, "--out", "{out}",
+    )  # fmt: skip
+    return metrics_table(folder, POSES)
+
+
+def scenes(bench: Bench) -> str:
+    """COLMAP models of two places, from our matches and from COLMAP's, over five seeds."""
+    images = bench.find("strecha")
+    folder = bench.run(
+        "scenes", "benchmarks.dev.scenes", images, "--cameras", images / "cameras_gt.txt",
+        "--ways", "superglue", "colmap", "--seeds", 5,
+    )  # fmt: skip
+    return (folder / "printed").read_text().strip()
+
+
+def collections(bench: Bench) -> str:
+    """How many right pairs are refused, and wrong ones accepted, among known cameras."""
+    images = bench.find("strecha")
+    folder = bench.run(
+        "collections", "benchmarks.dev.verification", "--check", images, images / "cameras_gt.txt"
+    )
+    return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
+
+
+def sample(bench: Bench) -> str:
+    """The sample, whose metrics are in git: `make repro` writes them."""
+    values = json.loads((ROOT / "reports" / "evaluate" / "metrics.json").read_text())
+    names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_5", "auc_dlt_5")
+    titles = {"shipped": "shipped weights", **MATCHERS}
+    order = ["superglue", "shipped", "ratio_test", "mutual_nn"]
+    rows = {titles[key]: [percent(values.get(f"{key}.{name}")) for name in names] for key in order}
+    heads = ["P", "R", "R@P", "AUC@5 RANSAC", "AUC@5 least squares"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    return markdown(table.rename_axis(columns="in %"))
+
+
+def speed(bench: Bench) -> str:
+    """The speed table of this machine's processor."""
+    groups = "step,sinkhorn,latency,files"
+    folder = bench.run("speed", "benchmarks", "--device", "cpu", "--only", groups)
+    return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
+
+
+TABLES: Dict[str, Callable[[Bench], str]] = {
+    function.__name__: function
+    for function in (
+        summary, coco, negatives, disturbances, rotation, zoom, oxford, sequences, selection,
+        buildings, scenes, collections, sample, speed,
+    )
+}  # fmt: skip
+
+
+# --- into the pages
+
+
+def pages_with(name: str) -> List[Path]:
+    """Return the pages that have a table."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    return [page for page in pages if f"<!-- table {name} -->" in page.read_text(encoding="utf-8")]
+
+
+def put(page: Path, name: str, content: str) -> None:
+    """Replace a table of a page. Raises RequestError if its end is not marked."""
+    text = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise RequestError(f"{page}: the lines {begin} and {end} must be there once each")
+    before, rest = text.split(begin)
+    after = rest.split(end)[1]
+    write_atomic(page, f"{before}{begin}\n{content}\n{end}{after}")
+
+
+def origin_of(page: Path, name: str) -> str:
+    """Return the line that says where the table of a page is from."""
+    between = page.read_text(encoding="utf-8").split(f"<!-- table {name} -->")[1]
+    lines = between.split(f"<!-- end {name} -->")[0].strip().splitlines()
+    return lines[-1] if lines and lines[-1].startswith("Measured") else "It is empty."
+
+
+@functools.cache
+def processor() -> str:
+    """Return the name of the processor and the number of its cores."""
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    name = names[0] if names else platform.processor() or platform.machine()
+    return f"{re.sub(r'[(](R|TM)[)]', '', name)}, {os.cpu_count()} cores"
+
+
+def checked_out() -> str:
+    """Return the commit. Raises RequestError if the code has changes that are not in it."""
+    changed = subprocess.run(
+        ["git", "status", "--porcelain", "--", "superglue_sift", "pipeline", "pretrained"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    if changed:
+        raise RequestError(f"commit first, so that the tables name a commit: {changed.split()[1]}")
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Measure the tables and write them. Returns 1 if a table lacks its data, else 0."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="folder of the data sets")
+    add("--only", default="", metavar="NAMES", help=f"of: {', '.join(TABLES)}; with commas")
+    add("--work", type=Path, default=Path("results"), help="folder of the results that are kept")
+    options = parser.parse_args(argv)
+    names = options.only.split(",") if options.only else list(TABLES)
+    for name in names:
+        if name not in TABLES:
+            raise RequestError(f"--only {name}: unknown; choose from {', '.join(TABLES)}")
+    bench = Bench(options.data, options.work, checked_out())
+    today = datetime.date.today().isoformat()
+    measured = f"Measured at commit {bench.commit}, {today}, {processor()}."
+    lacking = 0
+    for name in names:
+        pages = pages_with(name)
+        if not pages:
+            print(f"SKIP {name}: no page has this table")
+            continue
+        try:
+            table = TABLES[name](bench)
+        except Missing as missing:
+            lacking = 1
+            print(f"SKIP {name}: {missing}. The table stays: {origin_of(pages[0], name)}")
+            continue
+        for page in pages:
+            put(page, name, f"\n{table}\n\n{measured}\n")
+            print(f"{name}: written to {page.relative_to(ROOT)}", flush=True)
+    return lacking
+
+
+if __name__ == "__main__":
+    raise SystemExit(errors.run(main))
