@@ -21,7 +21,7 @@ from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.keypoints import shards
 from pipeline.keypoints.shards import Shard
-from pipeline.keypoints.store import Row, Store
+from pipeline.keypoints.store import KeypointStore, Row
 from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_dvc
 from superglue_sift.environment import usable_cores
@@ -160,7 +160,7 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
     metrics: Dict[str, Any] = {}
     empty: List[str] = []
     for split in SPLITS:
-        store = Store(out / split, verify="none")
+        store = KeypointStore(out / split, verify="none")
         metrics[split] = {
             "images": len(store),
             "views": int(store.counts.size),

@@ -135,7 +135,7 @@ def _digest(shards: Sequence[Row]) -> str:
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-class Store:
+class KeypointStore:
     """Read access to one split. Opening the store maps the shards; data is read on access.
 
     Attributes:
@@ -191,7 +191,7 @@ class Store:
 
     def __reduce__(self) -> Tuple[Any, ...]:
         """Let another process map the files again, without checking them again."""
-        return Store, (self.path, "none")
+        return KeypointStore, (self.path, "none")
 
     def __len__(self) -> int:
         """Return the number of images."""

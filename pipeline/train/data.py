@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import read_number
-from pipeline.keypoints.store import Store, View
+from pipeline.keypoints.store import KeypointStore, View
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.augmentation import NO_AUGMENTATION, NO_CHANGE, Augmentation
 from pipeline.workers import prefetch
@@ -111,7 +111,7 @@ def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
 
 
 def load_batch(
-    store: Store,
+    store: KeypointStore,
     samples: Sequence[Sample],
     keypoints: Union[int, Tuple[int, int]],
     augmentation: Augmentation = NO_CHANGE,
@@ -158,7 +158,7 @@ def load_batch(
 
 
 def _another_view(
-    store: Store, shown: Tuple[int, int], random: np.random.Generator
+    store: KeypointStore, shown: Tuple[int, int], random: np.random.Generator
 ) -> Optional[View]:
     """Return a random view of a random image, or None if that image is in `shown`."""
     image = int(random.integers(len(store)))
@@ -173,7 +173,7 @@ class StepBatches(Dataset):
     """
 
     def __init__(
-        self, train: TrainParams, run: RunParams, store: Store, pairs: int, context: Context
+        self, train: TrainParams, run: RunParams, store: KeypointStore, pairs: int, context: Context
     ) -> None:
         self.train = train
         self.store = store

@@ -19,7 +19,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 import numpy as np
 
 from pipeline import distributed, params, tracking
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train.checkpoint import Info, Metrics, Saved, TrainState
 from superglue_sift.files import write_atomic, write_json
 from superglue_sift.progress import Progress
@@ -162,7 +162,12 @@ class TrainingLogger:
         self.run.close(tracking.ending(kind) if kind else "FAILED")
 
     def log_start(
-        self, state: TrainState, steps: int, store: Store, messages: Sequence[str], baseline: float
+        self,
+        state: TrainState,
+        steps: int,
+        store: KeypointStore,
+        messages: Sequence[str],
+        baseline: float,
     ) -> None:
         """Print the size of the network and of the data, and start the line of progress.
 

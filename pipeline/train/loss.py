@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeline import distributed, provenance
 from pipeline.errors import RequestError
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
 from pipeline.train.data import Sample, load_batch, rank_slice, validation_pairs
@@ -134,7 +134,7 @@ class Validation:
 
     def __init__(
         self,
-        store: Store,
+        store: KeypointStore,
         samples: List[Sample],
         max_keypoints: int,
         context: distributed.Context,
@@ -221,7 +221,7 @@ class Validation:
 
 
 def choose_pairs(
-    train: TrainParams, store: Store, allow_training_images: bool, model: Optional[Path]
+    train: TrainParams, store: KeypointStore, allow_training_images: bool, model: Optional[Path]
 ) -> Tuple[List[Sample], List[str]]:
     """Choose `train.val_pairs` pairs of photographs of `store` that `model` was not trained on.
 

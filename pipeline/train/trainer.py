@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeline import distributed, provenance, tracking, workers
 from pipeline.errors import STOPPED, RequestError, WorkError
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, RunParams, TrainParams
 from pipeline.train import checkpoint, log
 from pipeline.train.augmentation import Augmentation
@@ -52,7 +52,7 @@ def global_batch(train: TrainParams, run: RunParams, world_size: int) -> int:
     return run.batch_per_rank * world_size or train.batch
 
 
-def check(train: TrainParams, store: Store) -> None:
+def check(train: TrainParams, store: KeypointStore) -> None:
     """Raise RequestError if the keypoints of `store` lack what the training needs."""
     keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
     if keys and not store.scale_angle:
@@ -85,7 +85,7 @@ def seed(number: int, deterministic: bool) -> None:
         torch.backends.cudnn.benchmark = False
 
 
-def network(train: TrainParams, store: Optional[Store] = None) -> SuperGlue:
+def network(train: TrainParams, store: Optional[KeypointStore] = None) -> SuperGlue:
     """Return the untrained network for the keypoints of `store`, or for SIFT keypoints if None."""
     values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
@@ -100,7 +100,7 @@ def build(
     run: RunParams,
     context: distributed.Context,
     precision: str,
-    store: Optional[Store] = None,
+    store: Optional[KeypointStore] = None,
 ) -> Tuple[MatchingObjective, nn.Module, TrainState, Optional[float], List[str]]:
     """Build the parts of a training on `store`, which are equal on every rank.
 
@@ -265,7 +265,7 @@ class Training:
         no validation pair is left.
         """
         how = "all" if args.verify else "sample"
-        store, held_out = (Store(args.keypoints / split, how) for split in ("train", "val"))
+        store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
         check(sections.train, store)
         self.args = args
         self.sections = sections

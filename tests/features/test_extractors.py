@@ -17,7 +17,7 @@ from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 from superglue_sift.apps import cli
@@ -197,7 +197,7 @@ def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, 
         YAML(typ="safe").dump(file_of(sections), stream)
     fetch.main([])
     keypoints.main(["--workers", "1"])
-    store = Store("data/keypoints/train")
+    store = KeypointStore("data/keypoints/train")
     assert (store.extractor, store.dtype) == (UPRIGHT, extractors.load(UPRIGHT).dtype)
     assert train.main([]) == 0
     shipped = root / "pretrained/superglue-sift.safetensors"

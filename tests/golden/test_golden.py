@@ -15,7 +15,7 @@ from made_pairs import of_pair, rounding
 from made_views import SIZE, made_image, made_store
 from reading import read_json
 
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train.data import load_batch, training_pairs
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.trainer import train_step
@@ -43,7 +43,7 @@ def compute_losses(folder, **changes):
     """The mean loss of each of ten steps of gradient descent; image 1 of the store has no
     keypoints.
     """
-    store = Store(made_store(folder))
+    store = KeypointStore(made_store(folder))
     torch.manual_seed(0)
     model = SuperGlue(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=30, **changes))
     with torch.no_grad():  # the zero start of the residual branches would hide most of the network

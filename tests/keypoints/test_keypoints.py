@@ -20,7 +20,7 @@ from pipeline.fetch import __main__ as fetch
 from pipeline.fetch import dataset
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import shards, store, views
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.keypoints.views import gray_views
 from superglue_sift.features.images import BadImage, read_gray
 from superglue_sift.geometry.two_view import transform
@@ -84,7 +84,7 @@ def bad_list(tmp_path):
 
 def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_params):
     out = stage(pictures)
-    opened = {split: Store(out / split, verify="all") for split in ("train", "val")}
+    opened = {split: KeypointStore(out / split, verify="all") for split in ("train", "val")}
     metrics = read_json(tmp_path / "reports/metrics.json")
     for split, each in opened.items():
         assert each.counts.shape == (len(each), 3) and each.counts.max() <= 50
@@ -122,7 +122,7 @@ def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, capsy
         gray = cv2.imread(str(path), cv2.IMREAD_GRAYSCALE)[:200]
         path.unlink()
         cv2.imwrite(str(path.with_suffix(".png")), np.dstack([gray] * 3 + [visible]))
-    store = Store(stage(pictures) / "train")
+    store = KeypointStore(stage(pictures) / "train")
     index = next(i for i, name in enumerate(store.images) if name.endswith(".png"))
     for number in range(3):
         view = store.view(index, number)
@@ -156,7 +156,7 @@ def test_what_is_done_is_not_done_twice_but_what_is_damaged_or_changed_is(
     damaged = out / "train/shard-00001.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert read_files(stage(pictures)) == before and made == [damaged]
-    name = Store(out / "train").images[0]
+    name = KeypointStore(out / "train").images[0]
     cv2.imwrite(str(pictures / name), photo[100:300, :300])  # no copy of another one
     after = read_files(stage(pictures))
     changed = {path for path in before if before[path] != after[path]}
@@ -194,7 +194,11 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     out = stage(pictures, workers=2)
     listed = bad_list(tmp_path)
-    used = [name for split in ("train", "val") for name in Store(out / split, verify="all").images]
+    used = [
+        name
+        for split in ("train", "val")
+        for name in KeypointStore(out / split, verify="all").images
+    ]
     held = {entry.name for entry in dataset.open_manifest(tmp_path / "images").entries("test")}
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
@@ -216,7 +220,7 @@ def test_a_bad_image_that_can_be_read_now_is_used(stage, pictures, tmp_path, mon
     monkeypatch.setattr(keypoints, "MAX_BAD_FRACTION", 0.5)
     whole = read_files(stage(pictures, out="whole"))
     read = dataset.ImageSet.read
-    absent = Store(tmp_path / "whole/train").images[0]
+    absent = KeypointStore(tmp_path / "whole/train").images[0]
 
     def refuse(images, entry):
         if entry.name == absent:

@@ -10,7 +10,7 @@ from reading import read_json
 
 from pipeline.errors import RequestError
 from pipeline.keypoints import store
-from pipeline.keypoints.store import ImageViews, Store
+from pipeline.keypoints.store import ImageViews, KeypointStore
 from superglue_sift.features.extractors import Extractor, record_dtype
 from superglue_sift.features.sift import ORIENTED
 
@@ -56,7 +56,7 @@ COUNTS = [[5, 0], [1, 2], [0, 0], [300, 7], [2, 2]]
 )
 def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
     images = make_images(counts)
-    opened = Store(
+    opened = KeypointStore(
         write(tmp_path_factory.mktemp("store"), images, per_shard, views=3), verify="all"
     )
     assert len(opened) == len(images) and opened.images == [image.name for image in images]
@@ -75,7 +75,7 @@ def test_a_store_says_of_which_features_it_is(tmp_path):
     mine = Extractor("mine:f", record_dtype("float", 256), False, lambda *_: None)
     rows = [store.write_shard(tmp_path / store.shard_name(0), [])]
     (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, mine)))
-    opened = Store(tmp_path)
+    opened = KeypointStore(tmp_path)
     found = (opened.extractor, opened.dtype, opened.scale_angle)
     assert found == (mine.name, mine.dtype, False)
 
@@ -90,16 +90,16 @@ def test_every_damage_is_found_when_all_is_verified(tmp_path):
             damaged[rng.integers(len(whole))] ^= 1 << int(rng.integers(8))
             path.write_bytes(damaged)
             with pytest.raises(RequestError, match=path.name):
-                Store(folder, verify="all")
+                KeypointStore(folder, verify="all")
             path.write_bytes(whole[: rng.integers(len(whole))])
             for verify in ("none", "sample", "all"):
                 with pytest.raises(RequestError, match=f"{path.name}: missing or damaged .* bytes"):
-                    Store(folder, verify=verify)
+                    KeypointStore(folder, verify=verify)
         path.unlink()
         with pytest.raises(RequestError, match="missing or damaged"):
-            Store(folder)
+            KeypointStore(folder)
         path.write_bytes(whole)
-    Store(folder, verify="all")
+    KeypointStore(folder, verify="all")
 
 
 def test_a_few_shards_are_hashed_by_default(tmp_path, monkeypatch):
@@ -107,20 +107,20 @@ def test_a_few_shards_are_hashed_by_default(tmp_path, monkeypatch):
     hashed = []
     monkeypatch.setattr(store, "file_sha256", lambda path: hashed.append(path) or "wrong")
     with pytest.raises(RequestError, match="missing or damaged"):
-        Store(folder)
-    Store(folder, verify="none")
+        KeypointStore(folder)
+    KeypointStore(folder, verify="none")
     assert len(hashed) == 1
 
 
 def test_missing_foreign_and_newer_stores_are_named(tmp_path):
     with pytest.raises(RequestError, match="run `dvc repro keypoints` first"):
-        Store(tmp_path)
+        KeypointStore(tmp_path)
     folder = write(tmp_path, make_images(COUNTS))
     index = read_json(folder / "store.json")
     for change in ({"version": 99}, {"format": "other"}, {"digest": "0" * 64}, {"shards": None}):
         (folder / "store.json").write_text(json.dumps({**index, **change}))
         with pytest.raises(RequestError, match=r"damaged, or .*, this program reads .* 2"):
-            Store(folder)
+            KeypointStore(folder)
     (folder / "store.json").write_text("{")
     with pytest.raises(RequestError, match="cannot be read"):
-        Store(folder)
+        KeypointStore(folder)

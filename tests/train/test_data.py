@@ -19,7 +19,7 @@ from waiting import ended, wait_until
 from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
-from pipeline.keypoints.store import Store, View
+from pipeline.keypoints.store import KeypointStore, View
 from pipeline.train import data
 from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
 from pipeline.train.data import Sample, load_batch, rank_slice, training_pairs, validation_pairs
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.cu111
 
 @pytest.fixture
 def store(tmp_path):
-    return Store(made_store(tmp_path))
+    return KeypointStore(made_store(tmp_path))
 
 
 class TestOrder:
@@ -117,7 +117,7 @@ class TestAugmentation:
     @settings(max_examples=20)
     @given(seed=st.integers(0, 2**31 - 1))
     def test_truth_follows_turns(self, tmp_path_factory, seed):
-        store = Store(made_store(tmp_path_factory.mktemp("store")))
+        store = KeypointStore(made_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
         plain = ground_truth(load_batch(store, samples, 1000))
         turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
@@ -147,7 +147,7 @@ class TestAugmentation:
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
-        store = Store(made_store(tmp_path / "dense", points=400))
+        store = KeypointStore(made_store(tmp_path / "dense", points=400))
         own = {
             bytes(each) for view in range(3) for each in store.view(3, view).records["descriptor"]
         }
@@ -244,7 +244,7 @@ def test_how_many_processes_load_batches(monkeypatch):
 def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_params):
     """On both ranks; the numbers differ between the images and between steps."""
     keys = {"min_keypoints": 4, "max_keypoints": 40, "keypoint_drop": 0, "zoom": 0}
-    store = Store(made_store(tmp_path / "store", points=100))
+    store = KeypointStore(made_store(tmp_path / "store", points=100))
     sources = [
         batches_of(store, make_params, keys, Context(rank, 2, torch.device("cpu")))
         for rank in (0, 1)
@@ -280,7 +280,7 @@ def test_they_leave_signals_to_the_training(store, make_params, monkeypatch, num
 
 
 def train_and_die(out, make_params, folder):
-    source = batches_of(Store(folder), make_params)
+    source = batches_of(KeypointStore(folder), make_params)
     source.__class__ = Slow
     batches = source._prefetch_by_processes(range(9), 2)  # kept, since its end ends the processes
     (process,) = next(batches)

@@ -13,7 +13,7 @@ from made_views import made_store
 from processes import in_group
 
 from pipeline import distributed, params
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train import trainer
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective
@@ -84,7 +84,7 @@ def sections_of(keys):
 def two_steps(context, folder, keys, around=None):
     """All weights after two steps in this way; `around` watches the second."""
     train, run = sections_of(keys)
-    store = Store(folder)
+    store = KeypointStore(folder)
     precision, _ = choose_precision(train.precision, context.device)
     _, model, state, _, _ = trainer.build(train, run, context, precision, store)
     share = train.batch // context.world_size
@@ -174,7 +174,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
     """Without waiting the gradient is nan. The second attempt waits, and does that pair alone in
     the log domain.
     """
-    batch = load_batch(Store(made_store(tmp_path)), training_pairs(0, 5, 3, 0, 3), 33)
+    batch = load_batch(KeypointStore(made_store(tmp_path)), training_pairs(0, 5, 3, 0, 3), 33)
     gradients = []
     seen = []
     steps = []

@@ -10,7 +10,7 @@ from made_pairs import RAGGED, pairs_of, related, scrambled
 from processes import in_group
 
 from pipeline import distributed
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train.augmentation import Augmentation
 from pipeline.train.data import validation_pairs
 from pipeline.train.loss import (
@@ -59,7 +59,7 @@ def objective():
 
 
 def mark_of(context, folder):
-    store = Store(folder)
+    store = KeypointStore(folder)
     samples = validation_pairs(0, len(store), store.views_per_image, 12)
     return Validation(store, samples, 48, context).ratio_test_f1(objective())
 
@@ -87,7 +87,7 @@ def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path,
 
 
 def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
-    store = Store(made_views.made_store(tmp_path, images=8, points=60))
+    store = KeypointStore(made_views.made_store(tmp_path, images=8, points=60))
     samples = validation_pairs(0, len(store), store.views_per_image, 48)
     some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
     of = lambda pairs: Validation(store, pairs, 48, distributed.start(), some)  # noqa: E731

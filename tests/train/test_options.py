@@ -14,7 +14,7 @@ from reading import read_json
 
 from pipeline import distributed
 from pipeline.errors import RequestError
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 from pipeline.train.data import load_batch, training_pairs
@@ -102,7 +102,7 @@ def build(bench, **keys):
 @pytest.fixture
 def batch(tmp_path):
     """A batch of `max_keypoints` of the workbench."""
-    store = Store(made_store(tmp_path / "store"))
+    store = KeypointStore(made_store(tmp_path / "store"))
     return load_batch(store, training_pairs(0, 5, 3, 0, 6), 24)
 
 

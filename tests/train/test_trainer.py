@@ -14,7 +14,7 @@ from reading import read_json
 
 from pipeline import distributed, errors
 from pipeline.errors import RequestError
-from pipeline.keypoints.store import Store
+from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective, Validation
@@ -30,7 +30,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
     """All weights after two SGD steps, rank r taking `shares[r]` of the pairs; through the real
     step.
     """
-    store = Store(folder)
+    store = KeypointStore(folder)
     torch.manual_seed(seed)
     model = SuperGlue(SuperGlueConfig(dim=32, layers=2, norm=norm, sinkhorn_iterations=20))
     with torch.no_grad():  # the zero start of the residual branches would hide most gradients
@@ -93,7 +93,7 @@ class TestGradients:
     def test_a_share_without_pairs_has_a_gradient_of_zero(self, tmp_path, wait, neighbours):
         """More processes than pairs: such a rank takes part in every exchange."""
         model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, neighbours=neighbours))
-        batch = load_batch(Store(made_store(tmp_path)), [], 32)
+        batch = load_batch(KeypointStore(made_store(tmp_path)), [], 32)
         total, parts = MatchingObjective(model)(batch, wait)
         total.sum().backward()
         assert total.item() == 0 and parts["loss"].shape == (0,)
