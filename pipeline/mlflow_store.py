@@ -205,7 +205,7 @@ def bind_artifacts(path: Path, name: str) -> str:
     return place
 
 
-class Store:
+class MlflowRun:
     """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
 
     def __init__(self, uri: str, header: Event) -> None:

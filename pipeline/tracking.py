@@ -28,7 +28,7 @@ from pipeline.mlflow_store import (
     OWN_STORE,
     SEPARATOR,
     Event,
-    Store,
+    MlflowRun,
     database,
     place_of,
     reason_of,
@@ -356,7 +356,7 @@ class Sender(threading.Thread):
         self._log = log
         self._uri = uri
         self._sample = sample
-        self._store: Optional[Store] = None
+        self._run: Optional[MlflowRun] = None
         # everything in the log before this byte is sent or refused
         self._offset = log.sent().get(self.place, 0)
         self._refused: List[str] = []
@@ -380,7 +380,7 @@ class Sender(threading.Thread):
             (self._given_up if last else self._stopping).wait(POLL_SECONDS)
 
     def _fail(self, error: Exception) -> None:
-        """Say why a try failed, at first and at last. The next try opens the store again."""
+        """Say why a try failed, at first and at last. The next try opens the run again."""
         # without MLflow, or with a wrong address, nothing can be sent
         is_final = isinstance(error, (ImportError, errors.RequestError))
         is_final |= getattr(error, "error_code", "") in CLOSED
@@ -388,7 +388,7 @@ class Sender(threading.Thread):
         if self.error is None or is_final:
             say(f"{self.place} {what} ({reason_of(error)}); the log keeps all")
         self.error = reason_of(error)
-        self._store = None
+        self._run = None
         if is_final:
             self._given_up.set()
 
@@ -420,25 +420,25 @@ class Sender(threading.Thread):
             events = [event for event, _ in batch]
             if all("sent" in event for event in events):
                 return
-            if self._store is None:
-                self._store = Store(self._uri, self._log.header())
+            if self._run is None:
+                self._run = MlflowRun(self._uri, self._log.header())
                 self.error = None
                 if self.place not in self._log.sent():
                     self._log.append({"sent": 0, "place": self.place})  # the server has answered
-                if self._store.is_new:  # a new run gets all events
+                if self._run.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
             # send points and tags together, and each file and the model by itself
             groups = [[event for event in events if not FILES & event.keys()]]
             groups += [[event] for event in events if FILES & event.keys()]
             for group in groups:
-                self._send(self._store, group)
+                self._send(self._run, group)
             self._offset = batch[-1][1]
 
-    def _send(self, store: Store, events: List[Event]) -> None:
+    def _send(self, run: MlflowRun, events: List[Event]) -> None:
         """Send events. What is refused is named and left out."""
         try:
-            store.send(events)
+            run.send(events)
         except Exception as error:
             missing = isinstance(error, (FileNotFoundError, errors.RequestError))
             if not missing and getattr(error, "error_code", "") not in REFUSALS:
