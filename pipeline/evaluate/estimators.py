@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 
 from pipeline.evaluate.matchers import BASELINES
-from pipeline.evaluate.pairs import Pose
+from pipeline.evaluate.pairs import CameraPair
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import MIN_ESSENTIAL, relative_pose
 
@@ -190,7 +190,7 @@ def normalize(points: np.ndarray, K: np.ndarray) -> np.ndarray:
     return two_view.transform(points, two_view.inverse(K))
 
 
-def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: Pose) -> np.ndarray:
+def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: CameraPair) -> np.ndarray:
     """Return the squared symmetric epipolar distance of each match, (K,) float64.
 
     The matched points are (K, 2) px. The distance is in normalized coordinates, and infinite where
@@ -211,7 +211,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: Pose) -> 
     return np.where(np.isfinite(error), error, np.inf)
 
 
-def essential(found: Points, cameras: Pose) -> Optional[Motion]:
+def essential(found: Points, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by RANSAC of cv2.findEssentialMat at 1 px, with known intrinsics."""
     if len(found.points0) < MIN_ESSENTIAL:
         return None
@@ -234,19 +234,19 @@ def essential(found: Points, cameras: Pose) -> Optional[Motion]:
     return (R, t.ravel()) if inliers else None
 
 
-def poselib_pose(found: Points, cameras: Pose) -> Optional[Motion]:
+def poselib_pose(found: Points, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
     pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     return None if pose.R is None or pose.t is None else (pose.R, pose.t)
 
 
-POSE_ESTIMATORS: Dict[str, Callable[[Points, Pose], Optional[Motion]]] = {
+POSE_ESTIMATORS: Dict[str, Callable[[Points, CameraPair], Optional[Motion]]] = {
     "pose": essential,
     "poselib": poselib_pose,
 }
 
 
-def pose_error(estimated: Optional[Motion], truth: Pose) -> float:
+def pose_error(estimated: Optional[Motion], truth: CameraPair) -> float:
     """Return the larger of the errors of rotation and of translation direction, in degrees.
 
     It is infinite if there is no estimate.

@@ -47,7 +47,7 @@ ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 HPatchesSequence = Tuple[str, List[Path], Dict[int, np.ndarray]]
 
 
-class Pose(NamedTuple):
+class CameraPair(NamedTuple):
     """Two cameras.
 
     K0 and K1 (3, 3) are in pixels of the images as they are matched. T_0to1 (4, 4) maps points of
@@ -72,13 +72,13 @@ class KnownPair(NamedTuple):
     scene: str
     place: Tuple[int, int, int, int]
     pair: Pair
-    truth: Union[np.ndarray, Pose]
+    truth: Union[np.ndarray, CameraPair]
     images: Optional[Tuple[np.ndarray, np.ndarray]] = None
 
 
 # A scene has images, (H, W) uint8 gray, and pairs. A pair has a name, the indices of both images,
 # and the ground truth.
-Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, Pose]]]]
+Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, CameraPair]]]]
 
 
 class Source:
@@ -405,7 +405,7 @@ class PosePairs(FilePairs):
         name0, name1, pose = self.pairs[index]
         images, (map0, map1) = self.read(index)
         # K maps to pixels of the file, and the map from these to pixels of the resized image
-        truth = Pose(map0 @ pose.K0, map1 @ pose.K1, pose.T_0to1)
+        truth = CameraPair(map0 @ pose.K0, map1 @ pose.K1, pose.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
 
@@ -486,7 +486,7 @@ def read_homography(path: Path) -> np.ndarray:
     return H
 
 
-def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
+def read_pairs(path: Path) -> List[Tuple[str, str, CameraPair]]:
     """Read the pairs of a `pairs_with_gt.txt`. Raises RequestError that names the wrong line."""
     pairs = []
     for number, line in read_lines(path):
@@ -515,7 +515,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, Pose]]:
             raise RequestError(
                 f"{where}: T_0to1 must contain a rotation, and focal lengths must be positive"
             )
-        pairs.append((words[0], words[1], Pose(K0, K1, T)))
+        pairs.append((words[0], words[1], CameraPair(K0, K1, T)))
     if not pairs:
         raise RequestError(f"--poses {path}: contains no pair")
     return pairs

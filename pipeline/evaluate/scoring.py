@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.matchers import BOUND
-from pipeline.evaluate.pairs import KnownPair, Pose
+from pipeline.evaluate.pairs import CameraPair, KnownPair
 from pipeline.params import EvaluateParams
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import Extractor
@@ -78,7 +78,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
 def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
     """Return which of the matches are correct, (K,) bool."""
     points = matched_points(known.pair, matches)
-    if isinstance(known.truth, Pose):
+    if isinstance(known.truth, CameraPair):
         return estimators.epipolar_errors(*points, known.truth) < estimators.EPIPOLAR_LIMIT
     return reprojection_errors(*points, known.truth) < CORRECT_PX
 
@@ -104,7 +104,7 @@ def estimate_errors(
         variants[True] = detected._replace(points1=moved, deviations=deviations)
     # every estimator gets the same matches, in the same order
     for refined, points in variants.items():
-        if isinstance(known.truth, Pose):
+        if isinstance(known.truth, CameraPair):
             for name, estimate in estimators.POSE_ESTIMATORS.items():
                 pose = estimate(points, known.truth)
                 yield name, refined, estimators.pose_error(pose, known.truth)
@@ -128,13 +128,13 @@ def score_pair(
     Returns:
         The rows of the table, and all scored matches of each matcher with a threshold.
     """
-    posed = isinstance(known.truth, Pose)
+    posed = isinstance(known.truth, CameraPair)
     count0 = len(known.pair.records0)
     # Between two cameras the true matches are unknown. There every correct match is found, and the
     # keypoints of image 0 stand for the true matches, so that the recall is the matching score.
     truth0 = np.full(count0, UNMATCHED)
     truth = max(count0, 1)
-    if not isinstance(known.truth, Pose):
+    if not isinstance(known.truth, CameraPair):
         truth0 = true_matches(known.pair, known.truth)
         truth = int((truth0 > UNMATCHED).sum())
     if settings.bound:

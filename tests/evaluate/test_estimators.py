@@ -9,7 +9,7 @@ import pytest
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import Pose
+from pipeline.evaluate.pairs import CameraPair
 from superglue_sift.geometry import two_view
 
 K = np.array([[500.0, 0, 320], [0, 500, 240], [0, 0, 1]])
@@ -34,7 +34,7 @@ def scene(count=80, noise=0.0, seed=0):
     return [p[:, :2] + rng.normal(0, noise, (count, 2)) if noise else p[:, :2] for p in pixels]
 
 
-KNOWN = Pose(K, K, T)
+KNOWN = CameraPair(K, K, T)
 
 
 def errors_of(points, known=KNOWN, **more):
@@ -68,7 +68,7 @@ def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     assert estimators.epipolar_errors(*points, KNOWN).max() < 1e-20
     moved = points[1] + [0, 5]  # px, 0.01 in normalized coordinates
     there = estimators.epipolar_errors(points[0], moved, KNOWN)
-    back = estimators.epipolar_errors(moved, points[0], Pose(K, K, np.linalg.inv(T)))
+    back = estimators.epipolar_errors(moved, points[0], CameraPair(K, K, np.linalg.inv(T)))
     np.testing.assert_allclose(there, back, rtol=1e-6)
     # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly
     # level
@@ -79,13 +79,13 @@ def test_skewed_pixels_of_a_camera_are_read_with_their_skew():
     skewed = K.copy()
     skewed[0, 1] = 40.0
     points = [two_view.transform(side, skewed @ np.linalg.inv(K)) for side in scene()]
-    assert max(errors_of(points, Pose(skewed, skewed, T))) < 0.1
+    assert max(errors_of(points, CameraPair(skewed, skewed, T))) < 0.1
     assert errors_of(points)[1] > 0.5  # what ignoring the skew would give
 
 
 def test_pose_error_is_the_larger_angle():
     """Neither the length nor the sign of t can be seen."""
-    base = Pose(K, K, pose([0, 0, 0], [1.0, 0, 0]))
+    base = CameraPair(K, K, pose([0, 0, 0], [1.0, 0, 0]))
     aside = math.tan(math.radians(30))
     for degrees, t, error in ((7, [1, 0, 0], 7), (7, [-5, 0, 0], 7), (0, [1, aside, 0], 30)):
         found = pose([0, degrees, 0], t)
