@@ -57,7 +57,7 @@ Gray = np.ndarray  # a photograph (H, W) uint8
 # A view: the image, and the homographies (3, 3) of all planes of the place to it
 View = Tuple[Gray, List[np.ndarray]]
 Errors = Callable[[np.ndarray, np.ndarray], np.ndarray]  # (k,) px, of matches (k, 2) and (k, 2)
-Pair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
+LabelledPair = Tuple[Any, str, Tuple[Features, Features], Errors]  # with its place and its kind
 
 PLACES = 13  # so many photographs of the first folder make places
 LEARNED = 9  # the weights are learned from so many of them; the others are fresh
@@ -189,7 +189,9 @@ def away(planes: Sequence[np.ndarray], points0: np.ndarray, points1: np.ndarray)
     return np.min([np.linalg.norm(transform(points0, H) - points1, axis=1) for H in planes], 0)
 
 
-def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) -> Iterator[Pair]:
+def made_pairs(
+    matcher: Matcher, files: Sequence[Path], others: Sequence[Path]
+) -> Iterator[LabelledPair]:
     """Make the pairs of all places."""
     for place, paths in enumerate(zip(files, others)):
         for make in KINDS:
@@ -201,7 +203,7 @@ def made_pairs(matcher: Matcher, files: Sequence[Path], others: Sequence[Path]) 
                 yield place, make.__name__, (one, other), functools.partial(away, planes)
 
 
-def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
+def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[LabelledPair]:
     """Pair all photographs with known cameras. Between two places no match is right."""
     views = [
         (name, camera, matcher.extract(scenes.photos_of(name) / file))
@@ -219,7 +221,7 @@ def real_pairs(matcher: Matcher, images: Path, cameras: Path) -> Iterator[Pair]:
 # Learning
 
 
-def examine(matcher: Matcher, asked: Pair) -> Tuple[Any, ...]:
+def examine(matcher: Matcher, asked: LabelledPair) -> Tuple[Any, ...]:
     """Return a row of `examine_all`. The evidence is zero for a pair without a geometry."""
     place, kind, pair, errors_of = asked
     nothing = place, kind, False, 0.0, 0.0
@@ -238,7 +240,7 @@ def examine(matcher: Matcher, asked: Pair) -> Tuple[Any, ...]:
     return (place, kind, bool(len(right) and right.mean() > 0.5), *measured)
 
 
-def examine_all(matcher: Matcher, pairs: Iterator[Pair]) -> pd.DataFrame:
+def examine_all(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFrame:
     """Describe each pair with a geometry in a row: its place and kind, whether most of its matches
     are right, and its evidence.
     """

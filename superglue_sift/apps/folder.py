@@ -22,7 +22,7 @@ import numpy as np
 
 from superglue_sift.apps.pairing import (
     PICTURE,
-    Pair,
+    ItemPair,
     choose_pairs,
     listed_pairs,
     named_inputs,
@@ -97,7 +97,7 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
 
 def _prepare(
     args: argparse.Namespace, store: FeatureStore
-) -> Tuple[List[Item], Dict[str, str], Iterable[Pair], int]:
+) -> Tuple[List[Item], Dict[str, str], Iterable[ItemPair], int]:
     """Extract all features, and choose the pairs.
 
     Returns the photographs that can be read, the reason for each path that cannot be read, the
@@ -153,8 +153,8 @@ def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item]
 
 
 def match_pairs(
-    args: argparse.Namespace, store: FeatureStore, pairs: Iterable[Pair], total: int
-) -> Iterator[Tuple[Pair, Optional[MatchResult], bool]]:
+    args: argparse.Namespace, store: FeatureStore, pairs: Iterable[ItemPair], total: int
+) -> Iterator[Tuple[ItemPair, Optional[MatchResult], bool]]:
     """Match and write each pair that is not done.
 
     Yields, for each pair in order, its matches and whether they are new. The matches of a pair that
@@ -181,13 +181,13 @@ def match_pairs(
                 shown.update(1)
 
 
-def _file(args: argparse.Namespace, pair: Pair, ending: str) -> Path:
+def _file(args: argparse.Namespace, pair: ItemPair, ending: str) -> Path:
     """Return the path OUT-DIR/A_B_ENDING of a file of a pair."""
     return args.out_dir / f"{pair[0].name}_{pair[1].name}_{ending}"
 
 
 def _write_pair(
-    args: argparse.Namespace, store: FeatureStore, pair: Pair, new: Optional[MatchResult]
+    args: argparse.Namespace, store: FeatureStore, pair: ItemPair, new: Optional[MatchResult]
 ) -> Optional[MatchResult]:
     """Write the missing files of a pair; return its matches if they are needed.
 
@@ -262,7 +262,7 @@ def npz_of(found: MatchResult) -> bytes:
     return data.getvalue()
 
 
-def read_pair(path: Path, store: FeatureStore, pair: Pair) -> MatchResult:
+def read_pair(path: Path, store: FeatureStore, pair: ItemPair) -> MatchResult:
     """Read a pair that was matched before.
 
     Raises RequestError for a damaged file, or a file that was made with other settings or images.

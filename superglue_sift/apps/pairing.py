@@ -43,7 +43,7 @@ NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for ea
 WORDS = 64
 SAMPLE = 20_000  # number of descriptors for the vocabulary, equally many of each image
 
-Pair = Tuple[Item, Item]
+ItemPair = Tuple[Item, Item]
 
 # --- the images of a command, and their names
 
@@ -107,7 +107,7 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
     return [Item(name, path) for name, path in zip(names, paths)]
 
 
-def listed_pairs(file: Path, root: Path) -> List[Pair]:
+def listed_pairs(file: Path, root: Path) -> List[ItemPair]:
     """Read pairs from a text file, `a b` in each line, which name images below `root`.
 
     Names with spaces stand in double quotes, or have a tab between them. Lines that start with `#`
@@ -157,7 +157,7 @@ def choose_pairs(
     features_of: Callable[[Item], Features],
     pairing: Optional[str] = None,
     k: Optional[int] = None,
-) -> Tuple[Iterable[Pair], int]:
+) -> Tuple[Iterable[ItemPair], int]:
     """Choose pairs of photographs; return them and their number.
 
     pairing: "exhaustive", or "sequential" or "nearest" with `k` others for each photograph. If None
@@ -180,7 +180,7 @@ def choose_pairs(
     return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
 
 
-def exhaustive(items: Sequence[Item]) -> Iterator[Pair]:
+def exhaustive(items: Sequence[Item]) -> Iterator[ItemPair]:
     """Yield all pairs, block by block, so that most pairs need no image read again."""
     for block, other in itertools.combinations_with_replacement(groups(items, BLOCK), 2):
         if other is block:
