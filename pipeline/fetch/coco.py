@@ -124,7 +124,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
         names = sources["val"].names
         if not set(names).isdisjoint(train):
             raise incomplete
-        held_out = dataset.divide(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
+        held_out = dataset.hold_out(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
     # copy the chosen images of a remote archive into a zip
     names = {name for split in chosen.values() for name in split}

@@ -510,7 +510,7 @@ def split_names(
         # images to judge by.
         count = different(train)
         at_least = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
-        train, held_out = divide(train, settings.val_fraction, SEED, at_least, 1, contents)
+        train, held_out = hold_out(train, settings.val_fraction, SEED, at_least, 1, contents)
     # keep the names with the smallest hashes, so that a larger limit only adds names
     train, held_out = (
         sorted(
@@ -522,11 +522,13 @@ def split_names(
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(different(held_out) - tested, 16))
     # With the seed of the hold-out, every held-out image would have a small hash and go to test
-    val, test = divide(held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents)
+    val, test = hold_out(
+        held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents
+    )
     return {"train": train, "val": val, "test": test}
 
 
-def divide(
+def hold_out(
     names: Sequence[str],
     fraction: float,
     seed: int,

@@ -87,7 +87,7 @@ class Features(NamedTuple):
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
             unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(two_view.divide(self.size, unit))
+        return self.resize(two_view.reduced_size(self.size, unit))
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height)."""
@@ -254,7 +254,7 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     # A large image stays as it is.
     if times <= 1:
         return gray
-    size = two_view.divide(gray.shape[1::-1], 1 / times)
+    size = two_view.reduced_size(gray.shape[1::-1], 1 / times)
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 

@@ -29,7 +29,7 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.files import FileName
-from superglue_sift.geometry.two_view import Size, compose, divide, resizing, unit_of
+from superglue_sift.geometry.two_view import Size, compose, reduced_size, resizing, unit_of
 
 # A file of a folder counts as a photograph if it has one of these extensions, and lies outside of
 # folders that the system, a network drive or an archive program keeps for itself. Names that begin
@@ -546,7 +546,7 @@ def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
     unit = unit_of(size, longer)
     if unit == 1:
         return pixels
-    return cv2.resize(pixels, divide(size, unit), interpolation=cv2.INTER_AREA)
+    return cv2.resize(pixels, reduced_size(size, unit), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -157,7 +157,7 @@ def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     return max(1.0, max(size) / side) if side else 1.0
 
 
-def divide(size: Size, unit: float) -> Size:
+def reduced_size(size: Size, unit: float) -> Size:
     """Return the size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
     return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
 
