@@ -105,7 +105,7 @@ def _extract(
     workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     # all shards share one stream of results, so no worker waits at the end of a shard
-    with contextlib.closing(shards.extract_all(images, settings, entries, workers)) as found:
+    with contextlib.closing(shards.extract_images(images, settings, entries, workers)) as found:
         results = iter(Progress(found, disable=quiet, **shown))
         for shard in todo:
             shards.write(shard, islice(results, len(shard.entries)))

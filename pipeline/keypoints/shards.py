@@ -162,7 +162,7 @@ def extract(images: ImageSet, settings: KeypointsParams, work: decoders.Work) ->
         return bad
 
 
-def extract_all(
+def extract_images(
     images: ImageSet, settings: KeypointsParams, entries: Iterable[Entry], workers: int
 ) -> Generator[Result, None, None]:
     """Yield one result for each entry, in order. Closing the generator ends the processes.

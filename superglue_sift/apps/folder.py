@@ -106,7 +106,7 @@ def _prepare(
     """
     if args.pairs:
         listed = listed_pairs(args.pairs, root_of(args))
-        photos, bad = extract_all(list(dict.fromkeys(itertools.chain(*listed))), store)
+        photos, bad = extract_photos(list(dict.fromkeys(itertools.chain(*listed))), store)
         # Leave out pairs with a photograph that cannot be read.
         readable = set(photos)
         pairs = [pair for pair in listed if readable.issuperset(pair)]
@@ -117,7 +117,7 @@ def _prepare(
             fix = "use exhaustive or sequential"
             raise RequestError(f"--pairing nearest compares SIFT features; {fix}")
         kind = "exhaustive"
-    photos, bad = extract_all(named_inputs(args), store)
+    photos, bad = extract_photos(named_inputs(args), store)
     return photos, bad, *choose_pairs(photos, store, kind, args.k)
 
 
@@ -129,7 +129,9 @@ def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
         raise RequestError(f"--masks {masks}: holds no mask of any image; {name}.png would be one")
 
 
-def extract_all(photos: Sequence[Item], store: FeatureStore) -> Tuple[List[Item], Dict[str, str]]:
+def extract_photos(
+    photos: Sequence[Item], store: FeatureStore
+) -> Tuple[List[Item], Dict[str, str]]:
     """Extract missing features. Return the photographs that can be read, and, for each path that
     cannot be read, the reason. Raises RequestError if there are masks, but none of a photograph.
     """
