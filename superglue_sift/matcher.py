@@ -93,7 +93,7 @@ class Matcher:
         match any images.
     frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread` and
         browsers. "stored" is not rotated, as in COLMAP (see `images`).
-    workers: number of pairs that are matched at a time (`side_by_side`).
+    workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -344,7 +344,7 @@ class Matcher:
         with ThreadPoolExecutor(self.workers) as pool:
             yield from pool.map(function, items)
 
-    def side_by_side(self) -> None:
+    def use_one_core_per_pair(self) -> None:
         """Match one pair per core at a time on a CPU, each with one thread. A GPU is not affected.
 
         The steps of a pair are too short to be shared by threads, which would mostly wait for each

@@ -244,7 +244,7 @@ def examine_all(matcher: Matcher, pairs: Iterator[LabelledPair]) -> pd.DataFrame
     """Describe each pair with a geometry in a row: its place and kind, whether most of its matches
     are right, and its evidence.
     """
-    matcher.side_by_side()
+    matcher.use_one_core_per_pair()
     with ThreadPoolExecutor(matcher.workers) as pool:
         # one pair is made while others are measured
         shown = Progress(pairs, desc="pairs", unit="pairs")

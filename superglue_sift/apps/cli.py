@@ -154,7 +154,7 @@ def match_database(args: argparse.Namespace) -> int:
             print("nothing is written")
             return 0
         matcher = load(args)
-        matcher.side_by_side()
+        matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
         features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
         results = matcher.match_batch(features)

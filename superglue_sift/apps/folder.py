@@ -163,7 +163,7 @@ def match_pairs(
     was done are None, unless a scene, a database or a further file needs them.
     """
     matcher = store.matcher
-    matcher.side_by_side()
+    matcher.use_one_core_per_pair()
     # Read pixels only if positions are refined by them.
     features_of = store.with_pixels if matcher.refine else store
     # A batch keeps all workers busy on a CPU, or the GPU.
