@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features.images import reduce
+from superglue_sift.features.images import reduce_image
 from superglue_sift.files import FileName, write_atomic
 from superglue_sift.geometry.two_view import Size, unit_of
 
@@ -200,7 +200,7 @@ def draw(
     image0, image1: (H, W) gray or (H, W, 3) BGR, uint8. They are reduced to a longer side of SIDE.
     captions: whether to draw headings and legend. A page may have them as text.
     """
-    small0, small1 = (reduce(image, SIDE) for image in (image0, image1))
+    small0, small1 = (reduce_image(image, SIDE) for image in (image0, image1))
     unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))
     rows: List[np.ndarray] = []
     for panel in panels:

@@ -204,7 +204,7 @@ class MatchResult:
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
         # Fit in pixels of reduced images, for which limits were chosen, and convert the model back.
-        to0, to1, points0, points1 = self._reduce()
+        to0, to1, points0, points1 = self._in_reference_px()
         unit = to1[0, 0]
         limit = INLIER_PX if threshold_px is None else threshold_px * unit
         width, height = (side * unit for side in self.size1)
@@ -241,11 +241,11 @@ class MatchResult:
         threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px, and
             more in larger images as for `homography`.
         """
-        to0, to1, points0, points1 = self._reduce()
+        to0, to1, points0, points1 = self._in_reference_px()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
-    def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    def _in_reference_px(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Convert the matches to pixels of images of the size at which lengths were chosen.
 
         Returns the maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.

@@ -17,7 +17,7 @@ from made_scenes import TURN
 from PIL import Image
 
 from superglue_sift import Features, Matcher, RequestError, torch_compat
-from superglue_sift.features.images import read_gray, reduce
+from superglue_sift.features.images import read_gray, reduce_image
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import epipolar_distances, transform
 from superglue_sift.network.weights import save_model_file
@@ -110,7 +110,7 @@ def test_the_resolution_of_a_file_does_not_change_its_matches(shared_data, side)
     matcher = Matcher.load(device="cpu")
     folder = shared_data / "poses/strecha"
     paths = [folder / f"Herz-Jesus-P25_{number:04d}.jpg" for number in (3, 4)]
-    first, second = (reduce(read_gray(path), 1024) for path in paths)
+    first, second = (reduce_image(read_gray(path), 1024) for path in paths)
     size = (side, round(side * second.shape[0] / second.shape[1]))
     expected = matcher.match(first, second)
     found = matcher.match(first, cv2.resize(second, size, interpolation=cv2.INTER_CUBIC))

@@ -18,7 +18,7 @@ import cv2
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from superglue_sift.features.images import UPRIGHT, list_photos, read_gray, reduce
+from superglue_sift.features.images import UPRIGHT, list_photos, read_gray, reduce_image
 from superglue_sift.files import format_bytes, write_atomic
 from superglue_sift.progress import Progress
 
@@ -37,7 +37,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"{args.folders[0]}: no photographs, or two of one name")
     total = 0
     for path in Progress(photos, desc="pack", unit="images"):
-        gray = reduce(read_gray(path, UPRIGHT), LONGEST)
+        gray = reduce_image(read_gray(path, UPRIGHT), LONGEST)
         data = cv2.imencode(".webp", gray, [cv2.IMWRITE_WEBP_QUALITY, QUALITY])[1].tobytes()
         write_atomic(args.out / f"{path.stem}.webp", data)
         total += len(data)

@@ -44,7 +44,7 @@ from scipy.spatial.transform import Rotation
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from superglue_sift.features.images import read_gray, reduce
+from superglue_sift.features.images import read_gray, reduce_image
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
 
@@ -115,7 +115,7 @@ def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) ->
         written[title] = {}
         for file in files[::every]:
             image = read_gray(images / file)
-            small = reduce(image, LONGER)
+            small = reduce_image(image, LONGER)
             cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
             to_small = two_view.resizing(image.shape[::-1], small.shape[::-1])
             written[title][file] = known[file]._replace(K=to_small @ known[file].K)

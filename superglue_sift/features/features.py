@@ -25,7 +25,7 @@ from superglue_sift.features.images import (
     pixels_of,
     read_mask,
     read_photo,
-    reduce,
+    reduce_image,
 )
 from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, whole_sift
 from superglue_sift.files import FileName
@@ -218,7 +218,7 @@ def extract(
     """
     size = gray.shape[1::-1]
     # The extractor sees a smaller or a larger image. The masks are resized to it.
-    seen = enlarge(reduce(gray, resize), min(ENLARGED_TO, resize))
+    seen = enlarge(reduce_image(gray, resize), min(ENLARGED_TO, resize))
     found_at = seen.shape[1::-1]
     small = [cv2.resize(mask, found_at, interpolation=cv2.INTER_NEAREST) for mask in masks]
     every = [np.minimum.reduce(small)] if small else []
@@ -229,7 +229,7 @@ def extract(
     if not len(found.records) or levels < FEW_LEVELS:
         counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
         logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
-    return found.resize(size)._replace(gray=reduce(gray, REFINED_AT * resize))
+    return found.resize(size)._replace(gray=reduce_image(gray, REFINED_AT * resize))
 
 
 def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:

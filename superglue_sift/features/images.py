@@ -537,7 +537,7 @@ def count_levels(gray: np.ndarray) -> int:
 # --- sizes and orientations
 
 
-def reduce(pixels: np.ndarray, longer: int) -> np.ndarray:
+def reduce_image(pixels: np.ndarray, longer: int) -> np.ndarray:
     """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, unless they are smaller.
 
     If `longer` is 0, return them unchanged.

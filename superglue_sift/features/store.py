@@ -17,7 +17,7 @@ import numpy as np
 from superglue_sift import __version__
 from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import REFINED_AT, Features
-from superglue_sift.features.images import find_mask, read, read_gray, reduce
+from superglue_sift.features.images import find_mask, read, read_gray, reduce_image
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
@@ -79,7 +79,9 @@ class FeatureStore:
 
     def _read_pixels(self, item: Item) -> np.ndarray:
         """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for refinement."""
-        return reduce(read_gray(item.image, self.matcher.frame), REFINED_AT * self.matcher.resize)
+        return reduce_image(
+            read_gray(item.image, self.matcher.frame), REFINED_AT * self.matcher.resize
+        )
 
     def prepare(self, item: Item) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""

@@ -83,7 +83,7 @@ SPREAD = 2.0
 LARGEST = 65536
 KINDS = ("sift", "float")  # kinds of descriptors, see `batch.unit_vectors`
 # A function of this type sums a tensor over all ranks, and has a gradient.
-Reduce = Callable[[Tensor], Tensor]
+SumRanks = Callable[[Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -522,7 +522,7 @@ class MLP(nn.Sequential):
 
 
 class TokenBatchNorm(nn.Module):
-    """Normalize over all keypoints of the batch, with sums of all ranks by `reduce`.
+    """Normalize over all keypoints of the batch, with sums of all ranks by `sum_ranks`.
 
     The statistics equal those of one process with the whole batch, for any numbers of keypoints per
     rank. (torch's SyncBatchNorm needs a GPU.) A batch without keypoints does not change the running
@@ -541,7 +541,7 @@ class TokenBatchNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
-        self.reduce: Optional[Reduce] = None
+        self.sum_ranks: Optional[SumRanks] = None
 
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
         """Normalize x (T, C); return (T, C). This is computed in float32 also under autocast.
@@ -560,13 +560,13 @@ class TokenBatchNorm(nn.Module):
 
         The mean is computed first, since a difference of large squares would lose digits.
         """
-        reduce = self.reduce or (lambda tensor: tensor)
+        sum_ranks = self.sum_ranks or (lambda tensor: tensor)
         counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
         # One reduction sums the values and the number of keypoints over all ranks.
-        first = reduce(torch.cat([(x * counted).sum(0), counted.sum(0)]))
+        first = sum_ranks(torch.cat([(x * counted).sum(0), counted.sum(0)]))
         count = first[-1].detach().clamp(min=1.0)
         mean = first[:-1] / count
-        var = reduce(((x - mean).square() * counted).sum(0)) / count
+        var = sum_ranks(((x - mean).square() * counted).sum(0)) / count
         with torch.no_grad():
             # The step is a tensor, so that the host does not wait for the device.
             step = self.momentum * (first[-1] > 0).to(first.dtype)
@@ -579,11 +579,11 @@ class TokenBatchNorm(nn.Module):
 NORMS = {"layer": LayerNorm, "batch": TokenBatchNorm}  # norms of hidden layers
 
 
-def synchronize(model: nn.Module, reduce: Optional[Reduce]) -> None:
-    """Set `reduce` of every TokenBatchNorm. If None, each rank has its own statistics."""
+def synchronize(model: nn.Module, sum_ranks: Optional[SumRanks]) -> None:
+    """Set `sum_ranks` of every TokenBatchNorm. If None, each rank has its own statistics."""
     for module in model.modules():
         if isinstance(module, TokenBatchNorm):
-            module.reduce = reduce
+            module.sum_ranks = sum_ranks
 
 
 # Section 5: matches of an assignment
