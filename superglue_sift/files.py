@@ -6,6 +6,7 @@ This module also computes digests, names files, and reads lists of names.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import csv
 import errno
 import hashlib
@@ -13,12 +14,14 @@ import io
 import json
 import math
 import os
+import stat
+import sys
 import tempfile
 import threading
 import time
 import unicodedata
 from pathlib import Path
-from typing import Any, Iterable, List, Optional, Tuple, Union
+from typing import Any, BinaryIO, Iterable, List, Optional, Tuple, Union
 
 from superglue_sift.errors import RequestError
 
@@ -31,40 +34,114 @@ TRIES = 5  # Windows refuses to replace a file that another program has open, so
 def write_atomic(path: FileName, content: Union[str, bytes]) -> None:
     """Write `content` to `path`, and create its folder. Text is stored as UTF-8.
 
-    If the process is killed, the complete old or the complete new file is there. Names of files in
-    a text that are not UTF-8 keep their bytes (surrogateescape). Raises OSError that names `path`,
-    such as for a full disk.
+    If the process is killed, the complete old or the complete new file is there. Links are followed
+    (`real_path`), and an earlier file keeps its mode and owner. A pipe, a device and the output of
+    this process are written into. Names of files in a text that are not UTF-8 keep their bytes
+    (surrogateescape). Raises OSError that names `path`, such as for a full disk.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+    try:
+        stream = _open_stream(path)
+        if stream is not None:
+            with stream:
+                stream.write(data)
+            return
+        _write_file(real_path(path), data)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def _write_file(path: Path, data: bytes) -> None:
+    """Write a plain file by way of a temporary one. Raises OSError that names `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     # The name is unique for each thread, since two threads may write the same path, such as the
     # features of a photograph and of its copy.
     temporary = path.with_name(f".{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            # The content must be on the disk before the rename.
-            os.fsync(stream.fileno())
-        _replace(temporary, path)
+        with temporary.open("wb") as file:
+            _keep_mode(temporary, path)  # now, so that nobody else can read the content meanwhile
+            file.write(data)
+        replace_file(temporary, path)
     except OSError as error:
         if error.filename in (None, str(temporary)):
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def real_path(path: FileName) -> Path:
+    """Return the file that a link stands for, or `path` itself if it is no link.
+
+    The file need not exist. A link to a write-protected file is not followed, since such are the
+    links of DVC into its cache, whose files must never change. Raises OSError for a ring of links.
+    """
+    path = Path(path)
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    is_protected = target.is_file() and not target.stat().st_mode & stat.S_IWUSR
+    return path if is_protected else target
+
+
+def replace_file(new: Path, path: FileName) -> None:
+    """Let the complete file `new` take the place of `path`, which keeps its mode and owner.
+
+    Links are followed (`real_path`), so `new` must be on the disk of the real file. Both survive a
+    power loss. Raises OSError.
+    """
+    target = real_path(path)
+    _keep_mode(new, target)
+    # The content must be on the disk before the rename.
+    with new.open("rb+") as file:
+        os.fsync(file.fileno())
+    _rename(new, target)
     try:
-        directory = os.open(path.parent, os.O_RDONLY)
+        folder = os.open(target.parent, os.O_RDONLY)
     except PermissionError:  # Windows opens no folder, and Linux none without permission to read
         return
     try:
-        os.fsync(directory)  # the rename, too, must survive a power loss
+        os.fsync(folder)  # the rename, too, must survive a power loss
     finally:
-        os.close(directory)
+        os.close(folder)
 
 
-def _replace(temporary: Path, path: Path) -> None:
+def _keep_mode(new: Path, path: Path) -> None:
+    """Give `new` the mode and the owner of the file `path`, if there is one, as far as possible.
+
+    The owner may write, since a write-protected file of DVC's cache is replaced by one of the user.
+    """
+    # A disk of another system may have no modes, and only root changes the owner.
+    with contextlib.suppress(OSError):
+        old = path.stat()
+        for owner in ((old.st_uid, -1), (-1, old.st_gid)) if hasattr(os, "chown") else ():
+            with contextlib.suppress(PermissionError):
+                os.chown(new, *owner)
+        new.chmod(stat.S_IMODE(old.st_mode) | stat.S_IWUSR)
+
+
+def _open_stream(path: FileName) -> Optional[BinaryIO]:
+    """Open what cannot be replaced: a pipe, a device, and the output of this process.
+
+    Returns None for a plain file and for a missing one. Raises OSError, also for a folder.
+    """
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    # /dev/stdout may be a plain file. If it was replaced, later output would be lost.
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(number), status):
+                sys.stdout.flush()
+                return open(os.dup(number), "wb")
+    return None if stat.S_ISREG(status.st_mode) else open(path, "wb")
+
+
+def _rename(temporary: Path, path: Path) -> None:
     """Rename a file, in several tries on Windows.
 
     Windows refuses while another program or thread reads the old file.
@@ -91,10 +168,14 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
     named: the file or folder that the user gave, which the message names instead of `path`.
     """
-    folder = Path(path).absolute().parent
     try:
         if Path(path).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if Path(path).exists() and not Path(path).is_file():  # a pipe or a device
+            if not os.access(path, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return
+        folder = real_path(path).absolute().parent
         # Find the folder that exists, and in which the others would be made.
         while not folder.exists() and folder != folder.parent:  # even a drive can be missing
             folder = folder.parent

@@ -39,6 +39,7 @@ from pipeline.fetch import dataset
 from pipeline.fetch.dataset import SAMPLE, Container, Splits
 from pipeline.params import FetchParams
 from superglue_sift.features.images import BadImage
+from superglue_sift.files import real_path, replace_file
 from superglue_sift.progress import Progress
 
 TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
@@ -185,7 +186,7 @@ class Remote:
 
     def copy(self, names: Collection[str], folder: Path) -> Container:
         """Write a zip of its images that are among `names` to `folder`, unless it exists."""
-        target = folder / f"{Path(self.archive.file).stem}.part-of.zip"
+        target = real_path(folder / f"{Path(self.archive.file).stem}.part-of.zip")
         members = [member for name, member in self._members.items() if name in names]
         wanted = [(member.filename, member.CRC) for member in members]
         checked = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
@@ -199,7 +200,7 @@ class Remote:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
             for member, data in zip(members, Progress(self._images(members), **shown)):
                 out.writestr(zipfile.ZipInfo(member.filename), data)
-        os.replace(temporary, target)
+        replace_file(temporary, target)
         return dataset.zip_container(target, **checked)
 
     def _images(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
@@ -243,6 +244,7 @@ class Remote:
 
         Raises WorkError if the MD5 is wrong. If the download fails, `NAME.part` is kept.
         """
+        target = real_path(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(target.name + ".part")
         size = self.archive.size
@@ -264,7 +266,7 @@ class Remote:
                 f"{target.name}: wrong MD5 {found}, expected {self.archive.md5}; moved to {bad}; "
                 f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
             )
-        os.replace(part, target)
+        replace_file(part, target)
         return dataset.zip_container(target, size=size)
 
     def _read_block(self, start: int, end: int) -> bytes:

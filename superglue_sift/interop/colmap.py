@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.images import inverse, to_upright
 from superglue_sift.features.sift import root_sift_of
 from superglue_sift.features.store import FeatureStore, Item
-from superglue_sift.files import name_below
+from superglue_sift.files import name_below, real_path, replace_file
 from superglue_sift.geometry import tracks, two_view, verification
 from superglue_sift.match_result import MatchResult
 from superglue_sift.progress import Progress
@@ -66,6 +65,7 @@ def database_of(
     camera_per: "folder" or "image". If None, photographs whose EXIF data name the same camera have
         one camera, the others one each, as in COLMAP's importer.
     """
+    path = real_path(path)
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +105,7 @@ def database_of(
                 result = result.only(verification.agree_with_one_geometry(points0, points1, sizes))
             if len(result.matches):
                 _write_pair(database, *both, result.matches)
-    os.replace(partial, path)
+    replace_file(partial, path)
 
 
 def _pycolmap() -> Any:

@@ -156,8 +156,10 @@ def test_results_of_lying_files_are_in_the_frame_that_is_asked_for(lying, frame)
 
 def test_a_colmap_database_is_of_stored_pixels_in_any_case(lying):
     pycolmap = pytest.importorskip("pycolmap")
+    os.symlink("disk/real.db", "d.db")
     words = "--out-dir found --colmap d.db --no-scene --no-refine --frame upright"
     assert run(f"lying {words}") == 0
+    assert os.path.islink("d.db") and os.listdir("disk") == ["real.db"]
     stored = Matcher.load("model.safetensors", "cpu", frame=STORED)
     with pycolmap.Database.open("d.db") as database:
         for image in database.read_all_images():

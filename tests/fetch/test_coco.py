@@ -82,6 +82,15 @@ def test_each_fault_is_survived_with_hardly_a_byte_sent_twice(
     assert server.sent <= len(DATA) * (1 + faults.count("whole")) + BLOCK * len(faults)
 
 
+def test_a_link_to_another_disk_is_followed(server, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "file.zip").symlink_to("disk/real.zip")
+    coco.Remote(ARCHIVE).download(tmp_path / "file.zip")
+    assert (tmp_path / "file.zip").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real.zip"]
+    assert (tmp_path / "disk/real.zip").read_bytes() == DATA
+
+
 def test_a_second_address_takes_over_where_the_first_one_left(server, tmp_path, monkeypatch):
     other = FaultyServer(DATA)
     monkeypatch.delenv(coco.MIRROR)
