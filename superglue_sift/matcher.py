@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import os
 import threading
@@ -24,10 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
+import cv2
 import numpy as np
 import torch
 
-from superglue_sift import environment
+from superglue_sift import __version__, environment
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features import nearest
 from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
@@ -35,7 +37,7 @@ from superglue_sift.features.extractors import load as load_extractor
 from superglue_sift.features.features import Features, Image, extract, gray_of, mask_of
 from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
 from superglue_sift.features.sift import positions
-from superglue_sift.files import FileName
+from superglue_sift.files import FileName, file_sha256, json_digest
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.verification import add_guided_matches
 from superglue_sift.match_result import MatchResult
@@ -48,6 +50,7 @@ from superglue_sift.network.weights import (
     fuse_for_inference,
     load_model,
     match_threshold,
+    model_file,
     shipped_weights,
 )
 from superglue_sift.torch_compat import no_compiler
@@ -93,6 +96,7 @@ class Matcher:
         match any images.
     frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread` and
         browsers. "stored" is not rotated, as in COLMAP (see `images`).
+    weights_sha256: SHA-256 of the model file. "" if the network is from no file.
     workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
     """
 
@@ -106,6 +110,7 @@ class Matcher:
     refine: bool = True
     rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
+    weights_sha256: str = dataclasses.field(default="", repr=False)
     workers: int = dataclasses.field(default=1, init=False)
     _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
     _process: int = dataclasses.field(default_factory=os.getpid, init=False, repr=False)
@@ -186,6 +191,7 @@ class Matcher:
             refine=refine and not scene,
             rules=rules,
             frame=frame,
+            weights_sha256=file_sha256(path or shipped_weights()),
         )
         file = str(Path(path).resolve()) if path else None
         matcher._reload = functools.partial(
@@ -199,6 +205,26 @@ class Matcher:
             raise TypeError("this Matcher has no file to be pickled by: create it by Matcher.load")
         settings = {name: getattr(self, name) for name in SETTINGS}
         return self._reload, (), settings
+
+    def digest(self) -> str:
+        """Return a digest (16 hexadecimal digits) of all that decides the matches of two images.
+
+        It is of the version of the program, the weights with their precision, the extractor, and
+        the settings. The device is not part of it, since it changes scores by rounding only.
+        """
+        tensors = self.model.state_dict()
+        wide = {name: tensor.float() for name, tensor in tensors.items()}
+        extractor = self.extractor or DEFAULT
+        return json_digest(
+            {
+                "versions": (__version__, cv2.__version__),
+                "model": repr(self.model.config),
+                "weights": self.weights_sha256 or hashlib.sha256(model_file(wide, {})).hexdigest(),
+                "precision": sorted({str(tensor.dtype) for tensor in tensors.values()}),
+                "extractor": (extractor.name, extractor.code, str(extractor.dtype)),
+                **{name: repr(getattr(self, name)) for name in SETTINGS},
+            }
+        )
 
     def _check_process(self) -> None:
         """Raise RequestError in a forked process, where waiting for torch's threads never ends."""

@@ -252,6 +252,28 @@ def test_a_matcher_is_pickled_by_its_file_and_settings(model, photo, turned):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+def test_the_digest_is_that_of_everything_that_decides_matches(model, tmp_path):
+    copy = tmp_path / "copy.safetensors"
+    copy.write_bytes(model.read_bytes())
+    digest = Matcher.load(model, "cpu").digest()
+    assert Matcher.load(copy, "cpu").digest() == digest  # of the content, not of the name
+    settings = {
+        "max_keypoints": 9,
+        "network_keypoints": 9,
+        "resize": 999,
+        "threshold": 0.9,
+        "precision": "bfloat16",
+        "refine": False,
+        "frame": "stored",
+        "scene": True,
+    }
+    changed = [Matcher.load(model, "cpu", **{name: value}) for name, value in settings.items()]
+    changed += [Matcher.load(model, "cpu", scene=True, accept=0.5), Matcher.load(device="cpu")]
+    changed += [Matcher.load(model, "cpu", scene=True, likely=5)]
+    digests = {digest, *(matcher.digest() for matcher in changed)}
+    assert len(digests) == 1 + len(changed)
+
+
 def test_a_forked_process_is_refused_in_one_line(matcher, photo):
     context = multiprocessing.get_context("fork")
     said = context.Queue()
