@@ -39,7 +39,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
     # run all checks; --quick shows what stops the work, or else the space on the disk
-    checks = (workspace, gpus, shared_memory, disk)
+    checks = (workspace, variables, gpus, shared_memory, disk)
     found = [finding for check in checks for finding in check()]
     failed = [finding for finding in found if finding[0] == FAIL]
     if quick:
@@ -80,6 +80,14 @@ def workspace() -> Iterator[Finding]:
     if not has_git and not config.getboolean("core", "no_scm", fallback=False):
         fix = "type `git init`, or `dvc config --local core.no_scm true`"
         yield FAIL, "workspace", f"no git repository, which DVC looks for: {fix}"
+
+
+def variables() -> Iterator[Finding]:
+    """Check that no variable is set that the training would refuse hours later."""
+    try:
+        params.check_environment()
+    except errors.RequestError as error:
+        yield FAIL, "variables", str(error)
 
 
 def gpus() -> Iterator[Finding]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
 import re
 import reprlib
 from pathlib import Path
@@ -27,6 +28,8 @@ CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
 KeypointCount = Annotated[int, Field(ge=1, le=16384)]
+
+FORMER_OPTIONS = "TRAIN_OPTIONS"  # environment: options of the training in versions before 0.2
 
 
 class Section(BaseModel):
@@ -186,6 +189,33 @@ class TrainParams(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _every_key_has_an_effect(self) -> TrainParams:
+        """Refuse values that another key makes useless: they train something else than is meant."""
+        # These values cannot lie above those
+        for name, most in (
+            ("min_keypoints", "max_keypoints"),
+            ("warmup_steps", "steps"),
+            ("average", "steps"),
+        ):
+            value = getattr(self, name)
+            limit = getattr(self, most)
+            if value > limit:
+                raise ValueError(f"{name} = {value}: must be at most {most} ({limit})")
+        # The decay comes after the warm-up, and wsd is a decay that ends with the last step
+        start = self.decay_start
+        if self.schedule != "cosine" and start < self.warmup_steps:
+            raise ValueError(
+                f"decay_start = {start}: must be at least warmup_steps ({self.warmup_steps})"
+            )
+        if self.schedule == "wsd" and start >= self.steps:
+            raise ValueError(
+                f"decay_start = {start}: must be below steps ({self.steps}) when schedule is 'wsd'"
+            )
+        if self.zoom_far and not self.zoom:
+            raise ValueError(f"zoom_far = {self.zoom_far}: has no effect when zoom is 0")
+        return self
+
 
 class EvaluateParams(Section):
     """The section `evaluate`. Its `views` is the section `views`, changed by `evaluate.views`."""
@@ -268,6 +298,16 @@ def is_portable(words: Sequence[str]) -> bool:
         path = parser.parse_known_args(words)[0].params
         return path.is_file() and load(path).train.precision == "portable"
     return False
+
+
+def check_environment() -> None:
+    """Raise RequestError if TRAIN_OPTIONS, whose place the section `run` has taken, has options."""
+    text = os.environ.get(FORMER_OPTIONS, "").strip()
+    if text:
+        raise RequestError(
+            f"environment {FORMER_OPTIONS}={text!r}: is not read any more; unset it, and set keys"
+            " of the section `run` in params.yaml, such as `accumulate: 2` for --accumulate 2"
+        )
 
 
 def require_prepared(sections: Params) -> None:

@@ -93,8 +93,9 @@ def make_params():
     """`make_params("train", steps=3)`: a checked section, the sample preset with these keys
     changed.
 
-    A training starts from no weights, and is in float32 on every machine. A nested section is
-    changed key by key: `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
+    A training starts from no weights, is in float32 on every machine, and has a warm-up of at most
+    its steps. A nested section is changed key by key:
+    `make_params("keypoints", views={"homography": {"scale_min": 0.8}})`.
     """
     from made_params import file_of
 
@@ -112,6 +113,8 @@ def make_params():
         tree = file_of({section: sample[section]})
         if section == "train":
             changes = {"init_from": "", "precision": "float32", **changes}
+            warmup = min(tree[section]["warmup_steps"], changes.get("steps", 10**9))
+            changes = {"warmup_steps": warmup, **changes}
         if section != "views" and "views" in changes:
             tree["views"] = changed(tree["views"], changes.pop("views"))
         tree[section] = changed(tree[section], changes)

@@ -37,6 +37,7 @@ def request_maker(folder, make_params):
 
     def make(out, **keys):
         keys = {**SMALL, **keys}
+        keys["warmup_steps"] = min(keys["warmup_steps"], keys["steps"])
         run = {name: keys.pop(name) for name in set(keys) & set(RunParams.model_fields)}
         values = make_params("train", **keys).model_dump()
         file = folder / f"{out}.yaml"

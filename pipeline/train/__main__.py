@@ -55,6 +55,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     add("--validate-only", action="store_true", help=only)
     # The parameters are read once, here
     args = parser.parse_args(argv)
+    params.check_environment()
     sections = params.load(args.params)
     # --validate-only without initial weights validates the best model
     if args.validate_only and not sections.train.init_from:

@@ -13,9 +13,10 @@ from made_params import keys_of
 from reading import read_yaml
 from ruamel.yaml import YAML
 
-from pipeline import params
+from pipeline import doctor, errors, params
 from pipeline.errors import RequestError
 from pipeline.params import Params, RunParams
+from pipeline.train import __main__ as train
 from pipeline.train import checkpoint
 
 SECTIONS = tuple(Params.model_fields)
@@ -46,6 +47,23 @@ def tree():
             {"run.checkpoint_layers": True, "train.norm": "batch"},
             "run.checkpoint_layers = true: needs train.norm: layer",
         ),
+        # values that another key makes useless
+        ({"train.warmup_steps": 201}, "train.warmup_steps = 201: must be at most steps (200)"),
+        ({"train.average": 201}, "train.average = 201: must be at most steps (200)"),
+        ({"train.min_keypoints": 257}, "train.min_keypoints = 257: must be at most max_keypoints"),
+        (
+            {"train.schedule": "wsd", "train.decay_start": 200},
+            "train.decay_start = 200: must be below steps (200) when schedule is 'wsd'",
+        ),
+        (
+            {"train.schedule": "wsd", "train.decay_start": 9},
+            "train.decay_start = 9: must be at least warmup_steps (10)",
+        ),
+        (
+            {"train.schedule": "constant_decay", "train.decay_start": 9},
+            "train.decay_start = 9: must be at least warmup_steps (10)",
+        ),
+        ({"train.zoom_far": 0.5}, "train.zoom_far = 0.5: has no effect when zoom is 0"),
         ({"run.compile": True}, "run.compile = true: compiles for this processor"),
         ({"views.homography": 3}, "views.homography = 3: must hold keys with values"),
         ({"views.homography.tilt_deg": "wide"}, "views.homography.tilt_deg = 'wide': must be a"),
@@ -67,6 +85,25 @@ def test_a_wrong_key_or_value_is_named_with_the_rule(tree, changes, said):
     with pytest.raises(RequestError) as caught:
         params.parse(tree, "params.yaml")
     assert str(caught.value).startswith(f"params.yaml: {said}") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train.warmup_steps": 200, "train.average": 200, "train.min_keypoints": 256},
+        {"train.decay_start": 9},  # cosine has none
+        {"train.schedule": "wsd", "train.decay_start": 199},
+        {"train.schedule": "wsd", "train.decay_start": 10},
+        # The only way to a constant learning rate
+        {"train.schedule": "constant_decay", "train.decay_start": 1000},
+        {"train.zoom": 0.1, "train.zoom_far": 1.0},
+    ],
+)
+def test_values_at_their_limits_are_accepted(tree, changes):
+    for name, value in changes.items():
+        section, key = name.split(".")
+        tree[section][key] = value
+    params.parse(tree, "params.yaml")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +192,23 @@ def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]
     users = [name for name in stages if "run.allow_training_images" in stages[name]["params"]]
     assert users == ["train", "evaluate"]
+
+
+def test_options_in_the_environment_are_refused_by_the_training_and_the_doctor(
+    monkeypatch, tmp_path, capsys
+):
+    words = ["--params", str(ROOT / "params.yaml"), "--keypoints", str(tmp_path / "none")]
+    for text in ("", " "):
+        monkeypatch.setenv("TRAIN_OPTIONS", text)
+        assert errors.run(train.main, words) == 2
+        assert "TRAIN_OPTIONS" not in capsys.readouterr().err
+        assert not [*doctor.variables()]
+    monkeypatch.setenv("TRAIN_OPTIONS", "--accumulate 2")
+    assert errors.run(train.main, words) == 2
+    line = "environment TRAIN_OPTIONS='--accumulate 2': is not read any more; unset it, and set"
+    assert capsys.readouterr().err.startswith(f"error: {line}")
+    ((level, _, text),) = doctor.variables()
+    assert level == doctor.FAIL and text.startswith(line)
 
 
 @pytest.mark.parametrize("blur", [0.0, 3.0])

@@ -94,11 +94,11 @@ def test_a_changed_folder_changes_the_content(target, use, image_folder):
 
 def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, image_folder):
     assert use("--images", image_folder) == 0
-    target.write_text(re.sub(r"  steps: \d+", "  steps: 7  # few", target.read_text()))
+    target.write_text(re.sub(r"  steps: \d+", "  steps: 70  # few", target.read_text()))
     other = shutil.copytree(image_folder, tmp_path / "other")
     assert use("--images", other) == 0
     assert params.load(target).fetch.path == str(other)
-    assert "  steps: 7  # few\n" in target.read_text()
+    assert "  steps: 70  # few\n" in target.read_text()
     assert use("sample") == 0
     assert target.read_text() == (ROOT / "presets/sample.yaml").read_text()
 

@@ -58,7 +58,7 @@ def usual(tmp_path_factory):
     "keys",
     [
         {"optimizer": "sgd"},
-        {"schedule": "wsd", "decay_start": 1},
+        {"schedule": "wsd", "decay_start": 2},
         {"norm": "batch"},
         {"neighbours": False},
         {"zoom": 0.9},
