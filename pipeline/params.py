@@ -330,8 +330,15 @@ def parse(tree: Any, origin: str) -> Params:
     try:
         return Params.model_validate(_complete(tree))
     except ValidationError as error:
-        # A misspelt key comes first, because it explains why the right key is missing
-        first = min(error.errors(), key=lambda item: item["type"] != "extra_forbidden")
+        # A misspelt key comes first, because it explains why the right key is missing. A missing
+        # section comes next, because other keys are then missing, too.
+        first = min(
+            error.errors(),
+            key=lambda item: (
+                item["type"] != "extra_forbidden",
+                item["type"] != "missing" or len(item["loc"]) > 1,
+            ),
+        )
         raise RequestError(f"{origin}: {_problem(first)}") from None
 
 
@@ -388,6 +395,8 @@ def _problem(error: Any) -> str:
     if error["type"] == "value_error":  # from a validator here, whose text begins with a key
         return f"{key}.{error['ctx']['error']}".lstrip(".")
     # a key is missing or unknown
+    if error["type"] == "missing" and len(path) == 1:
+        return f"{key} is missing; `{spell_command('repro', preset='NAME')}` writes a whole file"
     if error["type"] == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
     if error["type"] == "extra_forbidden":

@@ -1,8 +1,9 @@
 """Copy a preset to params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-A preset is a whole params.yaml, and `presets/sample.yaml` explains the keys. A params.yaml that
-holds the preset already keeps its edited keys. `--images` names a folder of images. The digest of
-its files goes into `fetch.content`, so that a changed folder is fetched again.
+`presets/sample.yaml` is a whole params.yaml that explains its keys. Another preset has only the
+values that differ from it. A params.yaml that holds the preset already keeps its edited keys.
+`--images` names a folder of images. The digest of its files goes into `fetch.content`, so that a
+changed folder is fetched again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import difflib
 import io
 from pathlib import Path
-from typing import List, Optional
+from typing import Any, List, Mapping, MutableMapping, Optional
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -25,11 +26,47 @@ DEFAULT = "sample"
 
 
 def read(name: str) -> str:
-    """Return the text of a preset. Raises RequestError for an unknown one."""
+    """Return a preset as the text of a whole params.yaml. Raises RequestError for an unknown one.
+
+    The text is that of `sample`, with its comments, under the heading of the preset and with the
+    values of the preset.
+    """
     names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if name not in names:
         raise RequestError(f"preset {name}: not in {FOLDER.name}/; there are {', '.join(names)}")
-    return (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    base, text = ((FOLDER / f"{file}.yaml").read_text("utf-8") for file in (DEFAULT, name))
+    if name == DEFAULT:
+        return base
+    # A heading is all lines above the first empty one
+    heading = text.partition("\n\n")[0]
+    yaml = _make_yaml()
+    tree = yaml.load(base.partition("\n\n")[2])
+    _change(tree, yaml.load(text))
+    return f"{heading}\n\n{_dump(yaml, tree)}"
+
+
+def _make_yaml() -> YAML:
+    """Return a reader and writer that keeps comments, quotes and long lines as they are."""
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.width = 4096
+    return yaml
+
+
+def _dump(yaml: YAML, tree: Any) -> str:
+    """Return the text of a tree that `yaml` has loaded."""
+    stream = io.StringIO()
+    yaml.dump(tree, stream)
+    return stream.getvalue()
+
+
+def _change(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
+    """Put the values of `changes` in place of those of `tree`, at any depth."""
+    for key, value in changes.items():
+        if isinstance(value, Mapping) and key in tree:
+            _change(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def render(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
@@ -45,10 +82,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
             there are too few or too small images.
     """
     text = text or read(name)
-    # ruamel keeps comments, quotes and long lines as they are
-    yaml = YAML()
-    yaml.preserve_quotes = True
-    yaml.width = 4096
+    yaml = _make_yaml()
     tree = yaml.load(text)
     # only a preset of one's own images takes a folder
     takes_images = tree["fetch"]["source"] == "folder"
@@ -71,9 +105,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     # refuse a folder of too few images before any stage runs
     held = dataset.own_splits(sections.fetch)[1]
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
-    stream = io.StringIO()
-    yaml.dump(tree, stream)
-    return stream.getvalue()
+    return _dump(yaml, tree)
 
 
 def refresh(path: Path) -> bool:

@@ -112,8 +112,8 @@ def test_values_at_their_limits_are_accepted(tree, changes):
         ("train: [", "is not valid YAML"),
         ("train:\n  lr: 1\n  lr: 2\n", "line 3"),
         ("", "must have the sections"),
-        ("fetch: {}\n", "fetch.source is missing"),
-        ("keypoints: {}\n", "fetch is missing"),
+        ("keypoints: {}\n", "fetch is missing; `make repro PRESET=NAME` writes a whole file"),
+        ("fetch: {source: coco2017}\n", "views is missing"),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path, text, said):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_params import keys_of
 from reading import read_files, read_yaml
+from ruamel.yaml import YAML
 
 from pipeline import errors, params, presets
 from pipeline.params import Params, flatten
@@ -36,33 +37,46 @@ def test_committed_params_are_the_sample_preset():
     assert (ROOT / "params.yaml").read_text() == (ROOT / "presets/sample.yaml").read_text()
 
 
-def written_keys(name):
-    """The keys of a preset, without the views of `evaluate`, which are those of `views` again."""
-    tree = read_yaml(ROOT / "presets" / f"{name}.yaml")
-    return [key for key in flatten(tree) if not key.startswith("evaluate.views.")]
-
-
 @pytest.mark.parametrize("name", OFFERED)
-def test_every_preset_has_the_same_few_keys_and_is_copied(name, target, use, image_folder):
-    keys = written_keys(name)
-    fields = keys_of(Params, "")
-    values = [key for key in fields if not any(other.startswith(f"{key}.") for other in fields)]
-    known = {key for key in values if not key.startswith("evaluate.views")}
-    assert keys == written_keys("sample") and set(keys) == known and len(keys) <= 70
+def test_every_preset_is_written_whole_and_explained(name, target, use, image_folder):
+    """The keys are those of pipeline/params.py, in the order and with the comments of `sample`."""
     folder = ["--images", image_folder] if name in ("folder", "pretrained") else []
     assert use(name, *folder) == 0
     params.load(target)
-    preset = (ROOT / "presets" / f"{name}.yaml").read_text()
-    changed = set(target.read_text().splitlines()) ^ set(preset.splitlines())
-    assert all(re.match(r"  (path|content): ", line) for line in changed), changed
-    assert preset.startswith(f"# Preset {name}: ")
+    text = target.read_text()
+    assert text.startswith(f"# Preset {name}: ")
+    # The views of `evaluate` are those of `views` again
+    keys = [key for key in flatten(read_yaml(target)) if not key.startswith("evaluate.views.")]
+    fields = keys_of(Params, "")
+    values = [key for key in fields if not any(other.startswith(f"{key}.") for other in fields)]
+    missing = {key for key in values if not key.startswith("evaluate.views")} ^ set(keys)
+    assert not missing, f"presets/sample.yaml and pipeline/params.py differ: {missing}"
+    sample = (ROOT / "presets/sample.yaml").read_text()
+    assert keys == list(flatten(read_yaml(ROOT / "presets/sample.yaml")))
+    comments, explained = (
+        [line for line in each.splitlines() if line.lstrip().startswith("#")]
+        for each in (sample.partition("\n\n")[2], text.partition("\n\n")[2])
+    )
+    assert explained == comments
     # so `dvc exp run -S` changes one line of params.yaml
-    shutil.copy(ROOT / "presets" / f"{name}.yaml", target)
+    text = presets.read(name)
+    target.write_text(text)
     dvc = pytest.importorskip("dvc.utils.serialize", reason="needs DVC")
     with dvc.modify_yaml(str(target)) as tree:
         tree["train"]["steps"] += 1
-    changed = set(target.read_text().splitlines()) - set(preset.splitlines())
+    changed = set(target.read_text().splitlines()) - set(text.splitlines())
     assert [line.split(":")[0] for line in changed] == ["  steps"]
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_a_preset_has_its_own_values_and_those_of_the_sample(name):
+    """A file has no value that is the same in `sample`, so it shows what is special about it."""
+    own = flatten(read_yaml(ROOT / f"presets/{name}.yaml"))
+    sample = flatten(read_yaml(ROOT / "presets/sample.yaml"))
+    written = flatten(YAML(typ="safe", pure=True).load(presets.read(name)))
+    assert written == {**sample, **own}
+    if name != "sample":
+        assert [key for key, value in own.items() if sample.get(key, ...) == value] == []
 
 
 def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_folder, monkeypatch):

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 from reading import read_json, read_yaml
 
-from pipeline import provenance
+from pipeline import presets, provenance
 from superglue_sift import environment
 from superglue_sift.files import file_sha256
 from superglue_sift.network.weights import load_model_file
@@ -89,7 +88,7 @@ def compute_keypoints(values):
 def compute_stages(values, folder):
     """Hashes of the outputs of preset `ci`, by the commands of dvc.yaml, in a new folder."""
     folder.mkdir()
-    shutil.copy(ROOT / "presets" / "ci.yaml", folder / "params.yaml")
+    (folder / "params.yaml").write_text(presets.read("ci"))
     (folder / "pretrained").symlink_to(ROOT / "pretrained")
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]
     hashes = {}
