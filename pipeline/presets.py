@@ -15,6 +15,7 @@ from typing import Any, List, Mapping, MutableMapping, Optional
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
+from ruamel.yaml.scalarstring import PlainScalarString
 
 from pipeline import errors, params
 from pipeline.errors import RequestError, spell_command
@@ -66,7 +67,8 @@ def _change(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and key in tree:
             _change(tree[key], value)
         else:
-            tree[key] = value
+            # A plain string would get the quotes of the one before, which DVC removes again
+            tree[key] = PlainScalarString(value) if type(value) is str else value
 
 
 def render(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
