@@ -39,6 +39,7 @@ SEED = 0
 ENDS = (0.025, 0.975)  # quantiles of the resamples that are the 95 % interval
 # Scenes for a verdict. Five agree by chance with probability 2 ** (1 - 5) = 0.06.
 MIN_SCENES = 6
+EQUAL = 0.02  # a difference whose whole interval is smaller than this is called equal
 POINTS = 512  # number of thresholds that a resample tries
 BINS = 10  # number of ranges of the confidence, for its calibration
 
@@ -188,9 +189,8 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
     """Subtract the best baseline, then the ratio test and each further network, from the network.
 
     The best baseline has the highest mean on these pairs, which is a choice in its favour.
-    `verdict` is "better" or "worse" if the interval excludes 0, and "equal" if it contains 0. With
-    fewer than MIN_SCENES scenes it is "too few". The rows are named (metric, estimator, refined,
-    baseline), and the first row of a metric has the best baseline.
+    `verdict` is from `judge`. The rows are named (metric, estimator, refined, baseline), and the
+    first row of a metric has the best baseline.
     """
     means = values.mean()
     # networks and the bound are no baselines
@@ -206,14 +206,27 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
             # subtract within each resample, and take the interval of the differences
             gain = samples[(OURS, *key)] - samples[(other, *key)]
             low, high = gain.quantile(ENDS).round(DIGITS)
-            # a verdict needs an interval, and enough scenes
-            verdict = "better" if low > 0 else "worse" if high < 0 else "equal"
-            if values.index.nunique() < MIN_SCENES or math.isnan(low):
-                verdict = "too few"
             value = means[(OURS, *key)] - means[(other, *key)]
-            rows[(*key, other)] = value, low, high, verdict
+            rows[(*key, other)] = value, low, high, judge(low, high, values.index.nunique())
     names = pd.MultiIndex.from_tuples(rows, names=[*KEY, "baseline"])
     return pd.DataFrame(list(rows.values()), names, ["value", "low", "high", "verdict"])
+
+
+def judge(low: float, high: float, scenes: int) -> str:
+    """Judge a difference by its interval, which comes from this number of scenes.
+
+    Returns:
+        "better" or "worse" if the interval excludes 0. An interval with 0 is "equal" if it lies
+        within -EQUAL .. +EQUAL. A wider one shows no difference either way, and is "no difference
+        found". With fewer than MIN_SCENES scenes, or without an interval, "too few".
+    """
+    if scenes < MIN_SCENES or math.isnan(low):
+        return "too few"
+    if low > 0:
+        return "better"
+    if high < 0:
+        return "worse"
+    return "equal" if max(-low, high) <= EQUAL else "no difference found"
 
 
 def calibration(scored: Sequence[Scored]) -> pd.DataFrame:

@@ -42,11 +42,23 @@ TITLES = {
     "nn": "NN",
     "true_matches": "true matches (bound)",
 }
+# What the metric of `recall_of` means, in plain words
+RECALLED = {
+    "recall": "found of all true matches",
+    "matching_score": "keypoints with a correct match",
+}
+# The clause of each verdict in a sentence about metrics, in the order of the sentence
+CLAUSES = {
+    "better": "{} better",
+    "worse": "{} worse",
+    "equal": "{} equal",
+    "no difference found": "no difference found in {}",
+}
 # Metrics without an estimator, in the order of the columns: heading, and what it means
 SHORT = {
-    "precision": ("P", "precision, correct matches"),
-    "recall": ("R", "recall, found matches"),
-    "matching_score": ("MS", "matching score, keypoints with a correct match"),
+    "precision": ("P", "precision"),
+    "recall": ("R", "recall"),
+    "matching_score": ("MS", "matching score"),
     "recall_at_ratio_precision": ("R@P", "recall at the ratio test's precision"),
     "matching_score_at_ratio_precision": ("MS@P", "MS at the ratio test's precision"),
 }
@@ -137,11 +149,10 @@ def duels(results: Results) -> List[Dict[str, Any]]:
     what, unit = ("poses", "degrees") if is_posed(results.table) else ("homographies", "px")
     lead = leading(results.table)
     recall = recall_of(results.table)
-    found = "of the true matches" if recall == "recall" else "of the keypoints"
     # each row has a label, a detail, a metric and an estimator
     asked = (
-        ("correct matches", "of the matches", "precision", ""),
-        ("found matches", found, recall, ""),
+        ("precision", "correct of all matches", "precision", ""),
+        (recall.replace("_", " "), RECALLED[recall], recall, ""),
         (what, f"error of at most {WITHIN} {unit}", f"within_{WITHIN}", lead),
         (f"AUC of {what}", f"up to {WITHIN} {unit}", "auc_5", lead),
     )
@@ -158,13 +169,29 @@ def duels(results: Results) -> List[Dict[str, Any]]:
 
 
 def verdict(results: Results) -> str:
-    """Return the comparison with the ratio test in a sentence of at most 15 words."""
+    """Return the comparison with the ratio test in a sentence of at most 15 words.
+
+    Metrics with the same verdict stand together, the better ones first.
+    """
     count = results.values.index.nunique()
     least = metrics.MIN_SCENES
     if count < least:
         return f"Too few {results.unit} to judge: {count}, and at least {least} are needed."
-    found = [f"{duel['label']} {duel['gain']['verdict']}" for duel in duels(results)[:3]]
-    return f"Compared with the ratio test: {', '.join(found)}."
+    labels: Dict[str, List[str]] = {}
+    for duel in duels(results)[:3]:
+        labels.setdefault(duel["gain"]["verdict"], []).append(duel["label"])
+    clauses = [
+        clause.format(join_words(labels[verdict]))
+        for verdict, clause in CLAUSES.items()
+        if verdict in labels
+    ]
+    return f"Compared with the ratio test: {'; '.join(clauses)}."
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as a sentence does: "precision", "precision and recall", "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def headline(results: Results) -> Dict[str, float]:
@@ -452,12 +479,12 @@ def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
 
 
 def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
-    """Draw found matches and the leading AUC at each level of each condition.
+    """Draw recall and the leading AUC at each level of each condition.
 
     The lines are the network and the ratio test.
     """
     lead = leading(results.table)
-    shown = (("recall", "", "found matches"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
+    shown = (("recall", "", "recall"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
     charts = []
     for name, part in results.robustness.groupby("condition", sort=False):
         for metric, estimator, label in shown:

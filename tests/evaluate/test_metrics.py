@@ -2,6 +2,8 @@
 over scenes, and paired differences.
 """
 
+import math
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -170,3 +172,20 @@ def test_a_few_photographs_decide_nothing(photographs, verdict):
     errors = np.linspace(1, 2, photographs)
     found = gain_of(make_results(errors, errors + 1), "auc_10", "ransac", False)
     assert found["verdict"] == verdict
+
+
+@pytest.mark.parametrize(
+    "low, high, verdict",
+    [
+        (0.001, 0.5, "better"),
+        (-0.5, -0.001, "worse"),
+        (0.0, 0.02, "equal"),
+        (-0.02, 0.02, "equal"),
+        (-0.067, 0.117, "no difference found"),
+        (-0.021, 0.0, "no difference found"),
+        (math.nan, math.nan, "too few"),
+    ],
+)
+def test_a_difference_is_equal_only_where_its_interval_is_narrow(low, high, verdict):
+    assert metrics.judge(low, high, scenes=metrics.MIN_SCENES) == verdict
+    assert metrics.judge(low, high, scenes=metrics.MIN_SCENES - 1) == "too few"

@@ -20,9 +20,7 @@ from pipeline.evaluate import report
 from pipeline.evaluate.matchers import OURS
 
 HARD = np.linspace(0.5, 8, 12)
-BETTER = (
-    "Compared with the ratio test: correct matches equal, found matches equal, homographies better."
-)
+BETTER = "Compared with the ratio test: homographies better; precision and recall equal."
 
 
 @pytest.mark.parametrize(
@@ -36,6 +34,13 @@ BETTER = (
 def test_the_verdict_has_at_most_fifteen_words(ours, theirs, said):
     found = report.verdict(make_results(ours, theirs))
     assert found == said and len(found.split()) <= 15
+
+
+def test_a_wide_interval_with_zero_is_no_difference_found():
+    results = make_results([*HARD, 4.0], [*HARD, 6.0])
+    found = report.verdict(results)
+    assert found.endswith("precision and recall equal; no difference found in homographies.")
+    assert len(found.split()) <= 15
 
 
 def test_text_shows_the_verdict_first_and_every_table_within_100_columns():
@@ -53,7 +58,7 @@ def test_the_description_of_a_run_is_a_markdown_table_of_four_rows():
     head, line, *rows = table.splitlines()
     assert head.split(" | ")[1:3] == ["SuperGlue", "ratio test"] and set(line) <= set("|- ")
     assert len(rows) == 4 and rows[0].startswith(
-        "| correct matches, of the matches | 50.0 | 50.0 |"
+        "| precision, correct of all matches | 50.0 | 50.0 |"
     )
 
 
@@ -191,7 +196,7 @@ def test_robustness_is_drawn_at_every_level():
     results = results._replace(robustness=pd.concat(frames).set_index(names))
     found = report.robustness_charts(results, report.colours_of(["superglue", "ratio_test"]))
     assert [caption for _, caption in found] == [
-        "found matches; at least 12 pairs at each level",
+        "recall; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
     ]
     svg = svg_of(found[0][0])
