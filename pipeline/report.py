@@ -2,7 +2,7 @@
 
 python -m pipeline.report                   # the last evaluation
 python -m pipeline.report EXP1 EXP2 ...     # metrics of DVC experiments, their mean and range
-python -m pipeline.report HEAD workspace    # metrics of the last commit and of this folder
+python -m pipeline.report HEAD workspace    # the last commit, this folder, and the change
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pipeline.errors import RequestError, in_image, spell_command
 
 EVALUATION = Path("reports/evaluate")
 MODEL = Path("models/superglue.safetensors")
-TEXT = "report.txt"  # names of files of an evaluation
+# Names of files of an evaluation
+SUMMARY = "summary.txt"
+TEXT = "report.txt"
 PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
 # Two evaluations must have these in common, as the stage `evaluate` of dvc.lock says
@@ -33,8 +35,9 @@ def next_steps() -> List[str]:
     """Return lines that say where to look next."""
     lines = [
         "Where to look next",
+        f"  tables    {EVALUATION / TEXT}  (also AUC by estimator, and refined matches)",
+        f"  page      {EVALUATION / PAGE}  (all of it, with charts and pairs, for a browser)",
         f"  pairs     {EVALUATION / 'pairs.csv'}  (every pair and matcher, one line each)",
-        f"  report    {EVALUATION / PAGE}  (all of it on one page, for a browser)",
     ]
     port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
@@ -73,10 +76,11 @@ def what_differs(locks: Dict[str, str]) -> List[str]:
 
 
 def compare(names: Sequence[str]) -> str:
-    """Return the metrics of experiments or commits side by side, their mean and range.
+    """Return the metrics of experiments or commits side by side, and how they differ.
 
-    Lines below the table say what differs. The name `workspace` stands for this folder. Raises
-    RequestError for an unknown name.
+    Two have the change from the first to the second, with its sign. More have mean and range.
+    Lines below the table say what cannot be compared. The name `workspace` stands for this folder.
+    Raises RequestError for an unknown name.
     """
     import dvc.api
     from dvc.exceptions import DvcException
@@ -92,10 +96,16 @@ def compare(names: Sequence[str]) -> str:
         except DvcException as error:
             reason = str(error).partition("\n")[0]
             raise RequestError(f"{name}: no experiment or commit with metrics: {reason}") from None
-    # only numbers have a mean and a range
+    # only numbers have a change, a mean and a range
     values = pd.DataFrame(columns).apply(pd.to_numeric, errors="coerce").dropna()
-    spread = values.max(axis=1) - values.min(axis=1)
-    table = values.assign(mean=values.mean(axis=1), range=spread).round(2)
+    table = values.round(2)
+    if len(columns) == 2:
+        before, after = values.columns
+        change = (values[after] - values[before]).round(2) + 0.0  # no negative zero
+        table["change"] = change.map("{:+.2f}".format)
+    elif len(columns) > 2:
+        table["mean"] = values.mean(axis=1).round(2)
+        table["range"] = (values.max(axis=1) - values.min(axis=1)).round(2)
     return "\n".join([table.to_string(), *what_differs(locks)])
 
 
@@ -115,10 +125,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         print(compare(args.experiments))
         return 0
     try:
-        print((EVALUATION / TEXT).read_text(encoding="utf-8"), flush=True)
+        print((EVALUATION / SUMMARY).read_text(encoding="utf-8"), flush=True)
     except OSError:
         raise RequestError(
-            f"{EVALUATION / TEXT}: no evaluation here yet; `make repro` makes one"
+            f"{EVALUATION / SUMMARY}: no evaluation here yet; `make repro` makes one"
         ) from None
     print("\n".join(next_steps()))
     # a browser needs a screen

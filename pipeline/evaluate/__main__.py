@@ -514,10 +514,10 @@ def main(argv: Optional[List[str]] = None) -> int:
     results, info = evaluate(args)
     # write the files first, so that MLflow can copy them
     report.write(args.out, results, report.render(results, args.curves))
-    # A stage of DVC prints the whole report at the end, by `python -m pipeline.report`
+    # `python -m pipeline.report` prints the summary where the pipeline ends
     in_stage = "DVC_STAGE" in os.environ
-    print(f"\n{report.verdict(results) if in_stage else report.text(results)}")
-    print(f"\nwritten to {args.out}", flush=True)
+    print(f"\n{report.verdict(results) if in_stage else report.summary(results)}")
+    print(f"\nwritten to {args.out}: {report.TEXT} has all tables", flush=True)
     track(args, results, info)
     return 0
 

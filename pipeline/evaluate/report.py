@@ -33,6 +33,7 @@ from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, leading, name_of, r
 from superglue_sift import drawing
 from superglue_sift.files import write_atomic, write_json
 
+SUMMARY = "summary.txt"
 TEXT = "report.txt"
 PAGE = "index.html"
 TITLES = {
@@ -298,23 +299,11 @@ def scenes_table(results: Results) -> pd.DataFrame:
 
 
 def remarks(results: Results) -> List[str]:
-    """Return the lines below the tables, which explain their columns and add what they lack."""
+    """Return the lines below the first tables: their columns, and what the pairs and models are."""
     # explain only the columns that the table has
     known = results.metrics.index.unique("metric")
     words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
-    what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
-    area = f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}"
-    refined = "refined: matches refined by the pixels around them, of every matcher alike"
-    lines = ["; ".join(words), area, *[refined] * int(results.table["refined"].any())]
-    # every match is wrong between two photographs with nothing in common
-    key = "negative_matches", "", False
-    if key[0] in known:
-        ours = results.metrics.loc[(OURS, *key)]
-        theirs = results.metrics.loc[(RATIO_TEST, *key)]
-        lines.append(
-            f"Two photographs with nothing in common have {ours['value']:.1f} matches, by the ratio"
-            f" test {theirs['value']:.1f} ({ours['pairs']:.0f} pairs)."
-        )
+    lines = ["; ".join(words)]
     # a training may keep the weights that it started from
     values = results.values
     lines += [
@@ -327,19 +316,45 @@ def remarks(results: Results) -> List[str]:
     return [*lines, *results.notes]
 
 
-def text(results: Results) -> str:
-    """Return the report as it is printed."""
-    show = functools.partial(pd.DataFrame.to_string, line_width=WIDTH)
+def more_remarks(results: Results) -> List[str]:
+    """Return the lines below the tables of AUC: their columns, and matches of unrelated pairs."""
+    what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
+    area = f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}"
+    refined = "refined: matches refined by the pixels around them, of every matcher alike"
+    lines = [area, *[refined] * int(results.table["refined"].any())]
+    # every match is wrong between two photographs with nothing in common
+    key = "negative_matches", "", False
+    if (OURS, *key) in results.metrics.index:
+        ours = results.metrics.loc[(OURS, *key)]
+        theirs = results.metrics.loc[(RATIO_TEST, *key)]
+        lines.append(
+            f"Two photographs with nothing in common have {ours['value']:.1f} matches, by the ratio"
+            f" test {theirs['value']:.1f} ({ours['pairs']:.0f} pairs)."
+        )
+    return lines
+
+
+def show(table: pd.DataFrame) -> str:
+    """Return a table as it is printed."""
+    return table.to_string(line_width=WIDTH)
+
+
+def summary(results: Results) -> str:
+    """Return the first part of the report, which a command prints at its end."""
     title = f"{results.title}, {len(results.values)} pairs"
+    first = [verdict(results), title, show(duels_table(results))]
+    second = [show(matches_table(results)), *remarks(results)]
+    return "\n\n".join(map("\n".join, (first, second)))
+
+
+def text(results: Results) -> str:
+    """Return the whole report as text: the summary, and the tables of AUC."""
     # the tables of AUC stand below each other without a gap, since they have the same columns
-    blocks = [
-        [verdict(results), title, show(duels_table(results))],
-        [show(matches_table(results))],
-        [*map(show, area_tables(results)), *remarks(results)],
-    ]
+    areas = [*map(show, area_tables(results)), *more_remarks(results)]
+    blocks = [summary(results), "\n".join(areas)]
     if results.unit == "sequences":
-        blocks.insert(1, [show(scenes_table(results))])
-    return "\n\n".join(map("\n".join, blocks))
+        blocks.insert(1, show(scenes_table(results)))
+    return "\n\n".join(blocks)
 
 
 def note(results: Results, folder: str) -> str:
@@ -412,6 +427,7 @@ def write(out: Path, results: Results, page: str) -> None:
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
     # write the report as text and as a page
+    write_atomic(out / SUMMARY, summary(results) + "\n")
     write_atomic(out / TEXT, text(results) + "\n")
     write_atomic(out / PAGE, page)
 
@@ -520,8 +536,8 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    show = functools.partial(pd.DataFrame.to_html, border=0)
-    environment.filters.update(percent=percent, points=points, title=title, show=show)
+    html = functools.partial(pd.DataFrame.to_html, border=0)
+    environment.filters.update(percent=percent, points=points, title=title, html=html)
     return environment.get_template("page.html").render(
         results=results,
         verdict=verdict(results),
@@ -537,6 +553,6 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         more_charts=more_charts,
         robustness=robustness_charts(results, colours) if len(results.robustness) else [],
         matches_table=matches_table(results),
-        remarks=remarks(results),
+        remarks=[*remarks(results), *more_remarks(results)],
         area_tables=area_tables(results),
     )

@@ -43,10 +43,12 @@ def test_a_wide_interval_with_zero_is_no_difference_found():
     assert len(found.split()) <= 15
 
 
-def test_text_shows_the_verdict_first_and_every_table_within_100_columns():
-    lines = report.text(make_results(HARD, HARD + 4)).splitlines()
-    assert lines[0] == BETTER
-    assert len(lines) <= 34 and all(len(line) <= 100 for line in lines)
+def test_text_begins_with_the_summary_and_has_every_table_within_100_columns():
+    results = make_results(HARD, HARD + 4)
+    summary = report.summary(results).splitlines()
+    assert summary[0] == BETTER and len(summary) <= 14
+    lines = report.text(results).splitlines()
+    assert lines[: len(summary)] == summary and all(len(line) <= 100 for line in lines)
     ours = [line.split() for line in lines if line.startswith("SuperGlue ")]
     assert ours[0] == ["SuperGlue", "10", "50.0", "50.0", "0.0"]
     assert ours[1][1:5] == ["4.2", "16.4", "28.6", "57.5"]
@@ -97,14 +99,15 @@ def evaluated(tmp_path, monkeypatch):
 def test_the_command_prints_it_and_where_to_look(evaluated, capsys):
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == BETTER and len(lines) <= 40
-    assert any("pairs.csv" in line for line in lines) and "make ui" in lines[-1]
+    assert lines[0] == BETTER and len(lines) <= 21
+    assert "AUC" not in "\n".join(lines[7:]).partition("Where to look")[0]
+    assert any("report.txt" in line for line in lines) and "make ui" in lines[-1]
     short = read_json(evaluated / "reports/evaluate/summary.json")
     assert short["within_5"] == pytest.approx(58.33)
-    (evaluated / "reports/evaluate/report.txt").unlink()
+    (evaluated / "reports/evaluate/summary.txt").unlink()
     assert errors.run(command.main, []) == 2
     message = capsys.readouterr().err
-    assert "report.txt: no evaluation here yet" in message and message.count("\n") == 1
+    assert "summary.txt: no evaluation here yet" in message and message.count("\n") == 1
 
 
 LOCK = """
@@ -133,7 +136,7 @@ def commit(folder, auc, images="aa", pairs=3, precision="float32"):
         subprocess.run([*git, *words], check=True)
 
 
-def test_experiments_have_a_mean_and_a_range_and_say_what_cannot_be_compared(
+def test_two_have_a_change_and_more_a_mean_and_all_say_what_cannot_be_compared(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
@@ -143,11 +146,18 @@ def test_experiments_have_a_mean_and_a_range_and_say_what_cannot_be_compared(
     commit(tmp_path, 53.0, precision="portable")
     assert command.main(["HEAD~1", "HEAD"]) == 0
     printed = capsys.readouterr().out
-    assert "auc_5    50.0  53.0  51.5    3.0" in printed and "compared" not in printed
+    assert "auc_5    50.0  53.0  +3.00" in printed and "compared" not in printed
+    assert command.main(["HEAD", "HEAD~1"]) == 0
+    assert "auc_5  53.0    50.0  -3.00" in capsys.readouterr().out
     commit(tmp_path, 90.0, images="bb", pairs=4)
     assert command.main(["HEAD~1", "HEAD"]) == 0
+    printed = capsys.readouterr().out
     said = "HEAD~1 and HEAD have other photographs and another protocol: their metrics cannot be"
-    assert said in capsys.readouterr().out
+    assert said in printed
+    assert command.main(["HEAD~2", "HEAD~1", "HEAD"]) == 0
+    rows = {row.split()[0]: row.split()[1:] for row in capsys.readouterr().out.splitlines()}
+    assert rows["auc_5"] == ["50.0", "53.0", "90.0", "64.33", "40.0"]
+    assert rows["f1"] == ["60.0", "60.0", "60.0", "60.00", "0.0"]
     (tmp_path / "dvc.lock").write_text(LOCK.format(images="cc", pairs=4, precision="float32"))
     assert command.main(["HEAD", "workspace"]) == 0
     assert "HEAD and workspace have other photographs: their" in capsys.readouterr().out
