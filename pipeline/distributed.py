@@ -35,6 +35,7 @@ from superglue_sift import torch_compat
 # come to a collective (SG_TIMEOUT). It may have to write a checkpoint or to compile first.
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
+LARGEST_PORT = 65535
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
 # One of these stands in the message of a collective when another rank is gone or hangs
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
@@ -64,10 +65,10 @@ def _adopt_slurm() -> None:
     tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
-    # set the names that torch reads
-    os.environ["RANK"] = os.environ["SLURM_PROCID"]
+    # Set the names that torch reads.
+    os.environ["RANK"] = str(read_number("SLURM_PROCID"))
     os.environ["WORLD_SIZE"] = str(tasks)
-    os.environ["LOCAL_RANK"] = os.environ["SLURM_LOCALID"]
+    os.environ["LOCAL_RANK"] = str(read_number("SLURM_LOCALID"))
     # Rank 0 runs on the first node of its step. The job may have been started on a login node.
     job = os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
     os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", job)))
@@ -117,7 +118,9 @@ def start() -> Context:
 
     # each rank of this machine has a device of its own
     rank = read_number("RANK", 0)
-    world_size = read_number("WORLD_SIZE", 1)
+    world_size = read_number("WORLD_SIZE", 1, least=1)
+    if rank >= world_size:
+        raise RequestError(f"environment RANK={rank}: must be below WORLD_SIZE ({world_size})")
     if torch.cuda.is_available():
         device = torch.device("cuda", read_number("LOCAL_RANK", 0) % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -127,8 +130,14 @@ def start() -> Context:
 
     # the ranks meet in a store of rank 0, or of torchrun, and then form the group
     if world_size > 1:
+        if not os.environ.get("MASTER_ADDR"):
+            raise RequestError(
+                f"environment WORLD_SIZE={world_size}: needs MASTER_ADDR and MASTER_PORT, the"
+                " address of rank 0; `python -m pipeline.launch` sets them"
+            )
+        port = read_number("MASTER_PORT", least=1, most=LARGEST_PORT)
         if rank == 0 and not by_torchrun:
-            free_port("", read_number("MASTER_PORT", 0))
+            free_port("", port)
         meeting = datetime.timedelta(seconds=read_number("SG_START_TIMEOUT", START_SECONDS))
         waiting = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         try:

@@ -7,19 +7,32 @@ Ctrl-C, and 143 after a signal that stopped the work with a checkpoint.
 from __future__ import annotations
 
 import os
+import re
+from typing import Optional
 
 from superglue_sift.errors import RequestError, WorkError, make_parser  # noqa: F401
 from superglue_sift.errors import exit_code as run  # noqa: F401
 
 STOPPED = 143
+LARGEST = 2**32 - 1  # largest number of a variable, such as SLURM's number of a job
 RESTARTS = "SG_RESTARTS"  # pipeline.launch sets it to how often it has started the ranks again
 
 
-def read_number(name: str, usual: int, least: int = 0) -> int:
-    """Read a whole number, at least `least`, from the environment. Raises RequestError."""
-    text = os.environ.get(name) or str(usual)
-    if not text.isdigit() or int(text) < least:
-        raise RequestError(f"environment {name}={text!r}: must be a whole number from {least} on")
+def read_number(
+    name: str, usual: Optional[int] = None, least: int = 0, most: int = LARGEST
+) -> int:
+    """Read a whole number from `least` to `most` from the environment.
+
+    A variable that is not set, or empty, has the value `usual`. Raises RequestError if `usual` is
+    None, too, or if the variable is no such number.
+    """
+    text = os.environ.get(name) or ("" if usual is None else str(usual))
+    # str.isdigit would also take digits that int refuses, such as a superscript
+    if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
+        short = text if len(text) <= 20 else f"{text[:20]}..."
+        raise RequestError(
+            f"environment {name}={short!r}: must be a whole number from {least} to {most}"
+        )
     return int(text)
 
 

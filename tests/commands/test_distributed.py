@@ -93,6 +93,9 @@ STEP = {
 }  # fmt: skip
 
 
+GROUP = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+
+
 def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
     """SLURM_NTASKS is the job's, and an interactive shell is a step of one task."""
     for name, value in {**STEP, "SLURM_STEP_NUM_TASKS": "1"}.items():
@@ -104,6 +107,14 @@ def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
     ("variables", "error", "said"),
     [
         ({"RANK": "first"}, RequestError, "RANK='first'"),
+        ({"RANK": "²"}, RequestError, "RANK='²': must be a whole number from 0"),  # str.isdigit
+        ({"RANK": "9" * 5000}, RequestError, "RANK='9{20}...'"),
+        ({"WORLD_SIZE": "0"}, RequestError, "WORLD_SIZE='0': must be a whole number from 1"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, RequestError, r"RANK=2: must be below WORLD_SIZE \(2"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": ""}, RequestError, "needs MASTER_ADDR"),
+        ({**GROUP, "SG_TIMEOUT": "9" * 14}, RequestError, "SG_TIMEOUT='9{14}'"),
+        ({**STEP, "SLURM_PROCID": "x"}, RequestError, "SLURM_PROCID='x'"),
+        ({**STEP, "SLURM_PROCID": ""}, RequestError, "SLURM_PROCID=''"),
         ({**STEP, "MASTER_PORT": "taken"}, RequestError, "MASTER_PORT=.*in use"),
         (STEP, WorkError, "rank 0 of 4: the others did not come within 1 s"),
     ],
