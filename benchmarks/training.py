@@ -24,7 +24,7 @@ from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import choose_precision
+from pipeline.train.optimizer import choose_precision, device_abilities
 from superglue_sift.environment import usable_cores
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
@@ -122,7 +122,7 @@ def training_step(
     run = RunParams(**{name: values.pop(name) for name in {*values} & {*RunParams.model_fields}})
     train = params.load(presets.FOLDER / "sample.yaml").train.model_copy(update=values)
     # the parts of the stage
-    precision, _ = choose_precision(train.precision, context.device)
+    precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
     objective, wrapped, state, *_ = trainer.build(train, run, context, precision)
     wrapped = DataParallelObjective(_FromTensors(objective)) if several else wrapped
     part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)

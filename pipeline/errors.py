@@ -18,9 +18,7 @@ LARGEST = 2**32 - 1  # largest number of a variable, such as SLURM's number of a
 RESTARTS = "SG_RESTARTS"  # pipeline.launch sets it to how often it has started the ranks again
 
 
-def read_number(
-    name: str, usual: Optional[int] = None, least: int = 0, most: int = LARGEST
-) -> int:
+def read_number(name: str, usual: Optional[int] = None, least: int = 0, most: int = LARGEST) -> int:
     """Read a whole number from `least` to `most` from the environment.
 
     A variable that is not set, or empty, has the value `usual`. Raises RequestError if `usual` is

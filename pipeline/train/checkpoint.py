@@ -105,6 +105,18 @@ class TrainState:
             means = [self.average[name] for name in weights]
             torch_compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
+    def begin_average(self, first_step: int, same: bool) -> None:
+        """Keep the average of a checkpoint if it is `same`, or begin a new one at `first_step`.
+
+        Of the weights before, only those of the checkpoint's own step are known.
+        """
+        if same:
+            return
+        self.average = {}
+        self.averaged = 0
+        if self.step == first_step:
+            self.add_to_average()
+
     def keep_best(self, metrics: Metrics) -> bool:
         """Keep a copy of the weights if this validation is the best so far, and return whether."""
         if self.best_metrics and metrics["f1"] <= self.best_metrics["f1"]:
@@ -131,24 +143,39 @@ def save(folder: Path, step: int, tensors: Tensors, info: Info) -> None:
     """
     save_model_file(folder / f"step-{step:08d}.safetensors", tensors, info)
     for old in _newest_first(folder)[2:]:
-        old.with_suffix(".json").unlink(missing_ok=True)
-        old.unlink(missing_ok=True)
+        _delete(old)
 
 
-def load_newest(folder: Path) -> Optional[Saved]:
+def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
     """Return the newest undamaged checkpoint, or None if there is no checkpoint.
+
+    With `repair`, newer checkpoints that are damaged are deleted, so that they do not count among
+    the newest two that stay. Files that could not be read stay, since they may be whole.
 
     Raises RequestError if all are damaged.
     """
     paths = _newest_first(folder)
+    damaged: List[Path] = []
     for path in paths:
         try:
-            return load_model_file(path)
+            saved = load_model_file(path)
         except BadCheckpoint as error:
             print(f"warning: {error}")
+            if not isinstance(error.__cause__, (OSError, MemoryError)):
+                damaged.append(path)
+        else:
+            for other in damaged if repair else ():
+                _delete(other)
+                print(f"deleted {other}, and starting from {path.name}")
+            return saved
     if paths:
         raise RequestError(f"{folder}: all checkpoints are damaged; --fresh trains in a new folder")
     return None
+
+
+def _delete(path: Path) -> None:
+    path.with_suffix(".json").unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
 
 
 def _newest_first(folder: Path) -> List[Path]:
@@ -259,7 +286,7 @@ def find_start(
         return folder, best, None
 
     # load the newest checkpoint, or the newest checkpoint of the training to continue
-    saved = load_newest(folder) if writes else None
+    saved = load_newest(folder, repair=True) if writes else None
     if args.continued and not distributed.any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
     if writes:
@@ -306,7 +333,20 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
         raise RequestError(
             f"--continue {folder}: it has {info['step']} steps; raise train.steps above them"
         )
+    # The average of the last steps can begin with the weights of the checkpoint, not before them
+    first = first_averaged(ours)
+    if first < info["step"] and first != first_averaged(info["fingerprint"]):
+        most = ours["train.steps"] - info["step"] + 1
+        raise RequestError(
+            f"--continue {folder}: train.average = {ours['train.average']} needs weights of steps"
+            f" before its last one, {info['step']}; set it to at most {most}, or raise train.steps"
+        )
     return saved
+
+
+def first_averaged(values: Info) -> int:
+    """Return the first step whose weights are averaged, from the fingerprint of a training."""
+    return values["train.steps"] - values["train.average"] + 1
 
 
 def _last_number(out: Path, name: str) -> int:

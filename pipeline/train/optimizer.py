@@ -44,6 +44,8 @@ PORTABLE = "portable"
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
 Parameters = List[Any]  # each has a gradient, which the stubs do not know
+# Type of a device, the precisions that are fast on it, and a reason
+Abilities = Tuple[str, Tuple[str, ...], str]
 Precision = Tuple[str, str]  # "float32", "bfloat16" or "float16", and why it was chosen
 
 
@@ -232,33 +234,52 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def choose_precision(asked: str, device: torch.device) -> Precision:
-    """Return what `train.precision` means on a device, and why.
-
-    `asked` is "auto", "portable", "float32", "bfloat16" or "float16". Raises RequestError if
-    bfloat16 was asked for on a GPU before Ampere.
-    """
-    if asked == PORTABLE:
-        same = "x86-64 processor with AVX2" if device.type == "cpu" else "GPU of this kind"
-        return "float32", f"portable: the same bytes on every {same}"
+def device_abilities(device: torch.device) -> Abilities:
+    """Return the type of a device, the precisions that are fast on it, the best first, and why."""
     if device.type == "cpu":
-        if asked == "float16":
-            return "float32", "train.precision: float16 does nothing on a CPU; set auto"
         # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
         # processors and take 1.65 times as long on others. This is a rule and no measurement at the
         # start: on a busy machine a measurement comes out differently each time, and so would the
         # weights.
-        amx = torch_compat.has_amx()
-        fast = "bfloat16" if amx else "float32"
-        reason = "this CPU has AMX" if amx else "this CPU, or this torch, has no AMX"
-    else:
-        capability = torch.cuda.get_device_capability(device)
-        reason = "compute capability {}.{}".format(*capability)
-        if asked == "bfloat16" and capability < AMPERE:
-            raise RequestError(
-                "train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or"
-                f" newer, this one has {reason}: set float16, or auto"
-            )
-        half = "bfloat16" if capability >= AMPERE else "float16"
-        fast = half if capability >= VOLTA else "float32"
-    return (fast, f"auto: {reason}") if asked == "auto" else (asked, "as train.precision asks")
+        if torch_compat.has_amx():
+            return "cpu", ("bfloat16", "float32"), "this CPU has AMX"
+        return "cpu", ("float32",), "this CPU, or this torch, has no AMX"
+    capability = torch.cuda.get_device_capability(device)
+    reason = "compute capability {}.{}".format(*capability)
+    if capability >= AMPERE:
+        return device.type, ("bfloat16", "float16", "float32"), reason
+    return device.type, ("float16", "float32") if capability >= VOLTA else ("float32",), reason
+
+
+def choose_precision(asked: str, ranks: Sequence[Abilities]) -> Precision:
+    """Return what `train.precision` means on the devices of all ranks, and why.
+
+    It is one precision, because the ranks compute one gradient: `auto` is the best that is fast on
+    every device.
+
+    Args:
+        asked: "auto", "portable", "float32", "bfloat16" or "float16".
+        ranks: `device_abilities` of the device of each rank.
+
+    Raises:
+        RequestError: bfloat16 was asked for, and a rank has a GPU before Ampere.
+    """
+    types = {kind for kind, _, _ in ranks}
+    if asked == PORTABLE:
+        same = "x86-64 processor with AVX2" if types == {"cpu"} else "GPU of this kind"
+        return "float32", f"portable: the same bytes on every {same}"
+    if asked == "float16" and "cpu" in types:
+        return "float32", "train.precision: float16 does nothing on a CPU; set auto"
+    if asked == "bfloat16":
+        for rank, (kind, fast, reason) in enumerate(ranks):
+            if kind != "cpu" and asked not in fast:
+                raise RequestError(
+                    "train.precision: bfloat16 needs a GPU of compute capability 8.0 (Ampere) or"
+                    f" newer, that of rank {rank} has {reason}: set float16, or auto"
+                )
+    if asked != "auto":
+        return asked, "as train.precision asks"
+    common = [name for name in ranks[0][1] if all(name in fast for _, fast, _ in ranks)]
+    reasons = list(dict.fromkeys(reason for _, _, reason in ranks))
+    shared = ", the best of all ranks" if len(reasons) > 1 else ""
+    return common[0], f"auto: {', '.join(reasons)}{shared}"

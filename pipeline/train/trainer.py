@@ -27,6 +27,7 @@ from pipeline.train.loss import MatchingObjective, Validation, choose_pairs
 from pipeline.train.optimizer import (
     PORTABLE,
     choose_precision,
+    device_abilities,
     freeze,
     learning_rate,
     make_optimizer,
@@ -101,7 +102,7 @@ def build(
     context: distributed.Context,
     precision: str,
     store: Optional[KeypointStore] = None,
-) -> Tuple[MatchingObjective, nn.Module, TrainState, Optional[float], List[str]]:
+) -> Tuple[MatchingObjective, nn.Module, TrainState, Tuple[bool, Optional[float]], List[str]]:
     """Build the parts of a training on `store`, which are equal on every rank.
 
     Args:
@@ -109,15 +110,17 @@ def build(
         store: the training keypoints. If None, build the network for SIFT keypoints.
 
     Returns:
-        The objective, its parallel wrapper, which a step calls, the state to save, the match
-        threshold of `train.init_from` or None, and lines to print.
+        The objective, its parallel wrapper, which a step calls, the state to save, whether the
+        model is that of `train.init_from` with its match threshold or None, and lines to print.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
     # build the model with fresh or initial weights, and freeze a part of them
     seed(train.seed, run.deterministic or portable_gpu)
     model = network(train, store)
     messages: List[str] = []
-    threshold = _initialize(model, train.init_from, messages) if train.init_from else None
+    whole, threshold = False, None
+    if train.init_from:
+        whole, threshold, messages = initialize(model, train.init_from)
     frozen = freeze(model, train.freeze)
     messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
     model.to(context.device)
@@ -132,22 +135,26 @@ def build(
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
     scaler = torch_compat.grad_scaler(precision == "float16")
     state = TrainState(model, make_optimizer(train, model), scaler)
-    return objective, distributed.wrap(objective), state, threshold, messages
+    return objective, distributed.wrap(objective), state, (whole, threshold), messages
 
 
-def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[float]:
-    """Load the tensors of the model file `path` that fit, and say in `messages` which do not.
+def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:
+    """Load the tensors of the model file `path` that fit.
 
-    Returns the file's match threshold, or None if it has none.
+    Returns:
+        Whether `model` now is the model of the file: every tensor was taken, and every value of the
+        configuration that acts on a match is equal. Then the file's match threshold, or None. It is
+        None, too, if `model` is another model, for which that threshold says nothing. Then lines to
+        print about what was taken and what does not fit.
     """
     tensors, info = read_model(Path(path))
-    given = weights_of(tensors)
+    stored = weights_of(tensors)
     weights = model.state_dict()
-    # take each tensor whose name and shape the network has, too
-    taken = {n: t for n, t in given.items() if n in weights and t.shape == weights[n].shape}
+    # Take each tensor whose name and shape the network has, too
+    taken = {n: t for n, t in stored.items() if n in weights and t.shape == weights[n].shape}
     model.load_state_dict({**weights, **taken})
-    messages.append(f"initial weights from {path}: {len(taken)} tensors taken")
-    # say what did not fit, and which configuration would make it fit
+    messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
+    # Say what did not fit, and which configuration would make it fit
     left = [name for name in weights if name not in taken]
     if left:
         messages.append(f"  not there, or of another shape: {', '.join(left)}")
@@ -159,7 +166,11 @@ def _initialize(model: SuperGlue, path: str, messages: List[str]) -> Optional[fl
     ]
     if other:
         messages.append(f"  they were trained with {', '.join(other)}")
-    return info.get("match_threshold")
+    acting = [text for text in other if not text.startswith("sinkhorn_iterations")]
+    whole = not acting and stored.keys() == weights.keys() and not left
+    if not whole:
+        messages.append("  they are taken in part: validation never keeps the weights of step 0")
+    return whole, info.get("match_threshold") if whole else None, messages
 
 
 # --- step along the gradient of the mean loss over all pairs of all ranks
@@ -345,11 +356,12 @@ class Training:
         """Build model and optimizer, and restore the checkpoint that the training starts from."""
         train = self.train
         context = self.context
-        # all ranks have the precision of rank 0, although their devices may differ
-        chosen = choose_precision(train.precision, context.device)
-        precision, reason = distributed.broadcast(chosen)
+        # Devices may differ, and all ranks need one precision
+        abilities = distributed.all_gather(device_abilities(context.device))
+        precision, reason = choose_precision(train.precision, abilities)
         parts = build(train, self.run_params, context, precision, self.store)
-        self.objective, self.ddp_model, self.state, self._init_threshold, messages = parts
+        self.objective, self.ddp_model, self.state, initial, messages = parts
+        self._begins_whole, self._init_threshold = initial
         self.messages = [f"precision: {precision} ({reason})", *messages, *self.messages]
         # record what may change between two starts of a training
         code = provenance.code_version()
@@ -362,10 +374,9 @@ class Training:
         """Go on from a checkpoint, and print what has changed since."""
         state = self.state
         state.restore(tensors, info)
-        if state.step <= self.train.steps - self.train.average:
-            # the checkpoint's average belongs to a shorter training
-            state.average = {}
-            state.averaged = 0
+        # The average of a training that is continued is over other steps
+        first = checkpoint.first_averaged(self.fingerprint)
+        state.begin_average(first, same=first == checkpoint.first_averaged(info["fingerprint"]))
         before = {**info["fingerprint"], **info["computed_by"]}
         now = {**self.fingerprint, **self.computed_by}
         if self.context.is_main:
@@ -475,11 +486,11 @@ class Training:
 
         These are the mean of the weights of the last `train.average` steps, if that mean exists
         already, and otherwise the current weights. The initial weights of `init_from` may stay the
-        best. An untrained network may not.
+        best if all were taken. A network that is untrained, or in part, may not.
         """
         state = self.state
         metrics = {**self._metrics_of(state.average), "f1_ratio_test": self.baseline}
-        untrained = state.step == 0 and not self.train.init_from
+        untrained = state.step == 0 and not self._begins_whole
         self.logger.log_validation(state, metrics, untrained)
         if not untrained and state.keep_best(metrics):
             self._save_best()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from reading import read_json
 
+from pipeline.errors import RequestError
 from pipeline.train import checkpoint
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
@@ -68,8 +69,49 @@ def test_the_newest_two_stay_and_a_damaged_one_is_not_used(tmp_path, capsys):
     newest.write_bytes(newest.read_bytes()[:-1])
     tensors, info = checkpoint.load_newest(tmp_path)
     assert info == {"step": 2} and tensors["w"].item() == 2
-    assert names[1] in capsys.readouterr().out
+    assert names[1] in capsys.readouterr().out and newest.is_file()
     assert checkpoint.load_newest(tmp_path / "none") is None
+
+
+def save_steps(folder, *steps):
+    for step in steps:
+        checkpoint.save(folder, step, {"w": torch.tensor([float(step)])}, {"step": step})
+
+
+def test_a_damaged_newest_one_is_deleted_so_that_two_good_ones_stay(tmp_path):
+    save_steps(tmp_path, 8, 10)
+    newest = tmp_path / "step-00000010.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert checkpoint.load_newest(tmp_path, repair=True)[1] == {"step": 8}
+    assert not newest.exists() and not newest.with_suffix(".json").exists()
+    save_steps(tmp_path, 9)  # such as at a stop
+    good = [load_model_file(path)[1]["step"] for path in tmp_path.glob("*.safetensors")]
+    assert sorted(good) == [8, 9]
+
+
+def test_one_that_cannot_be_read_now_is_not_deleted(tmp_path, monkeypatch):
+    """A network folder fails once; the file may be whole."""
+    save_steps(tmp_path, 8, 10)
+    newest = tmp_path / "step-00000010.safetensors"
+    load = checkpoint.load_model_file
+
+    def fail(path):
+        if path != newest:
+            return load(path)
+        raise BadCheckpoint(f"{path}: input/output error") from OSError(5, "input/output error")
+
+    monkeypatch.setattr(checkpoint, "load_model_file", fail)
+    assert checkpoint.load_newest(tmp_path, repair=True)[1] == {"step": 8}
+    assert newest.is_file()
+
+
+def test_if_all_are_damaged_all_stay(tmp_path):
+    save_steps(tmp_path, 8, 10)
+    for path in tmp_path.glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(RequestError, match="all checkpoints are damaged"):
+        checkpoint.load_newest(tmp_path, repair=True)
+    assert len([*tmp_path.glob("*.safetensors")]) == 2
 
 
 def test_the_average_is_the_mean_of_the_weights_added():

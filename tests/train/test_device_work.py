@@ -17,7 +17,7 @@ from pipeline.keypoints.store import KeypointStore
 from pipeline.train import trainer
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import choose_precision, make_optimizer
+from pipeline.train.optimizer import choose_precision, device_abilities, make_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
@@ -85,7 +85,7 @@ def two_steps(context, folder, keys, around=None):
     """All weights after two steps in this way; `around` watches the second."""
     train, run = sections_of(keys)
     store = KeypointStore(folder)
-    precision, _ = choose_precision(train.precision, context.device)
+    precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
     _, model, state, _, _ = trainer.build(train, run, context, precision, store)
     share = train.batch // context.world_size
     for step in range(2):

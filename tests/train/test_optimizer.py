@@ -16,47 +16,65 @@ pytestmark = pytest.mark.cu111
 
 @pytest.fixture
 def choose(monkeypatch):
-    """`choose(asked, capability, amx)`: the precision on a GPU of this capability, or a CPU."""
+    """`choose(asked, *devices)`: the precision of ranks with these devices. A device is the
+    capability of a GPU, or whether a CPU has AMX.
+    """
 
-    def call(asked, capability, amx=False):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-        monkeypatch.setattr(torch_compat, "has_amx", lambda: amx)
-        device = torch.device("cuda" if capability else "cpu")
-        return optimizer.choose_precision(asked, device)
+    def call(asked, *devices):
+        ranks = []
+        for kind in devices:
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, kind=kind: kind)
+            monkeypatch.setattr(torch_compat, "has_amx", lambda kind=kind: kind)
+            device = torch.device("cpu" if isinstance(kind, bool) else "cuda")
+            ranks.append(optimizer.device_abilities(device))
+        return optimizer.choose_precision(asked, ranks)
 
     return call
 
 
 @pytest.mark.parametrize(
-    "capability, amx, expected",
+    "device, expected",
     [
-        ((9, 0), False, "bfloat16"),  # H100, H200
-        ((8, 0), True, "bfloat16"),  # A100
-        ((7, 5), True, "float16"),  # T4
-        ((7, 0), False, "float16"),  # V100
-        ((6, 1), True, "float32"),  # GTX 10
-        (None, True, "bfloat16"),
-        (None, False, "float32"),  # where bfloat16 is slower on some
+        ((9, 0), "bfloat16"),  # H100, H200
+        ((8, 0), "bfloat16"),  # A100
+        ((7, 5), "float16"),  # T4
+        ((7, 0), "float16"),  # V100
+        ((6, 1), "float32"),  # GTX 10
+        (True, "bfloat16"),
+        (False, "float32"),  # where bfloat16 is slower on some
     ],
 )
-def test_auto_takes_what_is_fast_on_the_device(choose, capability, amx, expected):
-    found, reason = choose("auto", capability, amx)
-    assert found == expected and reason.startswith("auto")
-    if capability:
-        assert "{}.{}".format(*capability) in reason
-    assert choose("float32", capability, amx)[0] == "float32"
+def test_auto_takes_what_is_fast_on_the_device(choose, device, expected):
+    precision, reason = choose("auto", device)
+    assert precision == expected and reason.startswith("auto")
+    if not isinstance(device, bool):
+        assert "{}.{}".format(*device) in reason
+    assert choose("float32", device)[0] == "float32"
+
+
+@pytest.mark.parametrize(
+    "devices, expected",
+    [
+        (((8, 0), (7, 0)), "float16"),  # an A100 does what a V100 can, whoever is rank 0
+        (((7, 0), (8, 0)), "float16"),
+        (((9, 0), (8, 0), (6, 1)), "float32"),
+        (((9, 0), (8, 0)), "bfloat16"),
+        ((True, False), "float32"),
+        ((False, True), "float32"),
+    ],
+)
+def test_auto_takes_the_best_that_is_fast_on_every_rank(choose, devices, expected):
+    assert choose("auto", *devices)[0] == expected
 
 
 def test_what_a_device_cannot_do(choose):
-    with pytest.raises(
-        RequestError,
-        match=r"bfloat16 needs .*8\.0.* has compute capability 7\.5: .*float16, or auto",
-    ):
-        choose("bfloat16", (7, 5))
+    message = r"bfloat16 needs .*8\.0.*rank 1 has compute capability 7\.5: .*float16, or auto"
+    with pytest.raises(RequestError, match=message):
+        choose("bfloat16", (8, 0), (7, 5))
     # what is asked for is done, also where it is slow
-    assert choose("bfloat16", None)[0] == "bfloat16"
-    found, reason = choose("float16", None)
-    assert found == "float32" and "does nothing" in reason
+    assert choose("bfloat16", False)[0] == "bfloat16"
+    precision, reason = choose("float16", False)
+    assert precision == "float32" and "does nothing" in reason
 
 
 @pytest.fixture

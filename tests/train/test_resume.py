@@ -212,6 +212,41 @@ class TestWhatMayChange:
         with pytest.raises(RequestError, match="there is no checkpoint"):
             train.check([*request_of("run", **keys), "--continue", str(tmp_path)], 1)
 
+    @pytest.mark.parametrize("steps", [8, 9])
+    def test_a_continued_training_averages_its_own_last_steps(
+        self, tmp_path, request_of, monkeypatch, steps
+    ):
+        """The mean of the last three steps of eight begins with the weights of the checkpoint of
+        step 6, and not with those of steps 4 and 5.
+        """
+        keys = {"schedule": "constant_decay", "decay_start": 99, "average": 3}
+        assert train.main(request_of("run", **keys)) == 0
+        checkpoint = load_model_file(newest(tmp_path / "run"))[0]
+        weights = {6: checkpoint["model.dustbin"].item()}
+        inner = trainer.Training._step
+
+        def take_step(self, *arguments):
+            inner(self, *arguments)
+            weights[self.state.step] = self.state.model.dustbin.item()
+
+        monkeypatch.setattr(trainer.Training, "_step", take_step)
+        longer = [
+            *request_of("run", **keys, steps=steps),
+            "--continue",
+            str(home(tmp_path / "run")),
+        ]
+        assert train.main(longer) == 0
+        average = load_model_file(newest(tmp_path / "run"))[0]["average.dustbin"].item()
+        mean = sum(weights[step] for step in range(steps - 2, steps + 1)) / 3
+        # A rounding unit of float32 for each of the three steps of the mean
+        assert average == pytest.approx(mean, rel=3 * 2**-24)
+
+    def test_an_average_of_steps_before_the_checkpoint_is_refused(self, tmp_path, request_of):
+        assert train.main(request_of("run")) == 0
+        longer = [*request_of("run", steps=7, average=3), "--continue", str(home(tmp_path / "run"))]
+        with pytest.raises(RequestError, match=r"average = 3 needs weights .*before .* at most 2"):
+            train.check(longer, 1)
+
     def test_other_versions_and_code_are_said(self, request_of, output_of, monkeypatch):
         interrupt(request_of("run"), monkeypatch, step=2)
         monkeypatch.setattr(trainer.provenance, "pin", lambda names: {"torch": "9.0"})

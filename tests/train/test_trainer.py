@@ -188,6 +188,35 @@ class TestRequests:
         for words in ("tensors taken", "of another shape: ", "dim: 16, layers: 2", "rotary: True"):
             assert words in said, said
 
+    @pytest.mark.parametrize(
+        "keys, kept",
+        [
+            ({}, 0),
+            ({"sinkhorn_iterations": 7}, 0),
+            ({"layers": 2}, 3),  # the file has a layer more
+            ({"rotary": False}, 3),
+            ({"heads": 1}, 3),  # all shapes are equal, and the network is another
+        ],
+        ids=str,
+    )
+    def test_the_weights_of_step_0_are_kept_only_if_they_are_those_of_the_file(
+        self, begin, monkeypatch, keys, kept
+    ):
+        """Every validation is worse than that of step 0."""
+        validate = Validation.metrics
+        scores = iter((0.9, 0.3))
+
+        def metrics(*arguments):
+            return {**validate(*arguments), "f1": next(scores), "threshold": 0.5}
+
+        monkeypatch.setattr(Validation, "metrics", metrics)
+        about = lambda config: {"model": config.to_dict(), "match_threshold": 0.123}  # noqa: E731
+        keys = {"neighbours": True, "rotary": True, **keys}  # as in the training
+        best = begin("run", about, keys, steps=3, val_every=3)
+        assert best["step"] == kept
+        # The file's threshold says nothing about another network
+        assert best["match_threshold"] == (0.123 if kept == 0 else 0.5)
+
     def test_few_photographs_do_not_move_the_threshold_of_the_weights_begun_from(
         self, tmp_path, begin, monkeypatch
     ):
