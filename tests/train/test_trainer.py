@@ -228,8 +228,9 @@ class TestRequests:
             lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own),
         )
         about = lambda config: {"match_threshold": 0.123}  # noqa: E731
-        assert begin("from", about, {})["match_threshold"] == 0.123
-        found = begin("nothing", about, {}, init_from="")
+        keys = {"neighbours": True, "rotary": True}  # as in the training
+        assert begin("from", about, keys)["match_threshold"] == 0.123
+        found = begin("nothing", about, keys, init_from="")
         assert found["match_threshold"] == found["validation"]["threshold"]
 
     def test_initial_weights_are_known_by_what_they_are_not_by_where_they_lie(
