@@ -115,7 +115,7 @@ def gpus() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         try:
-            torch.ones(1, device=f"cuda:{index}").sum().item()
+            torch.ones(1, dtype=torch.float32, device=f"cuda:{index}").sum().item()
             yield OK, "GPU", f"{name}: usable"
         except RuntimeError as error:
             reason = str(error).splitlines()[0]

@@ -38,7 +38,13 @@ from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
 from superglue_sift.network.batch import Images, Pair, choose_pair
-from superglue_sift.network.superglue import SIFT_DIM, SuperGlue, mutual_matches, nearest_neighbours
+from superglue_sift.network.superglue import (
+    FLOAT32,
+    SIFT_DIM,
+    SuperGlue,
+    mutual_matches,
+    nearest_neighbours,
+)
 from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
 from superglue_sift.torch_compat import can_export
 
@@ -141,9 +147,11 @@ class ColmapSuperGlue(OnnxSuperGlue):
         view1 = inputs[1::2]
         # Keep the keypoints that most likely have a match, in the units of the network. A slice
         # [:n] would fix the exported graph to fewer keypoints.
+        ranks = rank_by_descriptor(view0[1][0], view1[1][0])
+        counts = (torch.sym_min(rank.shape[0], self.max_keypoints) for rank in ranks)
         order0, order1 = (
-            rank.argsort()[torch.arange(torch.sym_min(rank.shape[0], self.max_keypoints))]
-            for rank in rank_by_descriptor(view0[1][0], view1[1][0])
+            rank.argsort()[torch.arange(count, device=rank.device)]
+            for rank, count in zip(ranks, counts)
         )
         values = *_from_colmap(order0, *view0), *_from_colmap(order1, *view1)
         matches, _, scores, _ = super().forward(*values)
@@ -238,7 +246,7 @@ def export(
     inputs, outputs = FORMS[form]
     # Create example inputs of five keypoints. The graph takes any number of them.
     counts = {view: torch.export.Dim("keypoints" + view) for view in "01"}
-    values = [torch.ones((1, *EXAMPLES.get(name[:-1], (5,)))) for name in inputs]
+    values = [torch.ones((1, *EXAMPLES.get(name[:-1], (5,))), **FLOAT32) for name in inputs]
     shapes = [{} if "size" in name else {1: counts[name[-1]]} for name in inputs]
     # Trace the network, and translate it.
     with torch.no_grad():

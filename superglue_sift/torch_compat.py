@@ -140,7 +140,7 @@ def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Te
         if not again:
             keep = torch.autograd.graph.saved_tensors_hooks(
                 lambda tensor: again.append(tensor.detach()),
-                lambda _: torch.empty(0),  # nothing reads it
+                lambda _: torch.empty(0, dtype=torch.float32, device="cpu"),  # nothing reads it
             )
             with torch.enable_grad(), keep:
                 function(*arguments)

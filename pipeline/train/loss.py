@@ -121,7 +121,8 @@ class MatchingObjective(nn.Module):
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
         # the size classes may have another order than the batch
         ordered = order == sorted(order)
-        places = slice(len(batch)) if ordered else torch.tensor(order).argsort()
+        index = torch.tensor(order, dtype=torch.int64, device="cpu")
+        places = slice(len(batch)) if ordered else index.argsort()
         return total.sum().reshape(1), {name: value[places] for name, value in values.items()}
 
 
@@ -279,7 +280,7 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     units = [unit_vectors(batch.descriptors(view), kind).cpu().numpy() for view in (0, 1)]
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
-    scores = torch.zeros(matches.shape, device=batch.device)
+    scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
     for i, (m, n) in enumerate(batch.counts.tolist()):
         # m and n are the numbers of real keypoints of this pair. The rest is padding.
         found, mutual = neighbours(units[0][i, :m], units[1][i, :n])

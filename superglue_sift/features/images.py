@@ -15,6 +15,7 @@ states the frame of its coordinates.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import os
@@ -385,9 +386,9 @@ def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
     return values[..., [2, 1, 0, 3][: values.shape[2]]]
 
 
-# Tags of TIFF 6.0: 256 and 257 are width and height, 258 the bits of a band, 262 the meaning of the
-# bands, 277 their number, 284 their order in the file, 338 the meaning of further bands, 339 the
-# type of numbers. 42113 is GDAL's value for no data.
+# Tags of TIFF 6.0: 256 and 257 are width and height, 258 the bits of a band, 259 the compression,
+# 262 the meaning of the bands, 277 their number, 284 their order in the file, 338 the meaning of
+# further bands, 339 the type of numbers. 42113 is GDAL's value for no data.
 
 
 def _tiff_tags(data: bytes) -> Optional[ImageFileDirectory_v2]:
@@ -420,6 +421,9 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
         return layout in {(1, 1), (2, 3), (2, 4)} and tags.get(284, 1) == 1
     # gray, RGB(A), palette, CMYK, YCbCr
     known = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
+    if tags.get(284, 1) == 2:
+        # Pillow mixes the planes of YCbCr, and refuses some RGBA that is not compressed.
+        known -= {(6, 3), (2, 4)} if tags.get(259, 1) == 1 else {(6, 3)}
     return bits <= {1, 2, 4, 8} and layout in known
 
 
@@ -440,9 +444,13 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         tifffile = import_extra("tifffile", "tiff")
         with tifffile.TiffFile(io.BytesIO(data)) as file:
             values = file.pages[0].asarray()
-            extra = file.pages[0].extrasamples
-    except Exception as error:  # tifffile is missing, or the data are damaged
-        raise BadImage(name, f"{layout} cannot be read: {_line(error)}; or {convert}") from None
+    except Exception as error:  # tifffile or a decoder is missing, or the data are damaged
+        values = _decompress_tiff(data, tags)
+        if values is None:
+            reason = _line(error)
+            if isinstance(error, ImportError) or "imagecodecs" in reason:
+                reason = "its compression needs one more package: pip install imagecodecs"
+            raise BadImage(name, f"{layout} cannot be read: {reason}; or {convert}") from None
     if tags.get(284, 1) == 2 and values.ndim == 3:
         # Planes (bands, H, W) -> (H, W, bands)
         values = np.moveaxis(values, 0, -1)
@@ -452,8 +460,32 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         return values
     # (H, W, bands) -> (H, W, 3 or 4), where the last band is alpha if the file says so
     colours = [0, 1, 2] if bands > 2 else [0, 0, 0]
-    is_alpha = bool(extra) and extra[-1] in (1, 2)
+    is_alpha = tags.get(338, (0,))[-1:] in ((1,), (2,))
     return values[..., [*colours, bands - 1] if is_alpha else colours]
+
+
+def _decompress_tiff(data: bytes, tags: ImageFileDirectory_v2) -> Optional[np.ndarray]:
+    """Read floats and signed numbers of a TIFF whose compression tifffile alone does not know.
+
+    OpenCV knows LZW and predictors, and Pillow also ZSTD. Returns the values, (H, W) or (H, W, 3 or
+    4), or None for layouts that both read wrong, and for damaged data.
+    """
+    kind = (tags.get(339, (1,))[0], tags.get(258, (1,))[0])
+    bands = tags.get(277, 1)
+    is_gray_or_rgb = (tags.get(262, 1), bands) in {(0, 1), (1, 1), (2, 3), (2, 4)}
+    in_planes = tags.get(284, 1) == 2 and bands > 1
+    # OpenCV reads floats and 32 bits for any meaning of the bands, and 16 bits for these.
+    is_wide = kind in {(3, 32), (3, 64), (2, 32)} and bands in (1, 3, 4)
+    if in_planes or not (is_wide or (kind == (2, 16) and is_gray_or_rgb)):
+        return None
+    with contextlib.suppress(Exception):  # decoders of damaged data raise any type of error
+        values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
+        if values is not None:
+            return values if values.ndim == 2 else values[..., [2, 1, 0, 3][: values.shape[2]]]
+        # Pillow mixes the bytes of compressed numbers whose highest byte comes first (MM).
+        if bands == 1 and kind != (3, 64) and data[:2] == b"II":
+            return np.asarray(open_image(data, ""))
+    return None
 
 
 def _nodata(tags: Mapping[int, Any]) -> Optional[float]:

@@ -76,7 +76,7 @@ def compare(
     cosine, second = np.empty((2, len(rows)), np.float32)
     # The largest cosine of each column, in rows whose nearest is another column
     rest = np.full(len(others), -1.0, np.float32)
-    product = torch.empty((BLOCK, len(others)))
+    product = torch.empty((BLOCK, len(others)), dtype=torch.float32, device="cpu")
     right = torch.from_numpy(others).T
     for start in range(0, len(rows), BLOCK):
         # (BLOCK, D) and (D, m) -> (BLOCK, m) cosines, in memory that all blocks share

@@ -234,7 +234,7 @@ class _Work:
         """
         self.shift = torch.zeros_like(self.views[1].points)
         self.deviation, self.plain, self.correlation = torch.full(
-            (3, len(self.shift)), float("nan"), device=self.shift.device
+            (3, len(self.shift)), float("nan"), dtype=torch.float32, device=self.shift.device
         )
         for level in range(COARSER, -1, -1):
             self._refine(level, coarsest >= level)
@@ -499,7 +499,7 @@ def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
     - (SIDE^2,), the weights of the samples without the margin. Their sum is 1.
     """
     # Samples are one unit apart, around the keypoint in the middle.
-    line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, device=device)
+    line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, dtype=torch.float32, device=device)
     x = line.expand(len(line), -1)
     square = torch.stack([x, x.t()], 2)
     inner = torch.exp(-0.5 * (line[1:-1] / WIDTH) ** 2)
@@ -531,9 +531,11 @@ def energy(samples: Tensor, weight: Tensor) -> Tensor:
 def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
     """Invert Hessians (n, 2, 2), except along directions without structure.
 
-    Returns the inverses (n, 2, 2), and how many directions of each have no structure, (n,).
+    Returns the inverses (n, 2, 2), and how many directions of each have no structure, (n,) in the
+    dtype of the Hessians.
     """
     values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
     inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~kept, 0.0)
-    return (vectors * inverse[:, None]) @ vectors.transpose(1, 2), (~kept).sum(1)
+    inverses = (vectors * inverse[:, None]) @ vectors.transpose(1, 2)
+    return inverses, (~kept).sum(1).to(hessian.dtype)

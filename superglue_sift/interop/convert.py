@@ -79,7 +79,7 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
     RequestError as `Features.of`.
     """
     # (1, ...) tensors or arrays -> (...) arrays
-    values = {name: torch.as_tensor(value)[0].cpu().numpy() for name, value in data.items()}
+    values = {name: torch.as_tensor(value, device="cpu")[0].numpy() for name, value in data.items()}
     # Convert to OpenCV's units, degrees from 0 to 360 and descriptors from 0 to 255.
     scores = values.get("keypoint_scores", np.zeros(len(values["keypoints"])))
     width, height = values["image_size"]
@@ -121,7 +121,7 @@ def from_lightglue_matches(
         and -1 for a keypoint without a match. `matching_scores0` has the same shape.
     """
     matches0, scores0 = (
-        torch.as_tensor(data[name]).detach().cpu().reshape(-1)
+        torch.as_tensor(data[name], device="cpu").detach().reshape(-1)
         for name in ("matches0", "matching_scores0")
     )
     # (M,) partners -> (K, 2) indices

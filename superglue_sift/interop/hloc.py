@@ -117,7 +117,7 @@ class MatcherForHloc:
                 scales=2 * values["scales"],
                 oris=torch.deg2rad(values["oris"]),
                 descriptors=values["descriptors"].transpose(-1, -2),
-                image_size=torch.tensor([[width, height]]),
+                image_size=torch.tensor([[width, height]], dtype=torch.int64, device="cpu"),
             )
             views.append(convert.from_lightglue(values)._replace(frame=STORED))
         output = convert.to_lightglue_matches(self.matcher.match(*views))

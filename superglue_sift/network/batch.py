@@ -91,7 +91,7 @@ class PairBatch:
 
     def select(self, pairs: Sequence[int]) -> PairBatch:
         """Return a batch of the given pairs, in this order, padded to their longest images."""
-        chosen = torch.tensor(pairs, dtype=torch.int64)
+        chosen = torch.tensor(pairs, dtype=torch.int64, device="cpu")
         there = to_device_async(chosen, self.device)
         counts = self.counts[chosen]
         batch = self._with(lambda t: t.index_select(0, there))
@@ -227,7 +227,8 @@ def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[Tensor, Tensor, Tensor
     sizes = [size for batch in batches for size in batch.image_sizes.unbind(1)]
     # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding. This is computed on
     # the host, so that nothing here waits for the device.
-    masks = [torch.arange(view.shape[1]) < count[:, None] for view, count in zip(records, counts)]
+    indices = [torch.arange(view.shape[1], device="cpu") for view in records]
+    masks = [index < count[:, None] for index, count in zip(indices, counts)]
     padded = [not mask.all() for mask in masks]
     images = Images([to_device_async(mask, records[0].device) for mask in masks], padded)
     # (B, 2) -> (T, 2): each keypoint gets the size of its image.
@@ -258,8 +259,8 @@ def from_pairs(
     known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]
     return PairBatch(
         (records0, records1),
-        torch.tensor(counts, dtype=torch.int64).reshape(-1, 2),
-        torch.tensor(sizes, dtype=torch.float32).reshape(-1, 2, 2),
+        torch.tensor(counts, dtype=torch.int64, device="cpu").reshape(-1, 2),
+        torch.tensor(sizes, dtype=torch.float32, device="cpu").reshape(-1, 2, 2),
         *known,
     )
 
@@ -268,7 +269,8 @@ def _pack(views: Sequence[np.ndarray], dtype: np.dtype) -> Tensor:
     """Copy the keypoints (n,) of each view to one padded buffer (B, N, R) uint8."""
     # There is at least one column, so that empty views need no special case.
     width = max([*map(len, views), 1])
-    buffer = torch.zeros((len(views), width, dtype.itemsize), dtype=torch.uint8)
+    shape = (len(views), width, dtype.itemsize)
+    buffer = torch.zeros(shape, dtype=torch.uint8, device="cpu")
     for row, r in zip(buffer.numpy(), views):
         size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
         row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)

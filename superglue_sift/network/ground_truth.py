@@ -66,10 +66,11 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     """
     M, N = (records.shape[1] for records in batch.records)
     W = max(M, N)
-    padded = to_device_async(torch.arange(W) >= batch.counts.T.unsqueeze(2), batch.device)
+    indices = torch.arange(W, device="cpu")
+    padded = to_device_async(indices >= batch.counts.T.unsqueeze(2), batch.device)
     points, mapped, inside = _map_views(batch, padded)
     # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
-    best = torch.empty(inside.shape, device=batch.device)
+    best = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
     partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
     # On a CPU, take one pair at a time, so that its errors stay in the cache.
     pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))

@@ -79,6 +79,10 @@ NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `neighbour_features`
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
 SPREAD = 2.0
 
+# Parameters are created with these options, since a program that uses the matcher may have changed
+# torch's default dtype or default device.
+FLOAT32: Any = {"dtype": torch.float32, "device": "cpu"}
+
 # No number of a configuration may be larger, since a model file may come from anyone.
 LARGEST = 65536
 KINDS = ("sift", "float")  # kinds of descriptors, see `batch.unit_vectors`
@@ -136,15 +140,15 @@ class SuperGlue(nn.Module):
         dim = config.dim
         layer = functools.partial(AttentionalLayer, dim, config.heads, config.norm)
         # Equation 2: the first state of a keypoint
-        self.descriptor_projection = nn.Linear(config.descriptor_dim, dim)
+        self.descriptor_projection = nn.Linear(config.descriptor_dim, dim, **FLOAT32)
         self.keypoint_encoder = _keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
         # Equations 3 to 5: layers in pairs
         self.self_attention = nn.ModuleList(layer(cross=False) for _ in range(config.layers))
         self.cross_attention = nn.ModuleList(layer(cross=True) for _ in range(config.layers))
         # Equation 6: matching descriptors; equation 8: the score of the dustbins
-        self.final_projection = nn.Linear(dim, dim)
-        self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE))
+        self.final_projection = nn.Linear(dim, dim, **FLOAT32)
+        self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE, **FLOAT32))
         self._start_as_identity()
 
     def forward(self, batch: PairBatch) -> Tensor:
@@ -266,10 +270,11 @@ class SuperGlue(nn.Module):
             nn.init.zeros_(parameter)
         dim = self.config.dim
         if dim == self.config.descriptor_dim:
-            nn.init.eye_(self.descriptor_projection.weight)
+            # `nn.init.eye_` would make a matrix on torch's default device.
+            self.descriptor_projection.weight.zero_().fill_diagonal_(1.0)
         else:  # this keeps inner products if dim is larger, and nearly keeps them if not
             nn.init.orthogonal_(self.descriptor_projection.weight)
-        nn.init.eye_(self.final_projection.weight)
+        self.final_projection.weight.zero_().fill_diagonal_(1.0)
         # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
         # SHARPNESS * cosine.
         self.descriptor_projection.weight.mul_(math.sqrt(dim))
@@ -285,9 +290,10 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
-        layers += [nn.Linear(width, wider), NORMS[config.norm](wider), nn.ReLU()]
+        norm = NORMS[config.norm](wider, **FLOAT32)
+        layers += [nn.Linear(width, wider, **FLOAT32), norm, nn.ReLU()]
         width = wider
-    return MLP(*layers, nn.Linear(width, config.dim))
+    return MLP(*layers, nn.Linear(width, config.dim, **FLOAT32))
 
 
 def geometry_of(keypoints: Tensor, image_size: Tensor, scale_angle: bool) -> Tensor:
@@ -398,11 +404,11 @@ class AttentionalLayer(nn.Module):
         super().__init__()
         self.heads = heads
         self.cross = cross
-        self.query_key_value = nn.Linear(dim, 3 * dim)
-        self.merge: nn.Module = nn.Linear(dim, dim)
-        first = nn.Linear(2 * dim, 2 * dim)
-        last = nn.Linear(2 * dim, dim)
-        self.mlp = MLP(first, NORMS[norm](2 * dim), nn.ReLU(inplace=True), last)
+        self.query_key_value = nn.Linear(dim, 3 * dim, **FLOAT32)
+        self.merge: nn.Module = nn.Linear(dim, dim, **FLOAT32)
+        first = nn.Linear(2 * dim, 2 * dim, **FLOAT32)
+        last = nn.Linear(2 * dim, dim, **FLOAT32)
+        self.mlp = MLP(first, NORMS[norm](2 * dim, **FLOAT32), nn.ReLU(inplace=True), last)
 
     def forward(
         self, x: Tensor, images: Images, dtype: Optional[torch.dtype], rotation: Optional[Tensor]
@@ -478,7 +484,7 @@ class RotaryPositions(nn.Module):
     def __init__(self, channels: int) -> None:
         """Draw the frequencies at random. channels: d of each head, which must be even."""
         super().__init__()
-        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2))
+        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2, **FLOAT32))
 
     def forward(self, positions: Tensor) -> Tensor:
         """Compute cos and sin (2, T, d / 2) of positions (T, 2) of order one, for `rotate`."""
@@ -535,12 +541,13 @@ class TokenBatchNorm(nn.Module):
     momentum = 0.1
     eps = 1e-5
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, **options: Any) -> None:
+        """Create the norm. options: dtype and device."""
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
+        self.weight = nn.Parameter(torch.ones(channels, **options))
+        self.bias = nn.Parameter(torch.zeros(channels, **options))
+        self.register_buffer("running_mean", torch.zeros(channels, **options))
+        self.register_buffer("running_var", torch.ones(channels, **options))
         self.sum_ranks: Optional[SumRanks] = None
 
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:

@@ -199,7 +199,7 @@ def choose_device(name: str) -> str:
         if torch.device(name).type not in ("cpu", "cuda"):
             raise RuntimeError("neither a CPU nor a GPU of NVIDIA or AMD")
         # Only an allocation shows whether the device works.
-        torch.zeros(1, device=name)
+        torch.zeros(1, dtype=torch.float32, device=name)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise RequestError(

@@ -1,6 +1,8 @@
 """features/images.py: which files of a folder are photographs, files to pixels, what is refused."""
 
+import importlib.util
 import io
+import struct
 import sys
 
 import cv2
@@ -214,6 +216,61 @@ def test_every_tiff_layout_gives_its_known_pixels(
     assert np.corrcoef(pixels.ravel(), expected.ravel())[0, 1] > 0.999
     if kind == "uint8":
         np.testing.assert_array_equal(pixels, expected)
+
+
+TAG_OF_PREDICTOR = 317
+
+
+def gray_tiff(values, compression, predictor):
+    """A TIFF of one band by Pillow, which compresses without further packages."""
+    info = {TAG_OF_PREDICTOR: predictor}
+    return saved(Image.fromarray(values), "TIFF", compression=compression, tiffinfo=info)
+
+
+def colour_tiff(values, predictor):
+    """A TIFF of three bands by OpenCV, compressed by LZW."""
+    options = [cv2.IMWRITE_TIFF_COMPRESSION, 5, cv2.IMWRITE_TIFF_PREDICTOR, predictor]
+    return encode(values[..., ::-1].copy(), ".tif", *options)
+
+
+@pytest.mark.parametrize("compression", ["tiff_lzw", "tiff_adobe_deflate", "zstd"])
+@pytest.mark.parametrize("kind, predictor", [("float32", 1), ("float32", 3), ("int32", 2)])
+def test_compressed_floats_and_signed_numbers_are_read(photo, compression, kind, predictor):
+    values = photo.astype(kind) * 100 - 9000
+    try:
+        data = gray_tiff(values, compression, predictor)
+    except (OSError, RuntimeError):
+        pytest.skip(f"this Pillow has no {compression}")
+    np.testing.assert_array_equal(decode_gray(data), decode_gray(tiff_of(values)))
+    reason(data[: len(data) // 2])  # a part of the file is no picture
+
+
+@pytest.mark.parametrize("kind", ["int16", "int32"])
+@pytest.mark.parametrize("predictor", [1, 2])
+def test_compressed_colours_of_signed_numbers_are_read(color_photo, kind, predictor):
+    values = color_photo.astype(kind) * 100 - 9000
+    expected = decode_gray(tiff_of(values, photometric="rgb"))
+    np.testing.assert_array_equal(decode_gray(colour_tiff(values, predictor)), expected)
+
+
+def test_a_missing_decoder_is_named_with_the_package_that_brings_it(photo):
+    pytest.importorskip("tifffile")
+    if importlib.util.find_spec("imagecodecs"):
+        pytest.skip("imagecodecs is installed")
+    data = tiff_of(np.dstack([photo] * 5).astype(np.uint32), planarconfig="contig")
+    # The entry of the compression (tag 259, a SHORT): 1 becomes 50000, ZSTD.
+    entry = struct.pack("<HHI", 259, 3, 1)
+    said = reason(data.replace(entry + b"\1\0", entry + struct.pack("<H", 50000)))
+    assert "5 bands of uint32" in said and "pip install imagecodecs" in said
+
+
+@pytest.mark.parametrize("extra", ["unspecified", "assocalpha", "unassalpha"])
+def test_four_bands_of_8_bits_in_planes_are_read(color_photo, extra):
+    opaque = np.full_like(color_photo[..., :1], 255)
+    planes = np.moveaxis(np.concatenate([color_photo, opaque], 2), 2, 0)
+    options = {"photometric": "rgb", "planarconfig": "separate", "extrasamples": [extra]}
+    expected = decode_gray(saved(Image.fromarray(color_photo), "PNG"))
+    np.testing.assert_array_equal(decode_gray(tiff_of(planes, **options)), expected)
 
 
 def test_a_layout_that_cannot_be_read_is_named_with_its_conversion(photo, monkeypatch):

@@ -1,0 +1,110 @@
+"""A program that embeds the matcher may have changed torch's default dtype, or default device."""
+
+import ast
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from made_scenes import TURN
+from test_architecture import nodes
+
+from pipeline.train.loss import MatchingObjective, ratio_test_sums
+from superglue_sift import Matcher
+from superglue_sift.features import sift
+from superglue_sift.interop import convert
+from superglue_sift.network.batch import Pair, from_pairs
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+
+# Functions of torch that make a tensor on the default device, and of these the ones whose dtype is
+# the default for some arguments.
+ON_DEFAULT_DEVICE = "empty ones arange eye full linspace rand randn randint randperm zeros asarray"
+ON_DEFAULT_DEVICE += " tensor scalar_tensor logspace tril_indices triu_indices"
+OF_DEFAULT_DTYPE = "empty ones eye full linspace rand randn zeros tensor logspace"
+
+
+@pytest.fixture(params=["float64", "float16", "meta"])
+def change_defaults(request):
+    """A function that changes a default of torch until the end of the test."""
+    if request.param != "meta":
+        yield lambda: torch.set_default_dtype(getattr(torch, request.param))
+        torch.set_default_dtype(torch.float32)
+        return
+    if not hasattr(torch, "set_default_device"):
+        pytest.skip("torch 1.10 has no default device")
+    # A tensor on the device "meta" has no content, so its use shows.
+    yield lambda: torch.set_default_device("meta")
+    torch.set_default_device(None)
+
+
+def match_all(matcher, images):
+    """Match two images as a user would: refined, by features of LightGlue, and by the ratio test.
+
+    Returns the arrays of all results.
+    """
+    features = [matcher.extract(image) for image in images]
+    found = matcher.match(*features, refine=False)
+    refined = found.refine(*features, "cpu")
+    # There and back again
+    views = [convert.from_lightglue(convert.to_lightglue(view)) for view in features]
+    output = convert.to_lightglue_matches(found)
+    back = convert.from_lightglue_matches(output, *views)
+    arrays = [found.points0, found.points1, found.scores, back.matches]
+    return [*arrays, refined.points0, refined.points1, refined.deviations]
+
+
+def train_once(photo, moved, config):
+    """Compute loss, gradient and metrics of a new network on one pair of known homography."""
+    torch.manual_seed(0)
+    records = [sift.extract(image, 200) for image in (photo, moved)]
+    batch = from_pairs([Pair(*records, (600, 400), (600, 400))], TURN[None])
+    network = SuperGlue(config)
+    objective = MatchingObjective(network)
+    total, values = objective(batch)
+    total.backward()
+    gradients = [parameter.grad.numpy() for parameter in network.parameters()]
+    sums = ratio_test_sums(objective, batch)
+    return [total.detach().numpy(), *gradients, *values.values(), *sums.values()]
+
+
+@pytest.mark.parametrize("scene", [False, True])
+def test_matches_are_the_same_with_other_defaults(model, photo, change_defaults, scene):
+    images = photo, cv2.warpPerspective(photo, TURN, (600, 400))
+    images = images[0], torch.from_numpy(images[1])
+    settings = {"device": "cpu", "max_keypoints": 300, "scene": scene}
+    before = Matcher.load(model, **settings)
+    expected = match_all(before, images)
+    assert len(expected[0]) > 30
+    change_defaults()
+    for matcher in (before, Matcher.load(model, **settings)):
+        for array, right in zip(match_all(matcher, images), expected):
+            assert array.dtype == right.dtype
+            np.testing.assert_array_equal(array, right)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SuperGlueConfig(dim=32, layers=1),
+        SuperGlueConfig(dim=128, layers=1, norm="batch", rotary=True, neighbours=True),
+    ],
+)
+def test_a_training_step_is_the_same_with_other_defaults(photo, change_defaults, config):
+    moved = cv2.warpPerspective(photo, TURN, (600, 400))
+    expected = train_once(photo, moved, config)
+    change_defaults()
+    for array, right in zip(train_once(photo, moved, config), expected):
+        np.testing.assert_array_equal(array, right)
+
+
+def test_every_new_tensor_has_its_dtype_and_device():
+    wrong = []
+    for name, node in nodes(ast.Call):
+        owner, _, function = ast.unparse(node.func).rpartition(".")
+        given = {word.arg for word in node.keywords}
+        needed = {"device"} if function in ON_DEFAULT_DEVICE.split() else set()
+        needed |= {"dtype"} if function in OF_DEFAULT_DTYPE.split() else set()
+        # `**options` may hold both.
+        if owner == "torch" and not name.startswith("benchmarks") and None not in given:
+            wrong += [f"{name}:{node.lineno} needs {word}" for word in needed - given]
+    assert wrong == []
