@@ -4,15 +4,16 @@ their matches.
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, which is rotated as its EXIF data say.
-It may also be pixels, (H, W) gray or (H, W, 3) BGR, from 0 to 255.
+An image is the base64 text of a JPEG, PNG, WebP, ... file, which is matched as `Matcher.match` does:
+rotated as its EXIF data say, and without keypoints where it is transparent. It may also be pixels,
+(H, W) gray or (H, W, 3) BGR, from 0 to 255.
 """
 
 from __future__ import annotations
 
 import base64
-import binascii
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, Mapping
 
@@ -24,11 +25,12 @@ from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
 from mlflow.types.schema import AnyType
 
 from superglue_sift import Matcher, RequestError
-from superglue_sift.features.images import UPRIGHT, BadImage, decode_gray
+from superglue_sift.features.features import Features
 
 WEIGHTS = "weights"  # name of the artifact that holds the weights
 MAX_KEYPOINTS = 4096  # largest number of keypoints of an image, in any request
 MAX_PIXELS = 50_000_000  # largest number of pixels of an image that is given as pixels
+IMAGES = ("image0", "image1")  # the columns of a request
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 ANSWER = ("keypoints0", "keypoints1", "matches", "scores", *REFINED)  # keys of an answer
 
@@ -38,7 +40,7 @@ def signature(threshold: float) -> ModelSignature:
 
     `threshold` is the model's own threshold.
     """
-    inputs = Schema([ColSpec(AnyType(), name) for name in ("image0", "image1")])
+    inputs = Schema([ColSpec(AnyType(), name) for name in IMAGES])
     params = [
         ParamSpec("threshold", DataType.double, threshold),
         ParamSpec("max_keypoints", DataType.long, MAX_KEYPOINTS),
@@ -47,27 +49,29 @@ def signature(threshold: float) -> ModelSignature:
     return ModelSignature(inputs=inputs, params=ParamSchema(params))
 
 
-def pixels(image: Any, name: str) -> np.ndarray:
-    """Decode the image of a request, (H, W) or (H, W, 3) uint8.
+def extract(matcher: Matcher, image: Any, name: str) -> Features:
+    """Extract features of the image of a request, in the column `name`.
 
-    Raises RequestError or BadImage, which name the column.
+    Raises RequestError, which names the column.
     """
     if isinstance(image, str):
         try:
-            return decode_gray(base64.b64decode(image, validate=True), name, UPRIGHT)
-        except binascii.Error:
+            data = base64.b64decode(image, validate=True)
+        except ValueError:  # also for letters that are not ASCII
             raise RequestError(f"{name}: neither base64 nor pixels") from None
+        return matcher.extract_file(data, name)
     # nested lists of a JSON request, or an array
     try:
         array = np.asarray(image)
     except ValueError:  # rows of different lengths
         array = np.empty(0)
-    fits = array.dtype.kind in "iuf" and array.ndim in (2, 3) and 0 < array.size <= 3 * MAX_PIXELS
+    is_image = array.ndim == 2 or array.shape[2:] == (3,)
+    fits = array.dtype.kind in "iuf" and is_image and 0 < array.size <= 3 * MAX_PIXELS
     if not fits or not (array.min() >= 0 and array.max() <= 255):  # both are False for NaN
         raise RequestError(
             f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
         )
-    return array.astype(np.uint8)
+    return matcher.extract(array.astype(np.uint8))
 
 
 def as_lists(values: Any) -> Any:
@@ -103,7 +107,7 @@ class Answers:
         """
         try:
             return [self._match(row, **params) for row in model_input.to_dict("records")]
-        except (RequestError, BadImage) as error:
+        except RequestError as error:
             raise MlflowException.invalid_parameter_value(str(error)) from None
 
     def _match(
@@ -111,12 +115,15 @@ class Answers:
     ) -> Dict[str, Any]:
         if not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"max_keypoints: must be 1 to {MAX_KEYPOINTS}")
-        # the model itself stays as it is, since several threads may answer requests
+        # Threads answer several requests at once. Their copies of the matcher share its network and
+        # take turns at it.
         matcher = dataclasses.replace(
             self.matcher, max_keypoints=max_keypoints, threshold=threshold, refine=refine
         )
-        found = matcher.match(*(pixels(row[name], name) for name in ("image0", "image1")))
-        return {name: as_lists(getattr(found, name)) for name in ANSWER}
+        with ThreadPoolExecutor(len(IMAGES)) as pool:
+            features = list(pool.map(lambda name: extract(matcher, row[name], name), IMAGES))
+        result = matcher.match(*features)
+        return {name: as_lists(getattr(result, name)) for name in ANSWER}
 
 
 class MatcherModel(Answers, PythonModel):

@@ -111,13 +111,12 @@ class Matcher:
     rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
     weights_sha256: str = dataclasses.field(default="", repr=False)
-    workers: int = dataclasses.field(default=1, init=False)
-    _turn: Any = dataclasses.field(default_factory=threading.Lock, init=False, repr=False)
-    _process: int = dataclasses.field(default_factory=os.getpid, init=False, repr=False)
+    workers: int = 1
+    # These are arguments, so that `dataclasses.replace` passes them on to the copy.
+    _turn: Any = dataclasses.field(default_factory=threading.Lock, repr=False)
+    _process: int = dataclasses.field(default_factory=os.getpid, repr=False)
     # Load the same file again, to unpickle a matcher.
-    _reload: Optional[Callable[[], Matcher]] = dataclasses.field(
-        default=None, init=False, repr=False
-    )
+    _reload: Optional[Callable[[], Matcher]] = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         _check_choice("frame", self.frame, FRAMES)
