@@ -4,7 +4,7 @@ their matches.
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
-An image is the base64 text of a JPEG, PNG, WebP, ... file, which is matched as `Matcher.match` does:
+An image is the base64 text of a JPEG, PNG, WebP, ... file, which is matched as by `Matcher.match`:
 rotated as its EXIF data say, and without keypoints where it is transparent. It may also be pixels,
 (H, W) gray or (H, W, 3) BGR, from 0 to 255.
 """
