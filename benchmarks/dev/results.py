@@ -337,7 +337,7 @@ def selection(bench: Bench) -> str:
     for count in (512, 1024, 2048):
         options = () if count == 1024 else ("--network-keypoints", count)
         values = json.loads((evaluate_oxford(bench, *options) / "metrics.json").read_text())
-        names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_aligned_5")
+        names = ("precision", "recall", "recall_at_ratio_precision", "auc_ransac_refined_5")
         rows[f"{count:,}"] = [percent(values.get(f"superglue.{name}")) for name in names]
     rows["ratio test, all 4,096"] = [percent(values.get(f"ratio_test.{name}")) for name in names]
     heads = ["P", "R", "R@P", "AUC@5 RANSAC, refined"]

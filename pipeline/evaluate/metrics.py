@@ -47,11 +47,10 @@ BINS = 10  # number of ranges of the confidence, for its calibration
 def name_of(metric: str, estimator: str = "", refined: bool = False) -> str:
     """Return the name of a metric in files, DVC and MLflow.
 
-    For example, `auc_5` of refined matches by RANSAC is `auc_ransac_aligned_5`. The names say
-    `aligned` for refined, so that they stay the same as in earlier versions.
+    For example, `auc_5` of refined matches by RANSAC is `auc_ransac_refined_5`.
     """
     kind, *limit = re.split(r"_(?=\d+$)", metric)
-    return "_".join(filter(None, (kind, estimator, "aligned" if refined else "", *limit)))
+    return "_".join(filter(None, (kind, estimator, "refined" if refined else "", *limit)))
 
 
 def make_table(results: Sequence[Sequence[Row]]) -> pd.DataFrame:

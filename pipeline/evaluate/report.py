@@ -208,7 +208,7 @@ def headline(results: Results) -> Dict[str, float]:
     ours = results.metrics["value"][OURS]
     asked = {
         "auc_5": ("auc_5", lead, False),
-        "auc_5_aligned": ("auc_5", lead, True),
+        "auc_5_refined": ("auc_5", lead, True),
         f"{recall}_at_p": (f"{recall}_at_ratio_precision", "", False),
         f"within_{WITHIN}": (f"within_{WITHIN}", lead, False),
         "precision": ("precision", "", False),

@@ -20,7 +20,7 @@ from pipeline.evaluate import pairs
 from pipeline.evaluate.estimators import DEFAULT
 from pipeline.evaluate.matchers import BOUND, MATCHERS
 
-ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_aligned")]
+ERRORS = [f"error_{name}{end}" for name in DEFAULT for end in ("", "_refined")]
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_an_auc_can_be_made_again_by_hand_from_pairs_csv(done):
 def test_only_estimates_change_with_refined_matches(work, done):
     assert run(work, "--no-refine", "--bound") == 0
     both = read_metrics(done.folder)
-    plain = {name: value for name, value in both.items() if "aligned" not in name}
+    plain = {name: value for name, value in both.items() if "refined" not in name}
     assert plain == read_metrics(work)
     # by how much pixels know better than SIFT is for views larger than these (`test_refine`)
     for matcher in ("mutual_nn", "ratio_test", "true_matches"):
-        assert both[f"{matcher}.auc_ransac_aligned_1"] != both[f"{matcher}.auc_ransac_1"] > 0.05
+        assert both[f"{matcher}.auc_ransac_refined_1"] != both[f"{matcher}.auc_ransac_1"] > 0.05
 
 
 def test_other_estimators_lead_where_they_were_asked_for(work, done):
@@ -90,7 +90,7 @@ def test_other_estimators_lead_where_they_were_asked_for(work, done):
     assert " MAGSAC" in (work / "out/report.txt").read_text()
     # nothing of the evaluation before is left to be taken for this one's
     left = {path.stem for path in (work / "out/curves").iterdir()}
-    assert left == {"error_magsac", "error_magsac_aligned", "calibration"}
+    assert left == {"error_magsac", "error_magsac_refined", "calibration"}
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_no_pair_is_dropped_from_a_mean():
 
 
 def test_the_name_of_a_metric():
-    assert metrics.name_of("auc_5", "ransac", True) == "auc_ransac_aligned_5"
+    assert metrics.name_of("auc_5", "ransac", True) == "auc_ransac_refined_5"
     assert metrics.name_of("negative_matches") == "negative_matches"
 
 
