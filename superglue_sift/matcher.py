@@ -90,7 +90,9 @@ class Matcher:
         always in pixels of the original image.
     threshold: minimum probability of a match of the network.
     extractor: the extractor of keypoints. None if it may not be run.
-    refine: whether to refine positions by the pixels, if there are any (`MatchResult.aligned1`).
+    refine: whether to refine positions by the pixels, if there are any (`MatchResult.aligned1`). If
+        None, refine them without `rules` only: a scene has many matches, and takes the positions
+        on which all pairs agree (`tracks.refine_tracks`). A loaded matcher has True or False.
     rules: rules for images that show one place, of which not every two overlap. Each pair is first
         accepted or rejected, then matches of all keypoints are added (`verification`). If None,
         match any images.
@@ -107,7 +109,7 @@ class Matcher:
     resize: int = RESIZE
     threshold: float = THRESHOLD
     extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
-    refine: bool = True
+    refine: Optional[bool] = None
     rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
     weights_sha256: str = dataclasses.field(default="", repr=False)
@@ -124,6 +126,8 @@ class Matcher:
         check_range("network_keypoints", self.network_keypoints, 1)
         check_range("resize", self.resize, 0)
         check_range("threshold", self.threshold, 0, 1)
+        if self.refine is None:
+            self.refine = self.rules is None
 
     @classmethod
     def load(
@@ -138,7 +142,7 @@ class Matcher:
         precision: str = "float32",
         compile: bool = False,
         extractor: Optional[str] = None,
-        refine: bool = True,
+        refine: Optional[bool] = None,
         scene: bool = False,
         frame: str = UPRIGHT,
         accept: Optional[float] = None,
@@ -157,8 +161,9 @@ class Matcher:
             compile: compile the layers by torch 2, once for each of a few sizes of images.
             extractor: `module:function` of a model that was not trained on SIFT, which lets this
                 code run. Without it, such a model matches `Features` only.
-            scene: follow `verification.Rules`. Positions are then refined only if `match` is asked
-                for it.
+            refine: whether to refine positions by the pixels. If None, refine them, but not with
+                `scene`.
+            scene: follow `verification.Rules`.
             accept, likely: settings of `verification.Rules`.
         """
         # Check the settings before the model is loaded.
@@ -187,7 +192,7 @@ class Matcher:
             **{**usual, **sizes},
             threshold=match_threshold(info) if threshold is None else threshold,
             extractor=_extractor_of(model.config.extractor, extractor),
-            refine=refine and not scene,
+            refine=refine,
             rules=rules,
             frame=frame,
             weights_sha256=file_sha256(path or shipped_weights()),
@@ -296,10 +301,10 @@ class Matcher:
         """Match two images, each a file, its pixels or its features from `extract`.
 
         refine: whether to refine positions by the pixels. If None, do what the matcher was loaded
-            with.
+            with, and leave the positions of features without pixels (`Features.of`) as they are.
 
-        An image without keypoints has no matches. Features without pixels (`Features.of`) have no
-        refined positions. Raises RequestError for an image that cannot be read.
+        An image without keypoints has no matches. Raises RequestError for an image that cannot be
+        read, and for `refine=True` with features without pixels.
         """
         features0, features1 = self.extract_all([image0, image1])
         (result,) = self._match([(features0, features1)], refine)
@@ -387,6 +392,9 @@ class Matcher:
         self._check_process()
         for pair in batch:
             check_features(self.model.config, *pair)
+            if refine and any(features.gray is None for features in pair):
+                reason = "the features have no pixels, so positions cannot be refined"
+                raise RequestError(f"refine=True: {reason}; leave it out, or match the images")
         if self.rules is None:
             results = self._match_any(batch)
         else:

@@ -212,7 +212,7 @@ def export(
     model: Optional[FileName] = None,
     threshold: Optional[float] = None,
     form: str = "any",
-    max_keypoints: int = COLMAP_KEYPOINTS,
+    max_keypoints: Optional[int] = None,
 ) -> Path:
     """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
@@ -220,14 +220,16 @@ def export(
     threshold: minimum probability of a match, which the file's metadata contain. If None, it is
         COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
     form: a key of FORMS.
-    max_keypoints: see `ColmapSuperGlue`.
+    max_keypoints: for COLMAP, see `ColmapSuperGlue`. If None, it is COLMAP_KEYPOINTS.
 
-    Raises RequestError if there is no such model, if the file cannot be written or has another
-    extension, or if packages are missing.
+    Raises RequestError for `max_keypoints` in another form, if there is no such model, if the file
+    cannot be written or has another extension, or if packages are missing.
     """
     path = Path(path)
     if path.suffix != ".onnx":
         raise RequestError(f"{path}: must end in .onnx")
+    if max_keypoints is not None and form != "colmap":
+        raise RequestError("max_keypoints: only for COLMAP, a graph for others takes any number")
     check_writable(path)
     onnx = import_extra("onnx", "onnx")
     import_extra("onnxscript", "onnx")  # torch's exporter needs it
@@ -242,7 +244,7 @@ def export(
         threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
     module = OnnxSuperGlue(network, threshold)
     if form == "colmap":
-        module = ColmapSuperGlue(network, threshold, max_keypoints)
+        module = ColmapSuperGlue(network, threshold, max_keypoints or COLMAP_KEYPOINTS)
     inputs, outputs = FORMS[form]
     # Create example inputs of five keypoints. The graph takes any number of them.
     counts = {view: torch.export.Dim("keypoints" + view) for view in "01"}
@@ -285,12 +287,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add(
         "--max-keypoints",
         type=int,
-        default=COLMAP_KEYPOINTS,
         help="with --for colmap: of an image, those with the best nearest neighbours in the other"
-        " (default %(default)s)",
+        f" (default {COLMAP_KEYPOINTS})",
     )
     args = parser.parse_args(argv)
-    check_range("--max-keypoints", args.max_keypoints, 1)
+    if args.max_keypoints is not None:
+        check_range("--max-keypoints", args.max_keypoints, 1)
+        if args.form != "colmap":
+            raise RequestError("--max-keypoints goes with --for colmap")
     if args.threshold is not None:
         check_range("--threshold", args.threshold, 0, 1)
     print("translating the network, which takes a minute or more", file=sys.stderr, flush=True)

@@ -58,6 +58,26 @@ def test_each_call_may_ask_for_refined_positions_or_not(matcher, photo, turned):
     assert [one.deviations for one in found] == [None] * 3
 
 
+@pytest.mark.parametrize(
+    "scene, refine, is_refined",
+    [(False, None, True), (True, None, False), (True, True, True), (False, False, False)],
+)
+def test_refine_means_what_it_says_with_a_scene_too(
+    model, photo, turned, scene, refine, is_refined
+):
+    matcher = Matcher.load(model, "cpu", scene=scene, refine=refine, max_keypoints=500, resize=768)
+    result = matcher.match(photo, turned)
+    assert result.accepted and len(result.matches) > 30
+    assert (result.deviations is not None) == matcher.refine == is_refined
+
+
+def test_features_without_pixels_cannot_be_refined_on_request(matcher, photo, turned):
+    pair = matcher.extract(photo), matcher.extract(turned)._replace(gray=None)
+    assert matcher.refine and matcher.match(*pair).deviations is None
+    with pytest.raises(RequestError, match="refine=True: the features have no pixels"):
+        matcher.match(*pair, refine=True)
+
+
 def test_files_pixels_and_features_give_the_same_matches(
     matcher, photo, turned, tmp_path, monkeypatch
 ):

@@ -143,6 +143,10 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
 def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(RequestError, match=r"must end in \.onnx"):
         onnx.export(tmp_path / "m.pt")
+    with pytest.raises(RequestError, match="max_keypoints: only for COLMAP"):
+        onnx.export(tmp_path / "m.onnx", max_keypoints=100)
+    with pytest.raises(RequestError, match="--max-keypoints goes with --for colmap"):
+        onnx.main([str(tmp_path / "m.onnx"), "--max-keypoints", "100"])
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[onnx\]'"):
         onnx.export(tmp_path / "m.onnx")

@@ -67,6 +67,7 @@ GOES_WITH = {
     "frame": (TWO, FILES, FOLDER, LIST),  # the page shows photographs upright
     "colmap": (FOLDER, LIST, DATABASE),
     "dry_run": (DATABASE,),
+    "refine": (TWO, FILES, FOLDER, LIST, PAGE),  # a database has no pixels
     "camera_per": ("--colmap",),
     "masks": (TWO, FILES, FOLDER, LIST),
     **dict.fromkeys(("features", "pictures", "json_files", "overwrite"), ("--out-dir",)),
@@ -293,9 +294,8 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add(
         "--refine",
         action=argparse.BooleanOptionalAction,
-        default=True,
-        help="refine the positions of matches (but not with --scene), and of keypoints of --colmap,"
-        " by the pixels of the images (default)",
+        help="refine positions by the pixels of the images: those of matches (default without"
+        " --scene), and those of keypoints of --colmap (default)",
     )
     page = "a page for the browser (pip install 'superglue-sift[serve]')"
     add = parser.add_argument_group(page).add_argument
@@ -353,6 +353,8 @@ def _check_options(args: argparse.Namespace) -> None:
     if args.out_dir and (args.out or args.json):
         fix = "with --out-dir, use --pictures --json-files"
         raise RequestError(f"--out and --json are for two images; {fix}")
+    if args.camera_per and args.source == DATABASE:
+        raise RequestError("--camera-per: an existing database has cameras; leave it out")
     # 0 is also a value that was given.
     given = {name for name, value in vars(args).items() if value is not None and value is not False}
     known = {args.source, *map(_spell, given)}

@@ -65,7 +65,8 @@ def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
     if args.colmap:
         from superglue_sift.interop.colmap import database_of
 
-        database = database_of(args.colmap, root, photos, store, args.refine, args.camera_per)
+        refine = args.refine is not False
+        database = database_of(args.colmap, root, photos, store, refine, args.camera_per)
     # Match the pairs. The table and the database get each of them.
     rows: List[Sequence[Any]] = [PAIR_COLUMNS]
     before = 0

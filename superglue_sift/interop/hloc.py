@@ -100,6 +100,11 @@ class MatcherForHloc:
     ]
 
     def _init(self, conf: Mapping[str, Any]) -> None:
+        # hloc itself adds the name of the matcher.
+        unknown = conf.keys() - self.default_conf.keys() - {"name"}
+        if unknown:
+            allowed = ", ".join(self.default_conf)
+            raise RequestError(f"{', '.join(sorted(unknown))}: not a setting; they are {allowed}")
         settings = {name: conf[name] for name in self.default_conf}
         self.matcher = Matcher.load(settings.pop("model"), **settings)
 

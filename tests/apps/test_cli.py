@@ -104,6 +104,8 @@ def test_a_pattern_that_the_shell_left_is_the_files_of_that_pattern(work):
         ("a.png b.png --scene --accept 12", "accept 12.0: must be between 0 and 1"),
         ("photos --out-dir x --colmap text.avi", "text.avi: exists already; name another"),
         ("--serve --frame stored", "--frame goes with two images"),
+        ("--colmap text.avi --refine", "--refine goes with two images"),
+        ("--colmap text.avi --camera-per image", "--camera-per: an existing database has cameras"),
     ],
 )
 def test_wrong_requests_are_one_line(work, capfd, words, message):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from superglue_sift import Matcher
+from superglue_sift import Matcher, RequestError
 from superglue_sift.interop import convert, hloc
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
@@ -104,7 +104,9 @@ def test_files_of_hloc_have_its_units_and_its_matcher_answers_as_ours(
     np.testing.assert_allclose(data["scales0"][0], features[0].records["scale"] / 2)  # sigma
     np.testing.assert_allclose(data["oris0"][0], features[0].records["angle"])  # degrees
     assert set(plugin.required_inputs) <= set(data)
-    answer = plugin({"device": "cpu"})._forward(data)
+    with pytest.raises(RequestError, match="max_keypoints: not a setting; they are model, thresh"):
+        plugin({"name": "superglue_sift", "max_keypoints": 100})
+    answer = plugin({"name": "superglue_sift", "device": "cpu"})._forward(data)
     same = answer["matches0"][0].numpy() == found.dense()[0]
     assert same.mean() > 0.95  # second orientations are lost
     assert answer["matching_scores0"].shape == answer["matches0"].shape

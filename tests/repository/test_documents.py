@@ -127,7 +127,7 @@ def make_pairs_folder():
 def make_files(block):
     """Make the files that a block opens, by the commands that the text before it names."""
     if "superglue.onnx" in block:
-        run_module("superglue_sift.onnx", "superglue.onnx", "--max-keypoints", "1024")
+        run_module("superglue_sift.onnx", "superglue.onnx")
     if "photos" in block and not Path("photos").exists():
         make_tutorial_photos()
     if "database.db" in block:
