@@ -2,7 +2,7 @@
 
 A list of photographs stands next to the file of each model, so that nobody tests on these
 photographs by accident. `best.safetensors` has `best.trained_on.txt`: one photograph a line
-(`fetch.dataset.Entry.photograph`), including the photographs of the initial weights. The
+(`fetch.dataset.ImageSet.photograph`), including the photographs of the initial weights. The
 description inside the model file has the list's digest.
 """
 

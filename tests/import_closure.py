@@ -25,11 +25,12 @@ CHANGES_NO_OUTPUT = (
     "pipeline.tracking",
     "pipeline.workers",  # results of others, in their order
     "superglue_sift.errors",
-    "superglue_sift.files",  # a file is written whole or not at all, with the bytes it is given
     # The same on every processor: tests/golden/test_processor.py holds its effect
     "superglue_sift.environment",
     "superglue_sift.progress",
 )
+# Modules by which one stage only prints, or refuses to go on
+ONLY_SAYS = {"fetch": ("pipeline.provenance",)}  # what the initial weights were trained on
 
 
 def module_file(module):
@@ -57,18 +58,18 @@ def imports(path, into_functions=True):
     return [name for name in names if name.split(".")[0] in PACKAGES]
 
 
-def closure(modules):
+def closure(modules, without=CHANGES_NO_OUTPUT):
     """Module name -> path, for these modules and all that they import of the project, also in
     functions.
 
-    CHANGES_NO_OUTPUT and the functions in `__init__.py` of the two packages are not followed.
+    Modules of `without` and the functions in `__init__.py` of the two packages are not followed.
     """
     found = {}
     waiting = list(modules)
     while waiting:
         name = waiting.pop()
         path = module_file(name)
-        if path is None or name in found or name.startswith(CHANGES_NO_OUTPUT):
+        if path is None or name in found or name.startswith(without):
             continue
         found[name] = path
         waiting += imports(path, into_functions=name not in PACKAGES)
@@ -97,7 +98,7 @@ def differences(tree):
     lines = []
     for name, stage in tree["stages"].items():
         held = [path for path in stage["deps"] if path.split("/")[0] in PACKAGES]
-        modules = closure(modules_in(stage["cmd"]))
+        modules = closure(modules_in(stage["cmd"]), CHANGES_NO_OUTPUT + ONLY_SAYS.get(name, ()))
         files = sorted(path for path in modules.values() if not path.endswith("__init__.py"))
         lines += [
             f"{name}: deps lack {path}"

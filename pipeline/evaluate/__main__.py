@@ -218,7 +218,7 @@ def choose_photographs(
     # each network may remove photographs
     compared = {}
     for name, network in networks.items():
-        photographs = [entry.photograph for entry in left]
+        photographs = [images.photograph(entry) for entry in left]
         title = "the model" if name == OURS else name
         keep = args.allow_training_images
         places, line = provenance.leave_out_photographs(network.file, photographs, keep, title)

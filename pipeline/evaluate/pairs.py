@@ -220,6 +220,7 @@ class NegativePairs(Source):
         self.source = source
         entries = source.entries
         count = len(entries)
+        photographs = [source.images.photograph(entry) for entry in entries]
         # a pair has the indices of both photographs, and the number of their views
         pairs = (
             (first, second, number)
@@ -227,7 +228,7 @@ class NegativePairs(Source):
             for first in range(count)
             for second in [(first + 1 + number % (count - 1)) % count]
             # copies of one photograph are no negative pair
-            if entries[first].photograph != entries[second].photograph
+            if photographs[first] != photographs[second]
         )
         self.pairs = list(itertools.islice(pairs, MAX_NEGATIVE_PAIRS))
         self.scenes = [(f"{entries[a].name} and {entries[b].name}", 1) for a, b, _ in self.pairs]

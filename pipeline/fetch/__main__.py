@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
-from pipeline import errors, params, workers
+from pipeline import errors, params, provenance, workers
+from pipeline.errors import RequestError
 from pipeline.fetch import coco, dataset
-from pipeline.fetch.dataset import Container
+from pipeline.fetch.dataset import Container, Entry, ImageSet
+from pipeline.params import Params
 from superglue_sift.files import check_writable, name_below, write_json
 
+# With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`)
+MIN_TEST_IMAGES = 6
 BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
 
@@ -22,12 +26,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     workers.end_with_dvc()
     parser = errors.make_parser("pipeline.fetch", __doc__)
     add = parser.add_argument
-    add("--params", type=Path, default=Path("params.yaml"), help="file with the section `fetch`")
+    add("--params", type=Path, default=Path("params.yaml"), help="parameters")
     add("--out", type=Path, default=Path("data/images"), help="folder of the manifest")
     add("--archives", type=Path, default=Path("data/archives"), help="folder of downloads")
     add("--reports", type=Path, default=Path("reports/fetch"), help="folder of metrics.json")
     options = parser.parse_args(argv)
-    settings = params.load(options.params).fetch
+    sections = params.load(options.params)
+    settings = sections.fetch
     # the user's own images are checked before anything is written
     own = None
     if settings.source == "folder":
@@ -51,6 +56,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             key = "val" if split != "train" and "val" in held else "train"
             entries += held[key].entries(names, split, key)
         containers = {key: _describe(container, options.out) for key, container in held.items()}
+    # Say now what would stop the training or the evaluation after hours
+    roots = {key: str(options.out / value["path"]) for key, value in containers.items()}
+    for line in check_held_out(ImageSet(entries, roots, settings.source), sections):
+        print(f"fetch: {line}")
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", {"source": settings.source, "containers": containers})
     # write the metrics for DVC
@@ -66,6 +75,68 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         f" {options.out}/manifest.csv"
     )
     return 0
+
+
+def check_held_out(images: ImageSet, sections: Params) -> List[str]:
+    """Return lines about held-out images that the initial weights know, and about too few images.
+
+    Raises:
+        RequestError: there are no initial weights at `train.init_from`, or they were trained on all
+            images that validate, or on all that test.
+    """
+    model = sections.train.init_from
+    if model and not Path(model).is_file():
+        raise RequestError(
+            f"train.init_from = {model!r}: no such file; name a model, or set '' to train from"
+            " scratch"
+        )
+    # A list that is missing is reported by the training
+    known = provenance.read_photographs(Path(model)) if model else None
+    lines: List[str] = []
+    for split, title in (("val", "validation"), ("test", "test")):
+        entries = images.entries(split)
+        if entries and known is not None:
+            entries = _leave_out(images, entries, title, sections, lines)
+        if split == "test" and 0 < len(entries) < MIN_TEST_IMAGES:
+            lines.append(
+                f"{len(entries)} test images are too few to judge by, since intervals need"
+                f" {MIN_TEST_IMAGES}: give more images, or raise fetch.val_fraction or"
+                " fetch.test_fraction"
+            )
+    return lines
+
+
+def _leave_out(
+    images: ImageSet, entries: Sequence[Entry], title: str, sections: Params, lines: List[str]
+) -> List[Entry]:
+    """Return the entries that the initial weights were not trained on. Add what to say to `lines`.
+
+    `title` says what the images are for. Raises RequestError if no entry is left.
+    """
+    model = Path(sections.train.init_from)
+    keep = sections.run.allow_training_images
+    photographs = [images.photograph(entry) for entry in entries]
+    left, line = provenance.leave_out_photographs(model, photographs, keep, str(model))
+    if not left:
+        raise RequestError(
+            f"{model}: was trained on all of the {len(entries)} {title} images; hold out others"
+            ' (fetch.val_path, VAL_IMAGES), train from scratch (train.init_from: ""), or keep them'
+            " with run.allow_training_images: true"
+        )
+    if line:
+        fix = "" if keep else "; run.allow_training_images: true keeps them"
+        lines.append(f"{title} images: {line}{fix}")
+    # A number in a name may be COCO's, or that of a frame of a video
+    known = provenance.read_photographs(model) or frozenset()
+    numbers = [dataset.coco_number(entry.name) for entry in entries]
+    alike = [name for name, own in zip(numbers, photographs) if name in known and own != name]
+    if alike:
+        lines.append(
+            f"{title} images: {len(alike)} of {len(entries)} are named as photographs of COCO that"
+            f" {model} was trained on, and count as others; if they are COCO's, name their folder"
+            " as COCO does, such as train2017"
+        )
+    return [entries[index] for index in left]
 
 
 def _describe(container: Container, out: Path) -> Dict[str, Any]:

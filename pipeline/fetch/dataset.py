@@ -44,8 +44,10 @@ DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size
 MAX_IMAGE_BYTES = 1 << 29  # largest image of a zip, against zip bombs
-# names of COCO's files of 2014 and of 2017
-_COCO = re.compile(r"(?:COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
+# Names of COCO's files, with the prefix of 2014 or without one as in 2017, and of its folders and
+# archives
+_COCO_FILE = re.compile(r"(COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
+_COCO_FOLDER = re.compile(r"(?:train|val|test|unlabeled)20\d\d")
 
 MAX_UPSCALE = 2.0  # most view pixels per image pixel; it limits how small images may be
 MAX_SIDE = 32_767  # px; cv2.warpPerspective takes images with shorter sides
@@ -83,18 +85,12 @@ class Entry:
     packed: int = 0  # how many bytes it takes there
     method: int = STORED
 
-    @property
-    def photograph(self) -> str:
-        """Return the identifier of the photograph, by which training overlap is found.
 
-        It is "" if it is not known. A photograph of COCO has its number, which is unique over all
-        years, and so the same for smaller or gray copies. Other photographs have CRC-32 and size of
-        the file. These do not depend on the name, but change if the file is encoded again.
-        """
-        numbered = _COCO.fullmatch(self.name.rpartition("/")[2])
-        if numbered and int(numbered[1]) < 1_000_000:  # a date has twelve digits, too
-            return str(int(numbered[1]))
-        return f"{self.crc32}-{self.size}" if self.crc32 else ""
+def coco_number(name: str) -> str:
+    """Return the number of a photograph of COCO that has this name, or "" for another name."""
+    match = _COCO_FILE.fullmatch(name.rpartition("/")[2])
+    # A date has twelve digits, too
+    return str(int(match[2])) if match and int(match[2]) < 1_000_000 else ""
 
 
 def write_manifest(path: Path, entries: Iterable[Entry]) -> None:
@@ -134,14 +130,40 @@ class ImageSet:
     """The images that `fetch` lists. It keeps no file open.
 
     `containers` has the path of each folder or zip by its key, which is all that `read` needs.
+    `source` is `fetch.source`, or "" if it is not known.
     """
 
     listed: Sequence[Entry]
     containers: Dict[str, str]
+    source: str = ""
 
     def entries(self, split: str) -> List[Entry]:
         """Return the entries of "train", "val" or "test", sorted by name."""
         return [entry for entry in self.listed if entry.split == split]
+
+    def photograph(self, entry: Entry) -> str:
+        """Return the identifier of the photograph, by which training overlap is found.
+
+        It is "" if it is not known. A photograph of COCO has its number, which is unique over all
+        years, and so the same for smaller or gray copies. Other photographs have CRC-32 and size of
+        the file. These do not depend on the name, but change if the file is encoded again.
+        """
+        content = f"{entry.crc32}-{entry.size}" if entry.crc32 else ""
+        return (self._is_of_coco(entry) and coco_number(entry.name)) or content
+
+    def _is_of_coco(self, entry: Entry) -> bool:
+        """Return whether `entry` is COCO's, if its name is: frames of a video are numbered, too.
+
+        The source, the prefix of the name, or the folder or zip that it lies in says so.
+        """
+        *folders, name = entry.name.split("/")
+        folder = folders[-1] if folders else Path(self.containers[entry.container]).stem
+        match = _COCO_FILE.fullmatch(name)
+        return (
+            self.source.startswith("coco")
+            or (match is not None and match[1] is not None)
+            or _COCO_FOLDER.fullmatch(folder) is not None
+        )
 
     def read(self, entry: Entry) -> bytes:
         """Return the bytes of the image file. Raises BadImage if they changed since `fetch`."""
@@ -166,6 +188,7 @@ def open_manifest(folder: Path) -> ImageSet:
         source = json.loads((folder / "source.json").read_text(encoding="utf-8"))
         keys = sorted({entry.container for entry in entries})
         roots = {key: str(folder / source["containers"][key]["path"]) for key in keys}
+        kind = str(source.get("source", ""))
     except (OSError, ValueError, KeyError, TypeError):
         raise RequestError(
             f"{folder}/source.json: missing or damaged; run `dvc repro -f fetch`"
@@ -176,7 +199,7 @@ def open_manifest(folder: Path) -> ImageSet:
                 f"{os.path.normpath(root)}: no images there; `dvc repro -f -s fetch` finds or"
                 " downloads them"
             )
-    return ImageSet(entries, roots)
+    return ImageSet(entries, roots, kind)
 
 
 def unpack(data: bytes, entry: Entry) -> bytes:

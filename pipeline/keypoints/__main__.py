@@ -75,7 +75,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
     _check(bad, total, rows, options.reports)
     for split in SPLITS:
-        shards.finish(options.out / split, plans[split], settings)
+        shards.finish(options.out / split, plans[split], images, settings)
     metrics = _metrics(options.out, bad)
     write_json(options.reports / "metrics.json", metrics)
     rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"

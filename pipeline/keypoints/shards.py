@@ -127,7 +127,9 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
     write_atomic(shard.note, json.dumps(row))
 
 
-def finish(folder: Path, shards: Sequence[Shard], settings: KeypointsParams) -> None:
+def finish(
+    folder: Path, shards: Sequence[Shard], images: ImageSet, settings: KeypointsParams
+) -> None:
     """Write store.json from the notes of all shards, and delete all other files.
 
     All ranks must be done, because an unknown file may be one that another rank writes.
@@ -136,8 +138,8 @@ def finish(folder: Path, shards: Sequence[Shard], settings: KeypointsParams) -> 
     rows = []
     for shard in shards:
         row = shard.row()
-        used = [entry.photograph for entry in shard.entries if entry.name in row["images"]]
-        rows.append({**row, "photographs": used})
+        used = [entry for entry in shard.entries if entry.name in row["images"]]
+        rows.append({**row, "photographs": [images.photograph(entry) for entry in used]})
     extractor = extractors.load(settings.extractor)
     write_json(folder / store.INDEX, store.index(rows, settings.views_per_image, extractor))
     # what is left are notes, shards of other parameters, and partial files after a kill

@@ -140,7 +140,7 @@ class KeypointStore:
 
     Attributes:
         images: names of the images.
-        photographs: identifier of the photograph of each image (`Entry.photograph`), "" if unknown.
+        photographs: identifier of the photograph of each image (`ImageSet.photograph`).
         views_per_image: number of views of each image.
         digest: SHA-256 over the names of the images and the SHA-256 of the shards.
         counts: (images, views) int64, numbers of keypoints.

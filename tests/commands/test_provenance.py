@@ -12,7 +12,7 @@ from reading import read_json
 from pipeline import errors, export, provenance
 from pipeline.errors import RequestError
 from pipeline.fetch import dataset
-from pipeline.fetch.dataset import Entry
+from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store
 from pipeline.train import __main__ as train
 from superglue_sift.network.weights import SHIPPED
@@ -20,29 +20,52 @@ from superglue_sift.network.weights import SHIPPED
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
 
 
-def entry(name, size=100, crc32="0badcafe"):
-    return Entry(name, "test", "images", name, size, crc32)
+def photograph(name, size=100, crc32="0badcafe", path="/data/photos", source="folder"):
+    """The identifier of a photograph of this name in a folder or zip."""
+    entry = Entry(name, "test", "images", name, size, crc32)
+    return ImageSet([entry], {"images": path}, source).photograph(entry)
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "place"),
     [
-        "000000000139.jpg",
-        "val2017/000000000139.jpg",
-        "COCO_val2014_000000000139.jpg",
-        "x/000000000139.png",
+        ("000000000139.jpg", {"source": "coco2017-val"}),
+        ("000000000139.jpg", {"path": "data/images/../../coco/val2017"}),
+        ("000000000139.jpg", {"path": "/data/unlabeled2017.zip"}),
+        ("val2017/000000000139.jpg", {}),
+        ("coco/train2014/000000000139.png", {}),
+        ("COCO_val2014_000000000139.jpg", {}),
+        ("x/COCO_train2014_000000000139.jpg", {}),
     ],
 )
-def test_a_photograph_of_coco_is_known_by_its_number(name):
-    assert entry(name).photograph == entry(name, 7, "").photograph == "139"
+def test_a_photograph_of_coco_is_known_by_its_number(name, place):
+    assert photograph(name, **place) == photograph(name, 7, "", **place) == "139"
 
 
 @pytest.mark.parametrize(
-    "name", ["IMG_0001.jpg", "139.jpg", "a000000000139.jpg", "000000000139", "0000000000139.jpg"]
+    ("name", "place"),
+    [
+        *(
+            (name, {"source": "coco2017"})
+            for name in (
+                "IMG_0001.jpg",
+                "139.jpg",
+                "a000000000139.jpg",
+                "000000000139",
+                "0000000000139.jpg",
+                "202401011200.jpg",
+            )
+        ),
+        # Frames of a video
+        ("000000000139.jpg", {}),
+        ("video/000000000139.jpg", {"path": "/data/val2017"}),
+        ("000000000139.jpg", {"path": "/data/val2017/frames"}),
+        ("000000000139.jpg", {"source": ""}),
+    ],
 )
-def test_any_other_is_known_by_its_bytes(name):
-    assert entry(name).photograph == "0badcafe-100"
-    assert entry(name, crc32="").photograph == ""
+def test_any_other_is_known_by_its_bytes(name, place):
+    assert photograph(name, **place) == "0badcafe-100"
+    assert photograph(name, crc32="", **place) == ""
 
 
 @pytest.fixture
@@ -54,6 +77,8 @@ def work(tmp_path, photo):
     provenance.write_photographs(write_model(tmp_path / "model.safetensors"), ["42"])
     pieces = (photo[:300, :400], photo[100:, 150:], photo[50:350, :450])
     write_image_set(tmp_path / "images", dict(zip(COCO, pieces)), "test")
+    about = tmp_path / "images/source.json"
+    about.write_text(json.dumps({**read_json(about), "source": "coco2017-val"}))
     return tmp_path
 
 
@@ -209,15 +234,14 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
     known = provenance.read_photographs(root / SHIPPED)
     assert known is not None and len(known) == 2999
     for folder in ("train", "extra_gray", "extra_gray_512"):
-        images = {entry(path.name).photograph for path in (shared_data / "coco" / folder).iterdir()}
-        assert images <= known
-    assert not known & {
-        entry(path.name).photograph for path in (shared_data / "coco/val").iterdir()
-    }
+        names = [path.name for path in (shared_data / "coco" / folder).iterdir()]
+        assert {dataset.coco_number(name) for name in names} <= known
+    names = [path.name for path in (shared_data / "coco/val").iterdir()]
+    assert not known & {dataset.coco_number(name) for name in names}
 
 
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
     known = provenance.read_photographs(root / SHIPPED)
-    assert known is not None and not known & {
-        one.photograph for one in dataset.copy_sample(tmp_path / "images")
-    }
+    entries = dataset.copy_sample(tmp_path / "images")
+    images = ImageSet(entries, {"images": str(tmp_path / "images")}, "sample")
+    assert known is not None and not known & {images.photograph(entry) for entry in entries}

@@ -161,8 +161,8 @@ def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
     for stage, words in stages:
         assert stage.main(words) in (0, None)
     server.close()
-    listed = dataset.open_manifest(Path("data/images")).listed
-    assert sorted(entry.photograph for entry in listed) == [str(n) for n in range(10)]
+    images = dataset.open_manifest(Path("data/images"))
+    assert sorted(map(images.photograph, images.listed)) == [str(n) for n in range(10)]
     metrics = read_json(Path("reports/evaluate/metrics.json"))
     assert metrics["ratio_test.precision"] > 0.3
     assert Path("models/superglue.safetensors").is_file()

@@ -11,9 +11,12 @@ import cv2
 import pytest
 from faulty_server import FaultyServer
 from made_params import file_of
+from made_scenes import write_model
 from reading import read_json
 
+from pipeline import provenance
 from pipeline.errors import RequestError, WorkError
+from pipeline.evaluate import metrics
 from pipeline.fetch import __main__ as fetch
 from pipeline.fetch import coco, dataset
 from pipeline.fetch.dataset import open_manifest
@@ -26,10 +29,12 @@ FOUR = ["chelsea.jpg", "coffee.png", "flipped.webp", "nested/turned.JPG"]  # `im
 def run(tmp_path, monkeypatch):
     """`run(source="folder", ...)` runs the stage in tmp_path and gives the folder it wrote."""
 
-    def run_stage(out="out", mirror="", **changes):
+    def run_stage(out="out", mirror="", initial="", allow=False, **changes):
         monkeypatch.setenv(coco.MIRROR, mirror)
         tree = file_of({})
         tree["fetch"].update(changes)
+        tree["train"]["init_from"] = str(initial)
+        tree["run"]["allow_training_images"] = allow
         for section in ("keypoints", "evaluate"):  # the smallest photographs that are allowed
             tree[section].update(width=64, height=64)
         sections = fetch.params.parse(tree, "params")
@@ -130,6 +135,99 @@ def test_a_small_set_holds_out_its_fraction(run_on, tmp_path, count, least):
     assert sum(counts.values()) == count and counts["val"] + counts["test"] >= least
     assert counts["val"] >= least // 2 and counts["train"] >= 1
     assert 3 * counts["val"] > counts["test"] >= min(least // 2, 16)
+
+
+# What would stop the training or the evaluation after hours
+
+
+def test_the_fewest_test_images_are_those_that_give_an_interval():
+    assert fetch.MIN_TEST_IMAGES == metrics.MIN_SCENES
+
+
+@pytest.mark.parametrize("count, tests", [(21, 4), (60, 6)])
+def test_too_few_images_to_judge_by_are_said(run_on, tmp_path, capsys, count, tests):
+    folder = run_on(write_photographs(tmp_path / "few", range(count)), val_fraction=0.2)
+    assert len(names(folder, "test")) == tests
+    line = f"fetch: {tests} test images are too few to judge by, since intervals need 6: give more"
+    assert (line in capsys.readouterr().out) == (tests < 6)
+
+
+@pytest.fixture
+def of_coco(tmp_path):
+    """`of_coco(folder)`: forty photographs there, with the names of COCO's 1, 2, ..."""
+
+    def write(folder):
+        (tmp_path / folder).mkdir()
+        for number in range(1, 41):
+            path = tmp_path / folder / f"{number:012d}.jpg"
+            path.write_bytes(f"{number:5000d}".encode())
+        return tmp_path / folder
+
+    return write
+
+
+@pytest.fixture
+def trained_on(tmp_path):
+    """`trained_on(numbers)`: a model that was trained on these photographs of COCO."""
+
+    def write(numbers):
+        file = write_model(tmp_path / "initial.safetensors")
+        provenance.write_photographs(file, map(str, numbers))
+        return file
+
+    return write
+
+
+def test_held_out_images_that_the_initial_weights_know_are_said(
+    run_on, tmp_path, of_coco, trained_on, capsys
+):
+    folder = of_coco("train2017")
+    splits = by_split(run_on(folder, val_fraction=0.5))
+    tested = [int(name[:12]) for name in splits["test"]]
+    capsys.readouterr()
+    # all test images but three
+    model = trained_on(tested[3:])
+    run_on(folder, val_fraction=0.5, initial=model)
+    said = capsys.readouterr().out
+    count = f"{len(tested) - 3} of {len(tested)} photographs"
+    assert f"fetch: test images: {count} left out: {model} was trained on them; run.allow" in said
+    assert "fetch: 3 test images are too few to judge by" in said and "validation im" not in said
+    # all are kept
+    run_on(folder, val_fraction=0.5, initial=model, allow=True)
+    said = capsys.readouterr().out
+    assert f"fetch: test images: {count} are from the training of {model}\n" in said
+    assert "too few" not in said
+
+
+@pytest.mark.parametrize("split, title", [("val", "validation"), ("test", "test")])
+def test_a_training_that_would_have_no_image_to_judge_by_ends_before_it_begins(
+    run_on, tmp_path, of_coco, trained_on, split, title
+):
+    folder = of_coco("train2017")
+    known = [int(name[:12]) for name in by_split(run_on(folder, val_fraction=0.5))[split]]
+    model = trained_on(known)
+    said = f"was trained on all of the {len(known)} {title} images; .*run.allow_training_images: tr"
+    with pytest.raises(RequestError, match=said):
+        run_on(folder, "new", val_fraction=0.5, initial=model)
+    assert not (tmp_path / "new/manifest.csv").exists()
+    assert run_on(folder, "new", val_fraction=0.5, initial=model, allow=True).is_dir()
+    with pytest.raises(RequestError, match=r"train\.init_from = '.*lost.*': no such file"):
+        run_on(folder, val_fraction=0.5, initial=tmp_path / "lost.safetensors")
+
+
+def test_frames_of_a_video_are_no_photographs_of_coco_and_a_line_says_so(
+    run_on, of_coco, trained_on, capsys
+):
+    folder = run_on(of_coco("video"), val_fraction=0.5, initial=trained_on(range(1, 41)))
+    said = capsys.readouterr().out
+    images = open_manifest(folder)
+    for split, title in (("val", "validation"), ("test", "test")):
+        count = len(images.entries(split))
+        assert f"fetch: {title} images: {count} of {count} are named as photographs of COCO" in said
+    assert "left out" not in said
+    assert {images.photograph(entry) for entry in images.listed} == {
+        f"{entry.crc32}-5000" for entry in images.listed
+    }
 
 
 def test_a_smaller_limit_takes_a_part_of_a_larger_one(run_on, tmp_path, photo):
