@@ -187,7 +187,8 @@ def test_an_image_without_structure_gives_no_match(matcher, photo):
 def features(count, width, value=9.0, scale=1.0):
     one = np.ones(count)
     descriptors = np.full((count, width), value)
-    return Features.of(np.zeros((count, 2)), scale * one, one, one, descriptors, (64, 64))
+    places = np.stack([np.arange(count), np.zeros(count)], axis=1)
+    return Features.of(places, scale * one, one, one, descriptors, (64, 64))
 
 
 @pytest.mark.parametrize(

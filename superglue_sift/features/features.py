@@ -5,6 +5,7 @@ provided by the caller.
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -22,9 +23,9 @@ from superglue_sift.features.images import (
     UPRIGHT,
     Photo,
     count_levels,
-    pixels_of,
     read_mask,
     read_photo,
+    read_pil,
     reduce_image,
 )
 from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, whole_sift
@@ -38,6 +39,14 @@ REFINED_AT = 2
 # Images that are smaller are enlarged to this longer side for SIFT, at most ENLARGED_MOST times.
 ENLARGED_TO = 768
 ENLARGED_MOST = 2
+
+# A keypoint of another program may lie outside of the image by this part of its size, since some
+# programs store positions as floats of 16 bits.
+OUTSIDE = 1e-3
+# SIFT finds hardly anything in a reduced image whose shorter side has fewer pixels than the first
+# number. A warning names the size that gives the shorter side the second number.
+SLIM_PX = 96
+ENOUGH_PX = 480
 
 logger = logging.getLogger(__name__)
 
@@ -120,16 +129,40 @@ class Features(NamedTuple):
         descriptors: np.ndarray,
         size: Tuple[int, int],
     ) -> Features:
-        """Create features from your own SIFT. Raises RequestError for a wrong shape or range.
+        """Create features from your own SIFT, in the same order.
+
+        A place may have several keypoints, as in OpenCV, if their scales or angles differ.
 
         Args:
-            keypoints: (n, 2) pixels, distinct.
+            keypoints: (n, 2) pixels, in the image.
             scales: (n,) diameters in pixels, OpenCV's `size`.
             angles: (n,) degrees, OpenCV's `angle`.
             scores: (n,), OpenCV's `response`.
             descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
             size: (width, height) of the image.
+
+        Raises:
+            RequestError: a wrong shape or range, or a keypoint that occurs twice.
         """
+        features = cls._of_sift(keypoints, scales, angles, scores, descriptors, size)
+        geometry = np.stack([features.records[name] for name in ("x", "y", "scale", "angle")])
+        repeated = len(features.records) - np.unique(geometry, axis=1).shape[1]
+        if repeated:
+            reason = "have the position, scale and angle of another"
+            raise RequestError(f"keypoints: {repeated} of them {reason}; give each keypoint once")
+        return features
+
+    @classmethod
+    def _of_sift(
+        cls,
+        keypoints: np.ndarray,
+        scales: np.ndarray,
+        angles: np.ndarray,
+        scores: np.ndarray,
+        descriptors: np.ndarray,
+        size: Tuple[int, int],
+    ) -> Features:
+        """Create features as `of`, where keypoints may occur twice."""
         if len(size) != 2 or min(size) < 1:
             raise RequestError(f"size {size}: must be (width, height), 1 px or more")
         values = {
@@ -148,6 +181,7 @@ class Features(NamedTuple):
             raise RequestError(f"descriptors of {whole.shape[1]} entries: SIFT has 128")
         if not (whole.min() >= 0 and 1 < whole.max() <= 255):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
+        _check_positions(given, size)
         # Copy the columns to records of SIFT.
         records = np.empty(len(given), KEYPOINT)
         records["descriptor"] = np.rint(whole)
@@ -163,7 +197,7 @@ class Features(NamedTuple):
 
         COLMAP's SIFT is the same as OpenCV's except for rounding. It stores no response, so all
         keypoints get the typical one. Two orientations of a point are two keypoints. Raises
-        RequestError for a wrong shape or range.
+        RequestError for a wrong shape or range, such as a keypoint outside of the image.
 
         Args:
             keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
@@ -182,7 +216,7 @@ class Features(NamedTuple):
             a11, a12, a21, a22 = keypoints[:, 2:].T
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
-        features = cls.of(
+        features = cls._of_sift(
             keypoints[:, :2] - 0.5,  # COLMAP's coordinates start at a corner
             2 * sigma,  # OpenCV's size is a diameter
             np.rad2deg(angle) % 360,
@@ -197,6 +231,19 @@ class Features(NamedTuple):
 # or (H, W, 3) BGR. Tensors are as in torch, on any device: uint8 or float from 0 to 1, (H, W),
 # (1, H, W) or (1, 1, H, W) gray, (3, H, W) or (1, 3, H, W) RGB.
 Image = Union[str, Path, np.ndarray, torch.Tensor, PIL.Image.Image]
+
+
+def _check_positions(records: np.ndarray, size: Tuple[int, int]) -> None:
+    """Raise RequestError for a keypoint that lies outside of an image of `size` (width, height)."""
+    positions = sift.positions(records)
+    sides = np.array(size)
+    margin = 0.5 + OUTSIDE * sides
+    outside = ((positions < -margin) | (positions > sides - 1 + margin)).any(axis=1)
+    if outside.any():
+        x, y = positions[outside][0]
+        reason = f"outside of the image of {size[0]}x{size[1]} px"
+        fix = "give pixels, and (width, height) of the image in which they were found"
+        raise RequestError(f"keypoints: {outside.sum()} lie {reason}, as ({x:g}, {y:g}); {fix}")
 
 
 def extract(
@@ -226,7 +273,12 @@ def extract(
     found = Features(records, found_at, found_at=found_at)
     # Warn about a picture in which little can be found.
     levels = count_levels(seen)
-    if not len(found.records) or levels < FEW_LEVELS:
+    if min(found_at) < SLIM_PX and min(found_at) <= min(size) / 2:
+        sizes = f"{size[0]}x{size[1]} px are reduced to {found_at[0]}x{found_at[1]}"
+        longer = math.ceil(max(size) * min(1.0, ENOUGH_PX / min(size)))
+        fix = f"use --resize {longer} (in Python resize={longer})"
+        logger.warning("%s: %d keypoints, since %s; %s", name, len(found.records), sizes, fix)
+    elif not len(found.records) or levels < FEW_LEVELS:
         counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
         logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
     return found.resize(size)._replace(gray=reduce_image(gray, REFINED_AT * resize))
@@ -288,12 +340,13 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert an `Image` to pixels in the layout of OpenCV, with the mask of a transparent PIL
     image.
 
-    Raises RequestError for another type, and for a tensor of another shape or range.
+    Raises RequestError for another type, for a PIL image that cannot be read, and for a tensor of
+    another shape or range.
     """
     if isinstance(image, np.ndarray):
         return image, None
     if isinstance(image, PIL.Image.Image):
-        return pixels_of(image, gray=image.mode[0] in "1LIF")
+        return read_pil(image)
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")

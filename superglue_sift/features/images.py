@@ -345,6 +345,22 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
     )
 
 
+def read_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """Convert a PIL image of the user as `pixels_of`, to gray if it has no colours.
+
+    Raises RequestError if it has no pixels, if its file is cut off or closed, or if Pillow cannot
+    convert its mode.
+    """
+    file = getattr(image, "filename", "") or "an image of Pillow"
+    if 0 in image.size:
+        raise RequestError(f"{file}: has no pixels")
+    try:
+        return pixels_of(image, gray=image.mode[0] in "1LIF")
+    except Exception as error:  # decoders of damaged data raise any type of error
+        fix = "open the file again, or convert the image to RGB"
+        raise RequestError(f"{file}: cannot be read: {_line(error)}; {fix}") from None
+
+
 def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert a PIL image to pixels and a mask.
 
@@ -353,6 +369,8 @@ def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.n
     """
     if image.mode[0] in "IF":
         return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
+    if image.mode == "La":  # Pillow converts it to LA alone
+        image = image.convert("LA")
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))  # (H, W, 4), which also shows gray as it is
         mask = pixels[..., 3].copy()

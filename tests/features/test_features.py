@@ -1,14 +1,19 @@
-"""features/features.py and store.py: masks, warnings, features that are kept on disk."""
+"""features/features.py and store.py: images in memory, masks, warnings, features of other programs,
+features that are kept on disk.
+"""
+
+import io
+import re
 
 import cv2
 import numpy as np
 import pytest
 from PIL import Image
 
-from superglue_sift import Matcher
+from superglue_sift import Features, Matcher
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
-from superglue_sift.features.features import extract
+from superglue_sift.features.features import extract, gray_of
 from superglue_sift.features.sift import positions
 from superglue_sift.features.store import FeatureStore, Item
 
@@ -24,6 +29,73 @@ def half(photo):
     mask = np.full(photo.shape, 255, np.uint8)
     mask[:, :300] = 0
     return mask
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "TIFF", "BMP"])
+def test_a_pil_image_that_cannot_be_read_is_one_line(photo, kind, tmp_path):
+    path = tmp_path / "a"
+    Image.fromarray(photo).save(path, kind)
+    data = path.read_bytes()
+    with pytest.raises(RequestError, match="cannot be read"):
+        gray_of(Image.open(io.BytesIO(data[: int(0.9 * len(data))])))
+    closed = Image.open(path)
+    closed.close()
+    with pytest.raises(RequestError, match="cannot be read"):
+        gray_of(closed)
+    path.write_bytes(data[: len(data) // 2])
+    with pytest.raises(RequestError, match=f"^{re.escape(str(path))}: cannot be read"):
+        gray_of(Image.open(path))
+
+
+def test_pil_images_of_every_mode_are_gray(photo):
+    gray = Image.fromarray(photo)
+    for mode in ("L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LA", "I", "F"):
+        pixels, mask = gray_of(gray.convert(mode))
+        # Conversions to colours round by a few levels.
+        assert np.abs(pixels.astype(int) - photo).max() <= 4, mode
+        assert mask is None
+    for straight, multiplied in (("LA", "La"), ("RGBA", "RGBa")):
+        np.testing.assert_array_equal(gray_of(gray.convert(straight).convert(multiplied))[0], photo)
+    with pytest.raises(RequestError, match="has no pixels"):
+        gray_of(Image.new("RGB", (0, 0)))
+
+
+def sift_of(positions, size=(60, 40), scale=2.0, angles=0.0):
+    """Features of keypoints at positions (n, 2), with the same descriptor."""
+    positions = np.array(positions, float)
+    one = np.ones(len(positions))
+    return Features.of(positions, scale * one, angles * one, one, np.full((len(one), 128), 9), size)
+
+
+def test_positions_of_other_programs_lie_in_the_image():
+    corners = [(-0.5, -0.5), (59.5, -0.5), (59.5, 39.5), (0, 39.5)]
+    np.testing.assert_array_equal(sift_of(corners).keypoints, np.float32(corners))
+    for x, y in [(1e9, 3), (3, -1e9), (-2, 3), (3, 42), (62, 3)]:
+        with pytest.raises(RequestError, match="keypoints: 1 lie outside of the image of 60x40 px"):
+            sift_of([(1, 1), (x, y)])
+    # COLMAP's coordinates start at the corner of the first pixel.
+    colmap = np.array([[0.0, 0.0, 2.0, 0.0], [60.0, 40.0, 2.0, 0.0]])
+    descriptors = np.full((2, 128), 45, np.uint8)
+    expected = [(-0.5, -0.5), (59.5, 39.5)]
+    found = Features.of_colmap(colmap, descriptors, (60, 40))
+    np.testing.assert_array_equal(found.keypoints, np.float32(expected))
+    with pytest.raises(RequestError, match="outside of the image of 40x60 px"):
+        Features.of_colmap(colmap, descriptors, (40, 60))
+
+
+def test_a_keypoint_is_given_once_but_may_have_several_angles():
+    with pytest.raises(RequestError, match="keypoints: 4 of them have the position, scale and"):
+        sift_of([(3, 3)] * 5)
+    assert len(sift_of([(3, 3)] * 5, angles=np.arange(5.0)).records) == 5
+
+
+def test_the_keypoints_of_opencv_are_taken_as_they_are(photo):
+    points, descriptors = cv2.SIFT_create().detectAndCompute(photo, None)
+    columns = zip(*((point.pt, point.size, point.angle, point.response) for point in points))
+    found = Features.of(*map(np.array, columns), descriptors, photo.shape[::-1])
+    assert len(found.records) == len(points)
+    # Some of its points have several orientations.
+    assert len(np.unique(found.keypoints, axis=0)) < len(points)
 
 
 def test_a_mask_of_an_image_is_an_array_or_a_file_and_transparency_is_one(
@@ -72,6 +144,28 @@ def test_a_picture_without_keypoints_or_with_few_gray_levels_gives_a_line(photo,
     extract(photo // 64 * 64, 100, name="poster.png")
     assert caplog.messages[0] == "flat.png: 0 keypoints, 1 of 256 gray levels in use"
     assert caplog.messages[1] == "poster.png: 100 keypoints, 4 of 256 gray levels in use"
+
+
+@pytest.mark.parametrize(
+    "size, resize, named",
+    [
+        ((4000, 100), 1024, 4000),
+        ((100, 4000), 1024, 4000),
+        ((8000, 640), 1024, 6000),  # 480 px for the shorter side
+        ((4000, 400), 1024, None),
+        ((90, 80), 1024, None),
+        ((4000, 100), 0, None),
+    ],
+)
+def test_a_slim_picture_that_is_reduced_too_far_gives_a_line(photo, caplog, size, resize, named):
+    extract(cv2.resize(photo, size), 100, resize, name="panorama.png")
+    if named is None:
+        assert caplog.messages == []
+        return
+    (line,) = caplog.messages
+    reduced = tuple(round(side * 1024 / max(size)) for side in size)
+    assert f"{size[0]}x{size[1]} px are reduced to {reduced[0]}x{reduced[1]}" in line
+    assert f"--resize {named} " in line
 
 
 @pytest.mark.parametrize(
