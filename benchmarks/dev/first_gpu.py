@@ -21,6 +21,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -155,7 +156,9 @@ def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
 def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
-    trained = f"--model checkpoints/best.safetensors --also shipped={shipped_weights()}"
+    trained = (
+        f"--model checkpoints/best.safetensors --also shipped={shlex.quote(str(shipped_weights()))}"
+    )
     scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+\."  # matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
@@ -177,7 +180,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("train-resumed", 60, train, "curve"),
         Part("train-whole", 60, train, "whole"),
         Part("train-cpu", 60, train, "cpu", expected=stopped),
-        Part("compare", 10, f"benchmarks.dev.first_gpu --compare --out {out}"),
+        Part("compare", 10, f"benchmarks.dev.first_gpu --compare --out {shlex.quote(str(out))}"),
         Part("train-float16", 60, train, "float16", missing="needs a GPU" if small else ""),
         Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
         Part("parity", 50, f"{table} parity", figures=rows),
@@ -201,7 +204,7 @@ def run(part: Part, seconds: float, log: Path, small: bool) -> str:
     stopped = ""
     with log.open("w") as stream:
         process = subprocess.Popen(
-            [sys.executable, "-m", *part.words.split()],
+            [sys.executable, "-m", *shlex.split(part.words)],
             cwd=out / part.folder if part.folder else CLONE,
             env=environment,
             stdout=stream,

@@ -1,5 +1,7 @@
 """The first half hour on a GPU: its parts in order, each result written at once."""
 
+import shlex
+
 import pytest
 from reading import read_json
 
@@ -27,11 +29,12 @@ def test_a_part_that_fails_or_hangs_costs_its_own_line_and_is_tried_again(
     ):
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    folder = shlex.quote(str(tmp_path))
     parts = [
         Part("fails", 60, "failing"),
-        Part("hangs", 1, f"saving {tmp_path}/other", expected=(0, 143)),
-        Part("resumes", 1, f"saving {tmp_path}/other"),
-        Part("stopped", 60, f"saving {tmp_path}/seen", until="seen", expected=(143,)),
+        Part("hangs", 1, f"saving {folder}/other", expected=(0, 143)),
+        Part("resumes", 1, f"saving {folder}/other"),
+        Part("stopped", 60, f"saving {folder}/seen", until="seen", expected=(143,)),
         Part("works", 60, "working"),
     ]
     monkeypatch.setattr(first_gpu, "PATIENCE", 1)

@@ -165,8 +165,8 @@ def test_a_training_that_needs_scales_is_refused_without_them(make_params):
 def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, capsys):
     model = untrained(tmp_path / "kaze.safetensors", KAZE)
     (tmp_path / "photos").mkdir()
-    folders = f"{tmp_path / 'photos'} --out-dir {tmp_path / 'found'} --model {model} --device cpu"
-    assert errors.run(cli.main, [*folders.split(), *words]) == 2
+    folders = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--model", model]
+    assert errors.run(cli.main, [*map(str, folders), "--device", "cpu", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1 and not (tmp_path / "found").exists()
 

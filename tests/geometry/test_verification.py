@@ -312,10 +312,11 @@ def test_a_folder_lists_its_pairs_and_the_database_holds_the_accepted_alone(stre
     for name in NAMES:
         (tmp_path / "photos" / name).symlink_to(strecha[0] / name)
     found = tmp_path / "found"
-    words = f"{tmp_path}/photos --out-dir {found} --max-keypoints 2000 --resize 768 --device cpu"
+    words = [str(tmp_path / "photos"), "--out-dir", str(found)]
+    words += ["--max-keypoints", "2000", "--resize", "768", "--device", "cpu"]
     tables, databases = [], []
     for name in ("first.db", "resumed.db"):
-        assert errors.exit_code(cli.main, [*words.split(), "--colmap", str(tmp_path / name)]) == 0
+        assert errors.exit_code(cli.main, [*words, "--colmap", str(tmp_path / name)]) == 0
         tables.append((found / "pairs.csv").read_text())
         with pycolmap.Database.open(str(tmp_path / name)) as database:
             databases.append([database.read_keypoints(number) for number in (1, 2, 3)])

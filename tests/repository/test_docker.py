@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -103,9 +104,9 @@ def workspace(tmp_path, monkeypatch):
         (folder / "pipeline" / f"{name}.py").touch()
     (folder / "pipeline/launch.py").write_text(textwrap.dedent(TRAINER))
     dvc = f"""#!/bin/sh
-        echo $$ >{tmp_path}/dvc.pid
+        echo $$ >{shlex.quote(str(tmp_path))}/dvc.pid
         trap 'echo dvc got SIGTERM' TERM
-        {sys.executable} -m pipeline.launch && echo ok
+        {shlex.quote(sys.executable)} -m pipeline.launch && echo ok
     """
     write_program(tmp_path / "bin/dvc", dvc)
     # the environment's own programs come after this `dvc` (requirements/stages.pth)

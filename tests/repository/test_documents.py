@@ -280,8 +280,9 @@ def test_every_command_of_matching_runs(document, photographs):
             continue
         if "colmap.db" in line and not Path("colmap.db").exists():
             pytest.importorskip("pycolmap").extract_features("colmap.db", "photos")
-        command = line.replace("superglue-match", f"{sys.executable} -m superglue_sift", 1)
-        command = re.sub(r"^python ", f"{sys.executable} ", command)
+        python = shlex.quote(sys.executable)
+        command = line.replace("superglue-match", f"{python} -m superglue_sift", 1)
+        command = re.sub(r"^python ", f"{python} ", command)
         done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}: {done.stderr}"
 

@@ -46,7 +46,9 @@ def stages_run(said):
 def first(tmp_path_factory):
     """A clone of the working tree with preset `ci`, run and committed."""
     clone = tmp_path_factory.mktemp("first")
-    copy = f"git ls-files -zco --exclude-standard | xargs -0 cp --parents -t {clone}"
+    copy = (
+        f"git ls-files -zco --exclude-standard | xargs -0 cp --parents -t {shlex.quote(str(clone))}"
+    )
     subprocess.run(copy, shell=True, cwd=ROOT)  # a file that git lists may be deleted
     run(clone, "git init -q")
     run(clone, "python -m pipeline.presets use ci")
@@ -59,7 +61,7 @@ def first(tmp_path_factory):
 
 def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path):
     other = tmp_path / "another name"
-    run(first, f"git clone -q . '{other}'")
+    run(first, f"git clone -q . {shlex.quote(str(other))}")
     environment = {"TZ": "Asia/Tokyo", "LANG": "C", "DVC_EXP_NAME": "named-otherwise"}
     said = run(other, "dvc repro --no-run-cache", **environment)
     assert stages_run(said) == STAGES  # nothing was at hand: every byte was computed again
@@ -68,9 +70,9 @@ def test_two_clones_at_different_places_end_with_the_same_bytes(first, tmp_path)
 
 def test_another_clone_pulls_what_was_pushed_and_has_nothing_to_run(first, tmp_path):
     other = tmp_path / "other"
-    run(first, f"git clone -q . {other}")
+    run(first, f"git clone -q . {shlex.quote(str(other))}")
     for clone in (first, other):
-        run(clone, f"dvc remote add --local -d store {tmp_path / 'store'}")
+        run(clone, f"dvc remote add --local -d store {shlex.quote(str(tmp_path / 'store'))}")
     run(first, "dvc push --run-cache")
     run(other, "dvc pull --run-cache")
     assert (other / "models/superglue.safetensors").is_file()

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -42,11 +43,12 @@ def ask(tmp_path_factory):
     files = [str(weights), str(weights.with_suffix(".trained_on.txt"))]
     pyfunc.save_model(folder / "model", **describe_model(files))
     port = free_port()
-    words = f"models serve -m {folder / 'model'} --env-manager local --port {port} --workers 1"
+    model = shlex.quote(str(folder / "model"))
+    words = f"models serve -m {model} --env-manager local --port {port} --workers 1"
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
     log = folder / "log"
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlflow", *words.split()],
+        [sys.executable, "-m", "mlflow", *shlex.split(words)],
         env={**os.environ, "PATH": path},
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
