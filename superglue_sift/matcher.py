@@ -389,31 +389,50 @@ class Matcher:
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]
     ) -> List[MatchResult]:
         """Match a batch of pairs. The network takes them all at once. refine: as for `match`."""
-        self._check_process()
-        for pair in batch:
-            check_features(self.model.config, *pair)
-            if refine and any(features.gray is None for features in pair):
-                reason = "the features have no pixels, so positions cannot be refined"
-                raise RequestError(f"refine=True: {reason}; leave it out, or match the images")
-        if self.rules is None:
-            results = self._match_any(batch)
-        else:
-            results = self._match_scene(batch, self.rules)
+        if refine and any(features.gray is None for pair in batch for features in pair):
+            reason = "the features have no pixels, so positions cannot be refined"
+            raise RequestError(f"refine=True: {reason}; leave it out, or match the images")
+        results = []
+        for pair, (matches, score) in zip(batch, self.match_features(batch)):
+            result = MatchResult.of(*pair, matches)
+            if self.rules is None:
+                results.append(result.above(self.threshold))
+            else:
+                results.append(dataclasses.replace(result, pair_score=score))
         # Move the matched positions to where the pixels of both images agree best.
         if self.refine if refine is None else refine:
             results = [result.refine(*pair, self.device) for result, pair in zip(results, batch)]
         return results
 
-    def _match_any(self, batch: Sequence[Tuple[Features, Features]]) -> List[MatchResult]:
-        """Match pairs of any images: run the network, then add guided matches."""
-        results = []
-        for features, matched in zip(batch, self.match_network(batch)):
-            pair, found, mutual, selected = matched
-            points = positions(pair.records0), positions(pair.records1)
-            # Add matches of keypoints that the network did not get, then drop doubtful ones.
-            found = add_guided_matches(found, mutual, selected, points, self.threshold)
-            results.append(MatchResult.of(*features, found).above(self.threshold))
-        return results
+    def match_features(
+        self, batch: Sequence[Tuple[Features, Features]]
+    ) -> List[Tuple[Matches, Optional[float]]]:
+        """Match the keypoints of pairs of images. All matches of this library come from here.
+
+        Nearest neighbours select the keypoints of each pair that the network gets. The network
+        matches these, and matches of other keypoints are added where the network's matches lead to
+        them. In a scene, the pair is verified in between (`verification.match_one_place`).
+
+        Args:
+            batch: features of both images of each pair. The network takes all pairs at once.
+
+        Returns:
+            For each pair, its matches and the probability that both images show one place. Without
+            rules for a scene, these are all matches, whatever their scores, and the probability is
+            None.
+
+        Raises:
+            RequestError: the network cannot match these features (`check_features`).
+        """
+        self._check_process()
+        for pair in batch:
+            check_features(self.model.config, *pair)
+        if self.rules is not None:
+            return self._match_scene(batch, self.rules)
+        return [
+            (add_guided_matches(network, mutual, selected, _points_of(pair), self.threshold), None)
+            for pair, network, mutual, selected in self.match_network(batch)
+        ]
 
     def match_network(
         self, batch: Sequence[Tuple[Features, Features]]
@@ -433,39 +452,42 @@ class Matcher:
         # Select the keypoints of each pair that have a likely partner.
         mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
-            nearest.select_keypoints(*pair[:2], self.network_keypoints, each)
-            for pair, each in zip(pairs, mutual)
+            nearest.select_keypoints(*pair[:2], self.network_keypoints, matches)
+            for pair, matches in zip(pairs, mutual)
         ]
         # Threads take turns, since the network uses all cores by itself.
         with self._turn:
-            found = match_pairs(self.model, pairs, self.device, selected)
-        return list(zip(pairs, found, mutual, selected))
+            matches_of_pairs = match_pairs(self.model, pairs, self.device, selected)
+        return list(zip(pairs, matches_of_pairs, mutual, selected))
 
     def _match_scene(
         self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
-    ) -> List[MatchResult]:
+    ) -> List[Tuple[Matches, Optional[float]]]:
         """Match pairs of a scene: run the network where the ratio test finds something,
         and verify.
         """
         looks = [verification.first_look(pair, self.resize) for pair in batch]
         # Leave out pairs with too few ratio matches, and the keypoints of watermarks.
-        asked = {
+        likely = {
             number: (batch[number][0].select(kept[0]), batch[number][1].select(kept[1]))
             for number, (agreeing, kept) in enumerate(looks)
             if agreeing >= rules.likely
         }
         # Match and verify the pairs that are left. Skipped pairs have no matches.
-        found = [(Matches.none(), verification.SKIPPED)] * len(batch)
+        verified: List[Tuple[Matches, Optional[float]]]
+        verified = [(Matches.none(), verification.SKIPPED)] * len(batch)
         settings = self.threshold, self.resize, rules.accept
-        by_network = self.match_network(list(asked.values()))
-        for (number, pair), (_, own, mutual, _) in zip(asked.items(), by_network):
-            matches, score = verification.match_one_place(pair, own, mutual, *settings)
+        by_network = self.match_network(list(likely.values()))
+        for (number, pair), (_, network, mutual, _) in zip(likely.items(), by_network):
+            matches, score = verification.match_one_place(pair, network, mutual, *settings)
             # Convert to indices of all keypoints.
-            found[number] = matches.renumber(*looks[number][1]).sort(), score
-        return [
-            dataclasses.replace(MatchResult.of(*pair, matches), pair_score=score)
-            for pair, (matches, score) in zip(batch, found)
-        ]
+            verified[number] = matches.renumber(*looks[number][1]).sort(), score
+        return verified
+
+
+def _points_of(pair: Pair) -> verification.Points:
+    """Return the positions of the keypoints of both images, (M, 2) and (N, 2) px."""
+    return positions(pair.records0), positions(pair.records1)
 
 
 def groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:

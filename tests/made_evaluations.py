@@ -34,7 +34,7 @@ def make_workspace(folder, photo):
     return folder
 
 
-def run(folder, *extra, draw=False):
+def run(folder, *extra, draw=False, threshold=("--threshold", "0.1")):
     """The exit code of an evaluation, without its charts, which take most of the time."""
     named = {
         "model": "model.safetensors",
@@ -43,7 +43,7 @@ def run(folder, *extra, draw=False):
         "out": "out",
     }
     words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
-    words += ["--device", "cpu", "--threshold", "0.1", *extra]
+    words += ["--device", "cpu", *threshold, *extra]
     no_charts = mock.patch.object(report, "line_chart", lambda *_, **__: "")
     with contextlib.nullcontext() if draw else no_charts:
         return errors.run(evaluate.main, list(map(str, words)))

@@ -94,6 +94,14 @@ def test_the_library_stands_alone():
     assert wrong == []
 
 
+def test_only_the_matcher_selects_keypoints_and_adds_guided_matches():
+    """What the pipeline measures is what users get, so it has no path of its own."""
+    steps = {"select_keypoints", "add_guided_matches", "match_pairs"}
+    used = [(name, node.id) for name, node in nodes(ast.Name) if node.id in steps]
+    used += [(name, node.attr) for name, node in nodes(ast.Attribute) if node.attr in steps]
+    assert [name for name, _ in used if name.startswith("pipeline")] == []
+
+
 def test_the_network_stands_below_the_rest_of_the_library():
     below = {f"superglue_sift.{name}" for name in NETWORK.split()}
     wrong = {name: GRAPH[name] - below for name in below}

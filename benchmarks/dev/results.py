@@ -210,7 +210,8 @@ def robustness_table(
 
 def evaluate_coco(bench: Bench) -> Path:
     """Evaluate views of COCO's held-out photographs, also disturbed ones."""
-    train, held_out = bench.find("coco/train"), bench.find("coco/val")
+    train = bench.find("coco/train")
+    held_out = bench.find("coco/val")
     file, images = bench.fetch("coco", train, held_out, **VIEWS)
     return bench.run(
         "coco/report", "pipeline.evaluate", "--params", file, "--images", images, "--bound",
@@ -272,7 +273,8 @@ def disturbances(bench: Bench) -> str:
 
 def rotation(bench: Bench) -> str:
     """Views that are rotated up to an angle."""
-    train, held_out = bench.find("coco/train"), bench.find("coco/val")
+    train = bench.find("coco/train")
+    held_out = bench.find("coco/val")
     rows = {}
     for degrees in (0, 45, 90, 180):
         name = f"rotation-{degrees}"
@@ -414,7 +416,8 @@ def pages_with(name: str) -> List[Path]:
 def put(page: Path, name: str, content: str) -> None:
     """Replace a table of a page. Raises RequestError if its end is not marked."""
     text = page.read_text(encoding="utf-8")
-    begin, end = f"<!-- table {name} -->", f"<!-- end {name} -->"
+    begin = f"<!-- table {name} -->"
+    end = f"<!-- end {name} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise RequestError(f"{page}: the lines {begin} and {end} must be there once each")
     before, rest = text.split(begin)

@@ -20,7 +20,9 @@ if __name__ == "__main__":  # this must come before torch is loaded
         environment.prepare_network()
 
 import argparse
+import functools
 import json
+import logging
 import math
 import os
 import re
@@ -34,7 +36,7 @@ import pandas as pd
 from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import estimators, matchers, metrics, report, scoring
-from pipeline.evaluate.matchers import OURS, RATIO_TEST, Matchers
+from pipeline.evaluate.matchers import OURS, RATIO_TEST, Matchers, MatchesByName, Network
 from pipeline.evaluate.pairs import (
     HeldOutPairs,
     HPatchesPairs,
@@ -46,7 +48,7 @@ from pipeline.evaluate.pairs import (
     levels,
 )
 from pipeline.evaluate.report import Results
-from pipeline.evaluate.scoring import Settings, score_pair
+from pipeline.evaluate.scoring import Row, Scored, Settings, score_pair
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry
 from pipeline.params import EvaluateParams
@@ -54,9 +56,9 @@ from pipeline.workers import prefetch
 from superglue_sift import drawing
 from superglue_sift.errors import check_range
 from superglue_sift.features import extractors
-from superglue_sift.features.extractors import Extractor
 from superglue_sift.features.images import BadImage
 from superglue_sift.files import check_writable, file_sha256
+from superglue_sift.matcher import PRECISIONS, Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import choose_device, shipped_weights
@@ -70,10 +72,19 @@ EXCLUDED = (
     *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
 )
 # Smallest values of options
-LEAST = {"max_keypoints": 1, "network_keypoints": 1, "robustness": 0, "resize": 0}
+LEAST = {"robustness": 0, "short_side": 0}
+# Settings of `Matcher.load` that are options
+SETTINGS = (
+    "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
+    "likely",
+)  # fmt: skip
 # How captions of pictures begin
 BEGIN = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
-Score = Callable[[KnownPair, Mapping[str, Matches]], Any]
+Score = Callable[[KnownPair, MatchesByName], Any]
+# The numbers of a pair, its rows of the table, and its scored matches by matcher
+PairScores = Tuple[Tuple[int, ...], List[Row], Dict[str, Scored]]
+# What protocol.json says about the evaluated matcher
+MATCHER_SETTINGS = ("max_keypoints", "network_keypoints", "resize")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
@@ -93,18 +104,32 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="log.jsonl of the training, to whose run results are added")
     add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
-    # keypoints, matches and metrics
-    add("--max-keypoints", type=int, help="instead of evaluate.max_keypoints")
-    add("--network-keypoints", type=int, help="how many of them a network gets (default: all)")
+    # the matcher: these options of superglue-match, with the same defaults for --pairs and --poses
+    group = parser.add_argument_group(
+        "how to match",
+        "The options of superglue-match, with its defaults for --pairs and --poses. Held-out"
+        " images have evaluate.max_keypoints, which the network gets all, and keep their size.",
+    )
+    add_setting = group.add_argument
+    add_setting("--max-keypoints", type=int, help="maximum number of keypoints of an image")
+    few = "maximum number of them that a network gets, selected for each pair"
+    add_setting("--network-keypoints", type=int, help=few)
     least = "smallest confidence of a match (default: the model's own)"
-    add("--threshold", type=float, default=0.0, help=least)
-    side = "--pairs, --poses: shorter side in pixels (default: 480); 0 keeps the size"
-    add("--resize", type=int, default=480, help=side)
+    add_setting("--threshold", type=float, help=least)
+    add_setting("--resize", type=int, help="longer side of the images for SIFT; 0 keeps the size")
+    add_setting("--precision", choices=PRECISIONS, default="float32", help="of the layers")
+    scene = "photographs of one place: accept or reject each pair"
+    add_setting("--scene", action="store_true", help=scene)
+    add_setting("--accept", type=float, help="with --scene: smallest probability of one place")
+    add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
+    skip = "skip the metrics of refined matches, to save time"
+    add_setting("--no-refine", dest="refine", action="store_false", help=skip)
+    # metrics
+    side = "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480"
+    add("--short-side", type=int, default=0, help=f"{side} is HPatches' protocol (default: no)")
     usual = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
-    skip = "skip the metrics of refined matches, to save time"
-    add("--no-refine", dest="refine", action="store_false", help=skip)
     # further pairs, and the machine
     hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
     add("--robustness", type=int, default=0, help=hard)
@@ -126,20 +151,19 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
     # check the values of single options
     check_writable(args.out / "metrics.json", args.out)
     args.out.mkdir(parents=True, exist_ok=True)
-    if not 0.0 <= args.threshold < 1.0:
-        raise RequestError(f"--threshold {args.threshold}: must be at least 0 and below 1")
     for name, least in LEAST.items():
-        if getattr(args, name) is not None:
-            check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
+        check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
+    if args.short_side and not (args.pairs or args.poses):
+        raise RequestError("--short-side: only with --pairs or --poses")
     # find the models, parameters and estimators that the options name
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
-    asked = args.estimators.split(",") if args.estimators else estimators.DEFAULT
-    for name in asked:
+    names = args.estimators.split(",") if args.estimators else estimators.DEFAULT
+    for name in names:
         if name not in estimators.ESTIMATORS:
             known = ", ".join(estimators.ESTIMATORS)
             raise RequestError(f"--estimators {name}: unknown; choose from {known}")
-    args.estimators = tuple(dict.fromkeys(asked))
+    args.estimators = tuple(dict.fromkeys(names))
     return args
 
 
@@ -166,38 +190,56 @@ def models_of(
     return models, further
 
 
+def settings_of(args: argparse.Namespace, section: EvaluateParams) -> Dict[str, Any]:
+    """Return the settings of `Matcher.load`. Pairs from files have those of superglue-match.
+
+    Held-out views have the keypoints of the training, at the views' own size, and the network gets
+    all of them.
+    """
+    settings: Dict[str, Any] = {}
+    if not (args.pairs or args.poses):
+        most = section.max_keypoints if args.max_keypoints is None else args.max_keypoints
+        settings = {"max_keypoints": most, "network_keypoints": most, "resize": 0}
+    options = {name: getattr(args, name) for name in SETTINGS}
+    return {**settings, **{name: value for name, value in options.items() if value is not None}}
+
+
 def load_networks(
-    args: argparse.Namespace, device: str, notes: List[str]
-) -> Tuple[Dict[str, matchers.Network], Extractor]:
-    """Load the networks. Return them by name, with the extractor of the evaluated model.
+    args: argparse.Namespace, settings: Mapping[str, Any], notes: List[str]
+) -> Dict[str, Network]:
+    """Load the networks, and return them by name.
 
     A network that matches other keypoints is left out, with a note. Raises RequestError if the
     extractor is not SIFT and params.yaml does not name it.
     """
-    networks: Dict[str, matchers.Network] = {}
+    device = choose_device(args.device)
+    networks: Dict[str, Network] = {}
     for name, file in args.models.items():
-        network = matchers.load_network(file, device, args.threshold)
+        network = matchers.load_network(file, device, **settings)
         # all rows of a table have the same keypoints, those of the evaluated model
-        extractor = network.model.config.extractor
-        if extractor == networks.get(OURS, network).model.config.extractor:
+        extractor = network.matcher.model.config.extractor
+        if extractor == networks.get(OURS, network).matcher.model.config.extractor:
             networks[name] = network
         else:
             notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
     if networks[OURS].info.get("step") == 0:
         notes.append("Training kept the weights it began with: no later step was better.")
     # a model file may name any function, so the user names it, too
-    own = networks[OURS].model.config.extractor
-    if own != extractors.DEFAULT.name and params.load(args.params).keypoints.extractor != own:
-        raise RequestError(
-            f"{args.models[OURS]}: matches keypoints of {own}, code that is run only when asked"
-            f" for: set keypoints.extractor: {own} in {args.params}"
-        )
-    return networks, extractors.load(own)
+    matcher = networks[OURS].matcher
+    extractor = matcher.model.config.extractor
+    if matcher.extractor is None:
+        if params.load(args.params).keypoints.extractor != extractor:
+            raise RequestError(
+                f"{args.models[OURS]}: matches keypoints of {extractor}, code that is run only when"
+                f" asked for: set keypoints.extractor: {extractor} in {args.params}"
+            )
+        matcher.extractor = extractors.load(extractor)
+    return networks
 
 
 def choose_photographs(
-    args: argparse.Namespace, networks: Dict[str, matchers.Network], notes: List[str]
-) -> Tuple[List[Entry], Dict[str, matchers.Network]]:
+    args: argparse.Namespace, networks: Dict[str, Network], notes: List[str]
+) -> Tuple[List[Entry], Dict[str, Network]]:
     """Return held-out photographs that no compared network was trained on, and the networks.
 
     All rows of a table need the same pairs. If one network was trained on a photograph, it is left
@@ -238,33 +280,41 @@ def choose_photographs(
 
 
 def choose_source(
-    args: argparse.Namespace, section: EvaluateParams, entries: Sequence[Entry], notes: List[str]
+    args: argparse.Namespace,
+    section: EvaluateParams,
+    matcher: Matcher,
+    entries: Sequence[Entry],
+    notes: List[str],
 ) -> Tuple[Source, str]:
     """Return the source of pairs, by default held-out photographs, and the title of its tables."""
-    few = f"{args.network_keypoints} of " if args.network_keypoints else ""
-    keypoints = f"{few}{section.max_keypoints} keypoints"
-    size = f"short side {args.resize}" if args.resize else "full size"
+    most = matcher.max_keypoints
+    few = f"{matcher.network_keypoints} of " if matcher.network_keypoints < most else ""
+    keypoints = f"{few}{most} keypoints"
+    size = f"short side {args.short_side}" if args.short_side else "full size"
+    seen = f"SIFT at {matcher.resize} px" if matcher.resize else "SIFT at this size"
     # read the pairs from files
     if args.pairs:
-        source = HPatchesPairs(args.pairs, args.resize)
-        return source, f"{args.pairs.resolve().name}: {len(source)} sequences, {size}, {keypoints}"
+        source = HPatchesPairs(args.pairs, args.short_side)
+        name = args.pairs.resolve().name
+        return source, f"{name}: {len(source)} sequences, {size}, {seen}, {keypoints}"
     if args.poses:
-        source = PosePairs(args.poses, args.images, args.resize)
-        return source, f"{args.poses.name}: known cameras, {size}, {keypoints}"
+        source = PosePairs(args.poses, args.images, args.short_side)
+        return source, f"{args.poses.name}: known cameras, {size}, {seen}, {keypoints}"
     # or render them from photographs
     held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
     # the title names the source, such as coco2017, or the user's folders
     name = fetched.get("source", "folder")
     if name == "folder":
-        name = ", ".join(Path(each["path"]).name for each in fetched["containers"].values())
+        containers = fetched["containers"].values()
+        name = ", ".join(Path(container["path"]).name for container in containers)
     overlap = "".join(f", {line.rstrip('.')}" for line in notes if args.allow_training_images)
     images = f"{len(held_out)} held-out images ({entries[0].split}){overlap}"
     return held_out, f"{name}: {images}, {section.width}x{section.height}, {keypoints}"
 
 
 def match_all(
-    source: Source, matched: Matchers, settings: Settings, score: Score, bar: Progress
+    source: Source, matched: Matchers, score: Score, bar: Progress
 ) -> Tuple[List[Any], List[Tuple[str, str]]]:
     """Match and score all pairs of a source, in its order.
 
@@ -274,36 +324,34 @@ def match_all(
         What `score` returned for each pair, and (scene, reason) of each scene that could not be
         read.
     """
+    unread: List[Tuple[str, str]] = []
+    counts = [count for _, count in source.scenes]
+    step = max(1, BATCH // max(counts, default=1))  # scenes whose pairs are matched together
+    parts = range(0, len(source), step)  # the first scene of each batch
 
     def load(first: int) -> List[KnownPair]:
         pairs = []
         for index in range(len(source))[first : first + step]:
             try:
-                pairs += extract_pairs(source, index, *extraction)
+                pairs += extract_pairs(source, index, matched.extract)
             except BadImage as error:
                 unread.append((source.scenes[index][0], error.reason))
         return pairs
 
-    def score_all(answered: Tuple[List[KnownPair], List[Dict[str, Matches]]]) -> List[Any]:
-        return list(map(score, *answered))
+    def score_all(matched_pairs: Tuple[List[KnownPair], List[MatchesByName]]) -> List[Any]:
+        return list(map(score, *matched_pairs))
 
-    unread: List[Tuple[str, str]] = []
-    extraction = settings.params.max_keypoints, settings.extractor
-    counts = [count for _, count in source.scenes]
-    step = max(1, BATCH // max(counts, default=1))  # scenes whose pairs are matched together
-    parts = range(0, len(source), step)  # the first scene of each batch
     # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
     threads = min(os.cpu_count() or 1, MAX_THREADS)
     # The networks run where the loop below asks for the next scores
-    answered = (
-        (pairs, matched.answers([known.pair for known in pairs], BATCH))
-        for pairs in prefetch(load, parts, threads, threads)
+    matched_parts = (
+        (pairs, matched.match(pairs, BATCH)) for pairs in prefetch(load, parts, threads, threads)
     )
-    found = []
-    for first, scores in zip(parts, prefetch(score_all, answered, threads, threads)):
-        found += scores
+    scores = []
+    for first, part in zip(parts, prefetch(score_all, matched_parts, threads, threads)):
+        scores += part
         bar.update(sum(counts[first : first + step]))
-    return found, sorted(unread)
+    return scores, sorted(unread)
 
 
 def choose_pairs(values: pd.DataFrame) -> Dict[int, str]:
@@ -318,20 +366,16 @@ def choose_pairs(values: pd.DataFrame) -> Dict[int, str]:
     # The first screen shows the typical pair in which the network has most correct matches ahead.
     ahead = values["correct"][OURS] - values["correct"][RATIO_TEST]
     typical = sorted(ranked[middle : middle + 3], key=lambda number: -ahead[number])
-    chosen = {"median": typical, "best": ranked[:2], "worst": ranked[::-1][:3]}
+    groups = {"median": typical, "best": ranked[:2], "worst": ranked[::-1][:3]}
     names: Dict[int, str] = {}
-    for kind, group in chosen.items():
-        for place, number in enumerate(group, 1):
-            names.setdefault(number, f"{kind}-{place}")
+    for kind, numbers in groups.items():
+        for index, number in enumerate(numbers, 1):
+            names.setdefault(number, f"{kind}-{index}")
     return names
 
 
 def draw_pictures(
-    source: Source,
-    matched: Matchers,
-    table: pd.DataFrame,
-    places: Sequence[Tuple[int, ...]],
-    settings: Settings,
+    source: Source, matched: Matchers, table: pd.DataFrame, places: Sequence[Tuple[int, ...]]
 ) -> List[Tuple[str, str, np.ndarray]]:
     """Draw the pairs of `choose_pairs`. Return name, caption and pixels of each picture."""
     # tabulate matches, correct matches and the leading estimator's error by matcher and pair
@@ -342,13 +386,13 @@ def draw_pictures(
     # The results keep no images, so each pair is loaded and matched again
     for number, name in choose_pairs(values).items():
         scene, position, *ends = places[number]
-        extraction = settings.params.max_keypoints, settings.extractor
-        (known,) = extract_pairs(source, scene, *extraction, position)
+        (known,) = extract_pairs(source, scene, matched.extract, position)
         left, right = (
-            source.in_color(scene, end, image) for end, image in zip(ends, known.images or ())
+            source.in_color(scene, end, features.image)
+            for end, features in zip(ends, known.features)
         )
         # show the matches that count
-        shown = matched.above(matched.answers([known.pair], 1)[0])
+        shown = matched.above(matched.match([known], 1)[0])
         # draw one panel for each matcher
         panels = []
         caption = f"{BEGIN[name.partition('-')[0]]} ({known.name})."
@@ -385,6 +429,7 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
         "pairs_from": where,
         "estimators": {name: known[name].__doc__ for name in used},
         "params": settings.params.model_dump(),
+        "matcher": {name: getattr(matched.ours, name) for name in MATCHER_SETTINGS},
         "models": models,
     }
 
@@ -394,23 +439,21 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
 
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """
-    # read the section of params.yaml, change it by options, and load the networks
+    # read the section of params.yaml, and load the networks
     sections = params.load(args.params)
-    asked = {"max_keypoints": args.max_keypoints} if args.max_keypoints else {}
-    section = sections.evaluate.model_copy(update=asked)
+    section = sections.evaluate
     # The key of the training counts like the option: a stage of DVC has fixed options
     args.allow_training_images |= sections.run.allow_training_images
-    device = choose_device(args.device)
     notes: List[str] = []
-    networks, extractor = load_networks(args, device, notes)
+    networks = load_networks(args, settings_of(args, section), notes)
     # choose the pairs, without photographs that a compared network was trained on
     entries: List[Entry] = []
     if not (args.pairs or args.poses):
         entries, networks = choose_photographs(args, networks, notes)
-    source, where = choose_source(args, section, entries, notes)
+    matched = Matchers(networks, args.further)
+    source, where = choose_source(args, section, matched.ours, entries, notes)
     # match and score
-    matched = Matchers(networks, device, args.further, args.network_keypoints)
-    settings = Settings(section, args.estimators, extractor, args.bound, args.refine)
+    settings = Settings(section, args.estimators, args.bound, args.refine)
     results = run(source, where, matched, settings, args.robustness)
     return results._replace(notes=notes), networks[OURS].info
 
@@ -423,65 +466,98 @@ def run(
     `robustness` is the number of photographs that are disturbed. Raises WorkError if no pair can be
     read.
     """
-
-    def score(known: KnownPair, answers: Mapping[str, Matches]) -> Any:
-        return (known.place, *score_pair(known, answers, matched.thresholds, settings))
-
-    def count(_: KnownPair, answers: Mapping[str, Matches]) -> Dict[str, int]:
-        return {name: len(found) for name, found in matched.above(answers).items()}
-
-    def tabulate(found: Sequence[Any]) -> Tuple[Any, pd.DataFrame, Dict, pd.DataFrame]:
-        places, rows, scored = zip(*found)
-        table = metrics.make_table(rows)
-        own = {name: [each[name] for each in scored] for name in matched.networks}
-        return places, table, own, metrics.values_of_pairs(table, own)
-
     # list all the work first, so that one bar shows all of it
-    negative = []
-    hard = []
+    negatives = []
+    disturbed = []
     if isinstance(source, HeldOutPairs):
-        negative = [NegativePairs(source)]
-        hard = list(levels(source, robustness))
-    every = [source, *negative, *(variant for _, _, variant in hard)]
-    total = sum(count for each in every for _, count in each.scenes)
-    conditions = {}
-    # match and score all of it
+        negatives = [NegativePairs(source)]
+        disturbed = list(levels(source, robustness))
+    sources = [source, *negatives, *(variant for _, _, variant in disturbed)]
+    total = sum(count for part in sources for _, count in part.scenes)
+    score = functools.partial(score_known, matched.thresholds, settings)
     with Progress(total=total, desc="pairs", unit="pair") as bar:
-        given = matched, settings
-        # the pairs themselves
-        found, bad = match_all(source, *given, score, bar)
-        if not found:
+        scores, bad = match_all(source, matched, score, bar)
+        if not scores:
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
         # disturb the second views in each way at each level, and keep only the means
-        for name, level, variant in hard:
-            disturbed, _ = match_all(variant, *given, score, bar)
-            if disturbed:
-                values = tabulate(disturbed)[-1][[OURS, RATIO_TEST]]
-                means = {"value": values.mean(), "pairs": values.count()}
-                conditions[name, level] = pd.DataFrame(means)
+        means = {}
+        for name, level, variant in disturbed:
+            variant_scores, _ = match_all(variant, matched, score, bar)
+            if variant_scores:
+                means[name, level] = mean_values(variant_scores, matched)
         # match different photographs, where every match is wrong
-        counts = [each for part in negative for each in match_all(part, *given, count, bar)[0]]
-    # compute all metrics from the table
-    places, table, own, values = tabulate(found)
-    samples = metrics.resample(values, own)
+        count = functools.partial(count_matches, matched)
+        counts = [row for part in negatives for row in match_all(part, matched, count, bar)[0]]
+    places, *_ = zip(*scores)
+    results = compute_results((where, source.unit), scores, counts, means, matched)
+    return results._replace(
+        bad=bad,
+        protocol=describe(source, where, matched, settings),
+        pictures=draw_pictures(source, matched, results.table, places),
+    )
+
+
+def score_known(
+    thresholds: Mapping[str, float], settings: Settings, known: KnownPair, by_name: MatchesByName
+) -> PairScores:
+    """Score the matches of all matchers on one pair. Return also its numbers."""
+    return (known.place, *score_pair(known, by_name, thresholds, settings))
+
+
+def count_matches(matched: Matchers, _: KnownPair, by_name: MatchesByName) -> Dict[str, int]:
+    """Count the matches of each matcher that count, on a pair where all of them are wrong."""
+    return {name: len(matches) for name, matches in matched.above(by_name).items()}
+
+
+def tabulate(
+    scores: Sequence[PairScores], matched: Matchers
+) -> Tuple[pd.DataFrame, Dict[str, List[Scored]], pd.DataFrame]:
+    """Return the long table of all pairs, the scored matches of each network, and the values that
+    each pair contributes to each metric.
+    """
+    _, rows, scored = zip(*scores)
+    table = metrics.make_table(rows)
+    by_network = {name: [pair[name] for pair in scored] for name in matched.networks}
+    return table, by_network, metrics.values_of_pairs(table, by_network)
+
+
+def mean_values(scores: Sequence[PairScores], matched: Matchers) -> pd.DataFrame:
+    """Return the mean and the number of pairs of each metric, of the network and the ratio test."""
+    *_, values = tabulate(scores, matched)
+    values = values[[OURS, RATIO_TEST]]
+    return pd.DataFrame({"value": values.mean(), "pairs": values.count()})
+
+
+def compute_results(
+    title: Tuple[str, str],
+    scores: Sequence[PairScores],
+    counts: Sequence[Dict[str, int]],
+    means: Mapping[Tuple[str, float], pd.DataFrame],
+    matched: Matchers,
+) -> Results:
+    """Compute all metrics, with their intervals and differences.
+
+    Args:
+        title: where the pairs are from, and the plural noun of their scenes.
+        scores: of all pairs.
+        counts: number of matches of each matcher, for each negative pair.
+        means: from `mean_values`, by condition and level.
+    """
+    table, by_network, values = tabulate(scores, matched)
+    samples = metrics.resample(values, by_network)
     summary = metrics.summarize(values, samples)
     for name, mean in pd.DataFrame(counts).mean().items():
         row = mean, math.nan, math.nan, len(counts)
         summary.loc[(name, "negative_matches", "", False), :] = row
-    summary = summary.astype({"pairs": int})
     return Results(
-        where,
-        source.unit,
+        *title,
         table,
         values,
-        summary,
+        summary.astype({"pairs": int}),
         metrics.compare(values, samples, list(matched.networks)),
-        pd.concat(conditions, names=["condition", "level"]) if conditions else pd.DataFrame(),
-        metrics.calibration(own[OURS]),
-        bad,
-        protocol=describe(source, where, matched, settings),
-        pictures=draw_pictures(source, matched, table, places, settings),
+        pd.concat(means, names=["condition", "level"]) if means else pd.DataFrame(),
+        metrics.calibration(by_network[OURS]),
     )
 
 
@@ -511,6 +587,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     workers.end_with_dvc()
     args = parse(argv)
     cv2.setNumThreads(1)  # the threads work on several images at a time
+    # Views without keypoints are expected where light and noise are tried.
+    logging.getLogger("superglue_sift").setLevel(logging.ERROR)
     results, info = evaluate(args)
     # write the files first, so that MLflow can copy them
     report.write(args.out, results, report.render(results, args.curves))

@@ -25,7 +25,7 @@ from pipeline.errors import RequestError
 from pipeline.fetch.dataset import Entry, ImageSet, require_size
 from pipeline.keypoints import views
 from pipeline.params import EvaluateParams, Photometric
-from superglue_sift.features.extractors import Extractor
+from superglue_sift.features.features import Features
 from superglue_sift.features.images import (
     EXTENSIONS,
     BadImage,
@@ -64,16 +64,18 @@ class KnownPair(NamedTuple):
 
     Attributes:
         place: numbers of the scene, of the pair in it, and of both images in it.
-        truth: a homography, (3, 3) float64 from pixels of view 0 to view 1, or two cameras.
-        images: both images, (H, W) uint8 gray. Without them no match is refined.
+        features: the features of both images, as `Matcher.extract` returns them.
+        pair: the same keypoints, each with the orientation that fits the other image, for the
+            matchers that take one descriptor of each keypoint.
+        truth: a homography, (3, 3) float64 from pixels of image 0 to image 1, or two cameras.
     """
 
     name: str
     scene: str
     place: Tuple[int, int, int, int]
+    features: Tuple[Features, Features]
     pair: Pair
     truth: Union[np.ndarray, CameraPair]
-    images: Optional[Tuple[np.ndarray, np.ndarray]] = None
 
 
 # A scene has images, (H, W) uint8 gray, and pairs. A pair has a name, the indices of both images,
@@ -108,28 +110,36 @@ def image_size(image: np.ndarray) -> Tuple[int, int]:
 
 
 def extract_pairs(
-    source: Source, index: int, max_keypoints: int, extractor: Extractor, only: Optional[int] = None
+    source: Source,
+    index: int,
+    extract: Callable[[np.ndarray], Features],
+    only: Optional[int] = None,
 ) -> List[KnownPair]:
-    """Load a scene and run the extractor once on each image.
+    """Load a scene, and extract the features of each image once.
 
-    `only` is the number of the one pair to return. If it is None, return all pairs. Raises BadImage
-    if an image cannot be used.
+    Args:
+        extract: `Matcher.extract` of the evaluated network.
+        only: the number of the one pair to return. If None, return all pairs.
+
+    Raises:
+        BadImage: an image cannot be used.
     """
     images, pairs = source.load(index)
-    keypoints: Dict[int, np.ndarray] = {}
-    found = []
+    features: Dict[int, Features] = {}
+    known_pairs = []
     for position, (name, first, second, truth) in enumerate(pairs):
         if only not in (None, position):
             continue
         # the reference of a sequence is in all its pairs
-        for image in {first, second} - set(keypoints):
-            keypoints[image] = extractor(images[image], max_keypoints)
-        both = images[first], images[second]
-        pair = Pair(keypoints[first], keypoints[second], *map(image_size, both))
+        for image in {first, second} - set(features):
+            features[image] = extract(images[image])
+        one = features[first]
+        other = features[second]
+        pair = choose_pair(Pair(one.records, other.records, one.size, other.size))
         place = (index, position, first, second)
         scene = source.scenes[index][0]
-        found.append(KnownPair(name, scene, place, choose_pair(pair), truth, both))
-    return found
+        known_pairs.append(KnownPair(name, scene, place, (one, other), pair, truth))
+    return known_pairs
 
 
 class HeldOutPairs(Source):
@@ -333,7 +343,8 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
 class FilePairs(Source):
     """Scenes whose images are read from files and resized to a shorter side of `short_side` px.
 
-    480 is the protocol of LightGlue and glue-factory, and 0 keeps the size. An unreadable image
+    480 is the protocol of LightGlue and glue-factory, and 0 keeps the size. Errors are in pixels of
+    the resized images. An unreadable image
     raises RequestError, so that no pair is skipped silently. `files` has the images of each scene.
     """
 
@@ -372,7 +383,7 @@ class HPatchesPairs(FilePairs):
 
     unit = "sequences"
 
-    def __init__(self, folder: Path, short_side: int = 480):
+    def __init__(self, folder: Path, short_side: int = 0):
         super().__init__(short_side)
         self.sequences = find_sequences(folder)
         self.scenes = [(name, len(others)) for name, _, others in self.sequences]
@@ -391,7 +402,7 @@ class HPatchesPairs(FilePairs):
 class PosePairs(FilePairs):
     """Pairs of a `pairs_with_gt.txt`, with their scenes from `scene_names`."""
 
-    def __init__(self, file: Path, folder: Path, short_side: int = 480):
+    def __init__(self, file: Path, folder: Path, short_side: int = 0):
         super().__init__(short_side)
         self.pairs = read_pairs(file)
         names = [pair[:2] for pair in self.pairs]

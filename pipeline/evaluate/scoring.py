@@ -17,10 +17,10 @@ from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.matchers import BOUND
 from pipeline.evaluate.pairs import CameraPair, KnownPair
 from pipeline.params import EvaluateParams
-from superglue_sift.features import extractors, sift
-from superglue_sift.features.extractors import Extractor
-from superglue_sift.geometry import refinement, two_view
+from superglue_sift.features import sift
+from superglue_sift.geometry import two_view
 from superglue_sift.geometry.verification import positions_of
+from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
 from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
@@ -42,7 +42,6 @@ class Settings(NamedTuple):
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = estimators.DEFAULT
-    extractor: Extractor = extractors.DEFAULT
     bound: bool = False  # whether to add a row of the true matches
     refine: bool = True  # whether to estimate from refined matches, too
 
@@ -95,13 +94,12 @@ def estimate_errors(
     seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # the seed depends on the pair alone
     detected = Points(*matched_points(known.pair, matches), matcher, scores, seed)
     variants = {False: detected}  # whether the matches are refined, and their points
-    if settings.refine and known.images is not None:
-        index0, index1 = matches.indices.T
+    if settings.refine:
         # keypoints of image 1 move to where the pixels around both agree best
-        records = known.pair.records0[index0], known.pair.records1[index1]
-        refined1, deviations, _ = refinement.refine(*known.images, *records)
-        moved = refined1.astype(np.float64)
-        variants[True] = detected._replace(points1=moved, deviations=deviations)
+        result = MatchResult.of(*known.features, matches).refine(*known.features)
+        if result.deviations is not None:
+            moved = result.points1.astype(np.float64)
+            variants[True] = detected._replace(points1=moved, deviations=result.deviations)
     # every estimator gets the same matches, in the same order
     for refined, points in variants.items():
         if isinstance(known.truth, CameraPair):
@@ -117,13 +115,13 @@ def estimate_errors(
 
 def score_pair(
     known: KnownPair,
-    answers: Mapping[str, Matches],
+    by_name: Mapping[str, Matches],
     thresholds: Mapping[str, float],
     settings: Settings,
 ) -> Tuple[List[Row], Dict[str, Scored]]:
     """Score all matchers on one pair.
 
-    `thresholds` are the thresholds of the matchers whose answers contain every match.
+    `thresholds` are the thresholds of the matchers of which `by_name` has every match.
 
     Returns:
         The rows of the table, and all scored matches of each matcher with a threshold.
@@ -138,10 +136,10 @@ def score_pair(
         truth0 = true_matches(known.pair, known.truth)
         truth = int((truth0 > UNMATCHED).sum())
     if settings.bound:
-        answers = {**answers, BOUND: Matches.from_dense(truth0, np.ones(count0))}
+        by_name = {**by_name, BOUND: Matches.from_dense(truth0, np.ones(count0))}
     rows: List[Row] = []
     scored = {}
-    for name, matches in answers.items():
+    for name, matches in by_name.items():
         index0, index1 = matches.indices.T
         correct = correct_matches(known, matches)
         found = correct if posed else truth0[index0] == index1

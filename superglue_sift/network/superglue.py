@@ -104,7 +104,7 @@ class SuperGlueConfig:
     scale_angle: bool = True  # also encode SIFT's scale and angle
     neighbours: bool = False  # also encode the nearest neighbour in the other image
     rotary: bool = False  # use relative positions in self-attention
-    sinkhorn_iterations: int = 100  # number in training, see `weights.load_model`
+    sinkhorn_iterations: int = 100  # the same number in training and in matching
     extractor: str = "sift"  # name of the keypoint extractor (extractors.py)
     descriptor: str = "sift"  # kind of descriptor, "sift" or "float" (extractors.py)
     descriptor_dim: int = 128  # number of entries of a descriptor

@@ -8,11 +8,10 @@ a file can run code. A `.json` of the same name repeats the description for peop
 from __future__ import annotations
 
 import copy
-import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Tuple
 
 import numpy as np
 import torch
@@ -105,12 +104,8 @@ def shipped_weights() -> Path:
     raise RequestError(f"{package.parent / SHIPPED}: this copy has no weights; {fix}")
 
 
-def load_model(
-    path: FileName, device: str = "cpu", sinkhorn_iterations: Optional[int] = None
-) -> Tuple[SuperGlue, dict]:
+def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
     """Load a network in evaluation mode on `device`; return it with its description.
-
-    sinkhorn_iterations: number of iterations in place of the model's own.
 
     Raises RequestError if there is no such file, if it is damaged, or if it is not a SuperGlue
     model.
@@ -136,8 +131,6 @@ def load_model(
         raise RequestError(
             f"{path}: not a SuperGlue model of this project ({reason:.200})"
         ) from error
-    if sinkhorn_iterations:
-        model.config = dataclasses.replace(config, sinkhorn_iterations=sinkhorn_iterations)
     return model.to(device).eval(), info
 
 

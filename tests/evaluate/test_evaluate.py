@@ -120,7 +120,8 @@ def test_growing_disturbances_have_the_same_bytes_in_another_place(work, monkeyp
 def test_a_further_model_stands_in_every_table_with_its_own_threshold(work, capsys):
     write_model(work / "model.safetensors", about={"match_threshold": 0.35, "step": 0})
     write_model(work / "same.safetensors")
-    assert run(work, "--no-refine", "--threshold", "0", "--also", f"b={work}/same.safetensors") == 0
+    also = "--also", f"b={work}/same.safetensors"
+    assert run(work, "--no-refine", *also, threshold=()) == 0
     found = read_metrics(work)
     models = read_json(work / "out/protocol.json")["models"]
     assert [models[name]["threshold"] for name in ("superglue", "b")] == [0.35, 0.2]
@@ -190,7 +191,8 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
         assert float(found["shifted/1-2", matcher]["precision"]) > 0.8
         assert float(found["shifted/1-2", matcher]["error_ransac"]) < 1.5
     printed = capsys.readouterr().out
-    assert "pairs: 3 sequences, full size, 300 keypoints, 5 pairs" in printed
+    title = "pairs: 3 sequences, full size, SIFT at this size, 300 keypoints, 5 pairs"
+    assert title in printed
     report = (work / "out/report.txt").read_text()
     line = next(line for line in report.splitlines() if line.startswith("flat"))
     assert line.split() == ["flat", "1", *["0.0"] * 4]
@@ -207,8 +209,10 @@ def test_a_folder_of_pairs_from_end_to_end(work, photo, capsys, monkeypatch):
         (["--model", __file__], "test_evaluate.py"),
         (["--images", "nowhere"], "no manifest here"),
         (["--pairs", "nowhere"], "no such folder"),
-        (["--max-keypoints", "0"], "--max-keypoints 0: must be a whole number, 1 or more"),
-        (["--threshold", "1"], "--threshold 1.0: must be at least 0 and below 1"),
+        (["--max-keypoints", "0"], "max_keypoints 0: must be a whole number, 1 or more"),
+        (["--threshold", "2"], "threshold 2.0: must be between 0 and 1"),
+        (["--short-side", "480"], "--short-side: only with --pairs or --poses"),
+        (["--accept", "0.5"], "accept: only with scene=True"),
         (["--device", "cuda:99"], "device cuda:99: not available here"),
         (["--poses", "y", "--pairs", "x"], "--pairs and --poses exclude each other"),
         (["--out", __file__], "cannot be written: Not a directory; name another"),

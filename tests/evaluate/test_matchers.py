@@ -5,6 +5,9 @@ import numpy as np
 import torch
 
 from pipeline.evaluate import matchers
+from pipeline.evaluate.matchers import OURS
+from pipeline.evaluate.pairs import KnownPair
+from superglue_sift import Matcher
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.sift import root_sift_of
 from superglue_sift.network.batch import Pair
@@ -16,18 +19,24 @@ def pair_of(*views):
     return Pair(*keypoints, *(view.shape[::-1] for view in views))
 
 
+def known_pair(matcher, *views):
+    """The features of two views, without a truth."""
+    features = tuple(matcher.extract(np.ascontiguousarray(view)) for view in views)
+    return KnownPair("p", "s", (0, 0, 0, 1), features, pair_of(*views), np.eye(3))
+
+
 def test_ratio_and_mutual_agree_with_opencv(photo):
     pair = pair_of(photo, photo[20:, 30:])
     descriptors = [root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
-    found = matchers.match_baselines(pair)
-    found["ratio_test"] = found["ratio_test"].above(matchers.RATIO_THRESHOLD)
-    found = {name: dict(answer.indices.tolist()) for name, answer in found.items()}
+    matches = matchers.match_baselines(pair)
+    matches["ratio_test"] = matches["ratio_test"].above(matchers.RATIO_THRESHOLD)
+    partners = {name: dict(of_one.indices.tolist()) for name, of_one in matches.items()}
     for name, mutual in (("nn", False), ("mutual_nn", True)):
-        matches = cv2.BFMatcher(cv2.NORM_L2, crossCheck=mutual).match(*descriptors)
-        assert found[name] == {m.queryIdx: m.trainIdx for m in matches}
+        expected = cv2.BFMatcher(cv2.NORM_L2, crossCheck=mutual).match(*descriptors)
+        assert partners[name] == {m.queryIdx: m.trainIdx for m in expected}
     two = cv2.BFMatcher(cv2.NORM_L2).knnMatch(*descriptors, k=2)
     passed = {(a.queryIdx, a.trainIdx) for a, b in two if a.distance < 0.8 * b.distance}
-    assert set(found["ratio_test"].items()) == passed & set(found["mutual_nn"].items())
+    assert set(partners["ratio_test"].items()) == passed & set(partners["mutual_nn"].items())
 
 
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
@@ -38,10 +47,9 @@ def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
 
 def test_the_size_of_batches_does_not_matter(photo):
     torch.manual_seed(0)
-    network = matchers.Network(SuperGlue(SuperGlueConfig(layers=1)).eval(), 0.2)
-    ours = matchers.Matchers({matchers.OURS: network}, "cpu")
-    pairs = [pair_of(photo, photo[20:, 30:]), pair_of(photo[:200], photo)]
-    for one, other in zip(ours.answers(pairs, 1), ours.answers(pairs, 2)):
-        found = one[matchers.OURS].indices
-        np.testing.assert_array_equal(found, other[matchers.OURS].indices)
-        assert len(found) > 50
+    matcher = Matcher(SuperGlue(SuperGlueConfig(layers=1)).eval(), threshold=0.2, resize=0)
+    compared = matchers.Matchers({OURS: matchers.Network(matcher)})
+    pairs = [known_pair(matcher, photo, photo[20:, 30:]), known_pair(matcher, photo[:200], photo)]
+    for one, other in zip(compared.match(pairs, 1), compared.match(pairs, 2)):
+        np.testing.assert_array_equal(one[OURS].indices, other[OURS].indices)
+        assert len(one[OURS]) > 50

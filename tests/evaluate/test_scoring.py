@@ -10,6 +10,7 @@ from made_scenes import SHIFT, TURN
 from pipeline.evaluate import estimators, matchers, scoring
 from pipeline.evaluate.matchers import OURS
 from pipeline.evaluate.pairs import KnownPair
+from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
@@ -18,8 +19,9 @@ SIZE = (320, 240)
 
 
 def pair_of(points0, points1, H):
-    pair = Pair(records_at(points0), records_at(points1), SIZE, SIZE)
-    return KnownPair("p", "s", (0, 0), pair, H)
+    features = Features(records_at(points0), SIZE), Features(records_at(points1), SIZE)
+    pair = Pair(features[0].records, features[1].records, SIZE, SIZE)
+    return KnownPair("p", "s", (0, 0, 0, 1), features, pair, H)
 
 
 @pytest.fixture
