@@ -85,7 +85,7 @@ def test_without_options_pairs_are_matched_as_the_command_does(sequences, tmp_pa
     protocol = read_json(tmp_path / "out/protocol.json")["matcher"]
     assert protocol == {"max_keypoints": 4096, "network_keypoints": 1024, "resize": 1024}
     # The metrics of refined matches are there, as the command refines.
-    assert f"{OURS}.auc_ransac_aligned_5" in read_metrics(tmp_path)
+    assert f"{OURS}.auc_ransac_refined_5" in read_metrics(tmp_path)
 
 
 @pytest.mark.slow
