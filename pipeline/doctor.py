@@ -1,17 +1,19 @@
 """Check this machine before the work: `python -m pipeline.doctor`.
 
-It checks GPUs, shared memory, disk and packages. The exit code is 0 if the work can start, and 2 if
-something prevents it. With `--quick`, which `repro` runs first, only what prevents the work is
-printed, or else the line about the disk.
+It checks the user, the clone, GPUs, shared memory, disk and packages. The exit code is 0 if the
+work can start, and 2 if something prevents it. With `--quick`, which `repro` runs first, only what
+prevents the work is printed, or else warnings and the line about the disk.
 """
 
 from __future__ import annotations
 
 import configparser
 import contextlib
+import getpass
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -22,6 +24,8 @@ from pipeline.fetch import coco, dataset
 from superglue_sift.files import GIB, format_bytes
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
+# What a run writes in the clone
+WRITTEN = (".dvc", "data", "checkpoints", "models", "reports", "dvc.lock")
 BEFORE_OUTPUTS = ("data", "checkpoints", "reports")  # folders in which stages have outputs
 GPU_FILE = Path("/dev/nvidia0")
 OK = "ok"
@@ -38,12 +42,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = errors.make_parser("pipeline.doctor", __doc__)
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
-    # run all checks; --quick shows what stops the work, or else the space on the disk
-    checks = (workspace, variables, gpus, shared_memory, disk)
+    # run all checks; --quick shows what stops the work, or else warnings and the space on the disk
+    checks = (user, workspace, permissions, commit, variables, gpus, shared_memory, disk)
     found = [finding for check in checks for finding in check()]
     failed = [finding for finding in found if finding[0] == FAIL]
     if quick:
-        found = failed or [finding for finding in found if finding[1] == "disk"]
+        found = failed or [item for item in found if item[0] == WARN or item[1] == "disk"]
     else:
         found = [*software(), *found]
     for level, subject, text in found:
@@ -62,6 +66,20 @@ def software() -> Iterator[Finding]:
     yield OK, "packages", ", ".join(map(" ".join, provenance.versions(PACKAGES).items()))
 
 
+def user() -> Iterator[Finding]:
+    """Check that DVC and MLflow find the name and the home of the user, who may have no account."""
+    missing = []
+    if os.path.expanduser("~") == "~":
+        missing.append("HOME=/tmp")
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):  # Python 3.13 raises OSError
+        missing.append("USER=user")
+    if missing:
+        why = f"number {os.getuid()} has no account here, and DVC looks for its home and name"
+        yield FAIL, "user", f"{why}: type `export {' '.join(missing)}` (or others)"
+
+
 def workspace() -> Iterator[Finding]:
     """Check that DVC can work here: no output lies behind a link, and there is a git repository."""
     for name in BEFORE_OUTPUTS:
@@ -76,10 +94,47 @@ def workspace() -> Iterator[Finding]:
     # DVC looks for git, unless its own configuration says that there is none
     config = configparser.ConfigParser(interpolation=None)
     config.read([".dvc/config", ".dvc/config.local"])
-    has_git = any((folder / ".git").exists() for folder in (Path.cwd(), *Path.cwd().parents))
-    if not has_git and not config.getboolean("core", "no_scm", fallback=False):
+    if not git_root() and not config.getboolean("core", "no_scm", fallback=False):
         fix = "type `git init`, or `dvc config --local core.no_scm true`"
         yield FAIL, "workspace", f"no git repository, which DVC looks for: {fix}"
+
+
+def git_root() -> Optional[Path]:
+    """Return the nearest folder upwards that has a git repository, or None."""
+    folders = (Path.cwd(), *Path.cwd().parents)
+    return next((folder for folder in folders if (folder / ".git").exists()), None)
+
+
+def permissions() -> Iterator[Finding]:
+    """Check that this user can write what a run writes, also after a run of another user."""
+    places = [Path.cwd(), *(path for name in WRITTEN if (path := Path(name)).exists())]
+    for place in places[1:]:
+        for folder, folders, files in os.walk(place):
+            places += [Path(folder, name) for name in folders]
+            # DVC's locks; other files are replaced, for which the folder counts
+            places += [Path(folder, name) for name in files if folder == ".dvc/tmp"]
+    wrong = [path for path in places if not os.access(path, os.W_OK)]
+    if wrong:
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+        fix = f"type `sudo chown -R $(id -u) {Path.cwd()}`, or work in a clone of your own"
+        yield FAIL, "permissions", f"{wrong[0]}{more}: user {os.getuid()} cannot write there: {fix}"
+
+
+def commit() -> Iterator[Finding]:
+    """Check that git tells the commit, which a run records."""
+    root = git_root()
+    if root is None or provenance.git_state(root)["commit"] != provenance.UNKNOWN:
+        return
+    try:
+        command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        reason = subprocess.run(command, capture_output=True, text=True, timeout=20).stderr
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = str(error)
+    fix = "install git, and commit once"
+    if "dubious ownership" in reason:
+        fix = f"type `git config --global --add safe.directory {root}`"
+    reason = reason.partition("\n")[0]
+    yield WARN, "git", f"results will not name the commit ({reason}): {fix}"
 
 
 def variables() -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import io
+import os
 from pathlib import Path
 from typing import Any, List, Mapping, MutableMapping, Optional
 
@@ -101,8 +102,11 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     # write the paths of the user's images and a digest of their content into the section `fetch`
     from pipeline.fetch import dataset
 
-    paths = [path and str(Path(path).expanduser().resolve()) for path in (images, val_images)]
-    tree["fetch"].update(path=paths[0], val_path=paths[1])
+    # Unlike that of Path, this `expanduser` keeps a ~ without a home
+    path, val_path = (
+        each and str(Path(os.path.expanduser(each)).resolve()) for each in (images, val_images)
+    )
+    tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")
     # refuse a folder of too few images before any stage runs
     held = dataset.own_splits(sections.fetch)[1]

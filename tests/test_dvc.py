@@ -29,7 +29,8 @@ def left_by(stage):
 
 
 def test_dependencies_hold_every_file_that_can_change_an_output():
-    assert import_closure.differences(TREE) == []
+    lines = import_closure.differences(TREE)
+    assert not lines, "dvc.yaml differs from the imports of its stages: " + "; ".join(lines)
 
 
 def test_a_missing_and_a_useless_dependency_are_named():
@@ -73,7 +74,11 @@ def test_git_keeps_what_the_cache_of_dvc_does_not():
     command = ["git", "check-ignore", "--no-index", *left]
     ignored = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE).stdout.decode().split()
     cached = [path for path, flags in left.items() if flags.get("cache", True)]
-    assert ignored == cached and len(cached) < len(left)
+    twice = {*cached} - {*ignored}
+    assert not twice, f"add to .gitignore, or say `cache: false` in dvc.yaml: {twice}"
+    nowhere = {*ignored} - {*cached}
+    assert not nowhere, f".gitignore has outputs of `cache: false`, which nothing keeps: {nowhere}"
+    assert len(cached) < len(left)
 
 
 @pytest.mark.slow
@@ -96,8 +101,29 @@ def test_a_stage_ends_with_the_dvc_that_started_it(stage, tmp_path):
             wait_until(lambda: ended(number), 60)
 
 
-def test_dvc_reads_the_file_whose_stages_are_the_sections_of_params_in_order():
+def test_dvc_reads_the_file():
     command = [sys.executable, "-m", "dvc", "stage", "list", "--names-only"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
+    assert done.stdout.decode().split() == [*TREE["stages"]]
+
+
+def test_each_section_of_params_is_that_of_a_stage_in_the_same_order():
+    """`views` and `run` belong to several stages. A stage may do without a section, as `export`."""
     sections = [name for name in Params.model_fields if name not in ("views", "run")]
-    assert done.stdout.decode().split() == [*TREE["stages"]] == [*sections, "export"]
+    stages = [name for name in TREE["stages"] if name in sections]
+    missing = [name for name in sections if name not in stages]
+    assert not missing, f"pipeline/params.py has sections without a stage in dvc.yaml: {missing}"
+    order = f"the sections of pipeline/params.py have another order than the stages: {stages}"
+    assert stages == sections, order
+
+
+def test_each_stage_runs_the_module_of_its_name():
+    for name, stage in TREE["stages"].items():
+        module = f"pipeline.{name}"
+        assert re.search(rf"\bpython -m (pipeline\.launch )?{module}\b", stage["cmd"]), (
+            f"dvc.yaml: the stage {name} runs another module than {module}"
+        )
+        used = [param for param in stage.get("params", []) if param.split(".")[0] == name]
+        assert used or name not in Params.model_fields, (
+            f"dvc.yaml: the stage {name} has no params of its section {name}"
+        )

@@ -1,11 +1,15 @@
 """The doctor's judgements, on machines that are not here."""
 
+import getpass
+import os
+import pwd
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipeline import doctor
+from pipeline import doctor, provenance
 from pipeline.doctor import FAIL, NOTE, OK, WARN
 from superglue_sift.files import GIB, MIB
 
@@ -25,10 +29,10 @@ def test_a_card_is_tried(monkeypatch, processes, level):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H100")
-    monkeypatch.setattr(torch, "ones", lambda *_, device: torch.zeros(1))
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
     assert next(iter(doctor.gpus()))[0] == level
 
-    def ones(*_, device):
+    def ones(*_, **__):
         raise RuntimeError("CUDA error: no kernel image is available\nfor execution")
 
     monkeypatch.setattr(torch, "ones", ones)
@@ -71,3 +75,87 @@ def test_what_dvc_refuses_is_said_before_with_what_works(tmp_path, monkeypatch, 
     if fix == "no_scm":
         (tmp_path / ".dvc/config.local").write_text("[core]\n    no_scm = true\n")
     assert not list(doctor.workspace())
+
+
+def test_a_user_without_an_account_is_told_what_dvc_needs(monkeypatch):
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    ((level, subject, text),) = doctor.user()
+    assert (level, subject) == (FAIL, "user") and "`export HOME=/tmp USER=user`" in text
+    # what DVC looks for, by the same functions
+    with pytest.raises(KeyError):
+        getpass.getuser()
+    monkeypatch.setenv("HOME", "/tmp")
+    ((_, _, text),) = doctor.user()
+    assert "`export USER=user`" in text
+    monkeypatch.setenv("USER", "user")
+    assert not [*doctor.user()] and getpass.getuser() == "user"
+
+
+def test_a_folder_that_this_user_cannot_write_is_named(tmp_path, monkeypatch):
+    """Also one that another user's run has left. root may write everywhere, so the answer of the
+    system is replaced.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name in (".dvc/tmp", "data/images", "reports"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in (".dvc/tmp/lock", "dvc.lock", "data/images/manifest.csv"):
+        (tmp_path / name).touch()
+    assert not [*doctor.permissions()]
+    denied = []
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: str(path) not in denied)
+    for name in (".dvc/tmp/lock", "dvc.lock", "data/images", "reports", str(tmp_path)):
+        denied[:] = [name]
+        ((level, _, text),) = doctor.permissions()
+        assert level == FAIL and text.startswith(f"{name}: user ")
+        assert f"`sudo chown -R $(id -u) {tmp_path}`" in text
+    # files that are replaced need a folder that can be written
+    denied[:] = ["data/images/manifest.csv"]
+    assert not [*doctor.permissions()]
+    denied[:] = ["data/images", "reports", "dvc.lock"]
+    assert " and 2 more: user " in next(doctor.permissions())[2]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_clone_of_another_user_is_a_warning_with_what_git_needs(
+    root, tmp_path, monkeypatch, capsys, quick
+):
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "params.yaml").write_text((root / "params.yaml").read_text())
+    monkeypatch.chdir(clone)
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=b", "commit", "-q", "-m", "first")
+    assert not [*doctor.commit()]
+    for path in (clone, *clone.rglob("*")):
+        os.chown(path, 12345, 12345)
+    assert provenance.git_state(clone)["commit"] == provenance.UNKNOWN
+    assert doctor.main(["--quick"] if quick else []) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if " git: " in line]
+    fix = f"git config --global --add safe.directory {clone}"
+    assert "warn" in line and "dubious ownership" in line and line.endswith(f"type `{fix}`")
+    git(*fix.split()[1:])
+    assert not [*doctor.commit()]
+
+
+def test_a_repository_without_a_commit_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not [*doctor.commit()]  # no repository
+    git("init", "-q")
+    ((level, _, text),) = doctor.commit()
+    assert level == WARN and "results will not name the commit (fatal: " in text
+    monkeypatch.setenv("PATH", "")
+    ((level, _, text),) = doctor.commit()
+    assert level == WARN and "install git" in text
+
+
+def git(*words):
+    subprocess.run(["git", *words], check=True)

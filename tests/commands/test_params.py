@@ -158,7 +158,7 @@ def test_no_key_that_a_stage_depends_on_has_a_default():
     """DVC compares the keys of params.yaml: a changed default would re-run nothing."""
     keys = keys_of(Params, "")
     stages = read_yaml(ROOT / "dvc.yaml")["stages"].values()
-    dependencies = {name for stage in stages for name in stage["params"]}
+    dependencies = {name for stage in stages for name in stage.get("params", [])}
     assert dependencies <= {*keys}
     decisive = [
         key for key in keys if any(f"{key}.".startswith(f"{name}.") for name in dependencies)
@@ -190,7 +190,9 @@ def test_a_key_of_run_that_decides_the_weights_is_a_dependency(tree, key, norm):
 def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
     """It chooses those that validate, which choose the weights, and those that test."""
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]
-    users = [name for name in stages if "run.allow_training_images" in stages[name]["params"]]
+    users = [
+        name for name in stages if "run.allow_training_images" in stages[name].get("params", [])
+    ]
     assert users == ["train", "evaluate"]
 
 
