@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
-import sqlite3
+import shlex
 import sys
 import tempfile
 import textwrap
+import urllib.parse
+import urllib.request
 import warnings
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple
@@ -81,19 +82,20 @@ def experiment_name() -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the message of an error on one line of at most 200 characters, without passwords."""
-    return textwrap.shorten(redact(str(error)) or type(error).__name__, 200, placeholder="...")
+    """Return the message of an error on one line of at most 300 characters, without passwords."""
+    return textwrap.shorten(redact(str(error)) or type(error).__name__, 300, placeholder="...")
+
+
+def readable(text: str) -> str:
+    """Return a text with escapes in place of what is not Unicode, such as bytes of a file's name.
+
+    Neither a database nor a server takes such a text.
+    """
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 # --- MLflow, 3.1 and later
 
-# Columns of a local store that hold paths of artifacts
-PATHS = (
-    ("experiments", "artifact_location"),
-    ("runs", "artifact_uri"),
-    ("logged_models", "artifact_location"),
-    ("model_versions", "storage_location"),
-)
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a server may store a file elsewhere meanwhile
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
@@ -102,32 +104,7 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-VIEW_TAG = "mlflow.sharedViewState.results"
-# MLflow's table of runs at the address that `ui` prints. MLflow 3.1 shows an error if a key is
-# missing.
-VIEW = {
-    "selectedColumns": [
-        "params.`train.lr`",
-        "params.`train.steps`",
-        "metrics.`val/f1`",
-        f"metrics.`{EVALUATION}/auc_5`",
-    ],
-    "orderByKey": "attributes.start_time",
-    "orderByAsc": False,
-    "searchFilter": "",
-    "startTime": "ALL",
-    "lifecycleFilter": "Active",
-    "modelVersionFilter": "All Runs",
-    "datasetsFilter": [],
-    "runsPinned": [],
-    "runsHidden": [],
-    "runsHiddenMode": "FIRST_10_RUNS",
-    "groupBy": None,
-    "runsExpanded": {},
-    "groupsExpanded": {},
-    "runsVisibilityMap": {},
-    "chartsSearchFilter": "",
-}
+WORKFLOW = "machine_learning"  # the kind of MLflow's pages
 ABOUT_MODEL = (
     "SuperGlue on SIFT keypoints. Each version is the best model of one training. The alias"
     f" `{CHAMPION}` belongs to the first version, until another one is better on the same pairs of"
@@ -136,11 +113,10 @@ ABOUT_MODEL = (
 )
 
 
-def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
-    """Open the server or local store. Return a client, and the id of the experiment.
+def open_store(uri: str) -> Any:
+    """Open the server or local store, and return a client.
 
-    The experiment is created if it does not exist. Raises RequestError for an address without a
-    scheme.
+    Raises RequestError for an address without a scheme.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -154,18 +130,9 @@ def open_experiment(uri: str, name: str) -> Tuple[Any, str]:
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     path = database(uri)
-    place = None
-    if path:
-        if not path.is_file():
-            create_database(path)
-        # By default MLflow uses the current directory, which may be a temporary copy of DVC
-        place = bind_artifacts(path, name)
-    client = MlflowClient(uri, uri)
-    experiment = client.get_experiment_by_name(name)
-    number = experiment.experiment_id if experiment else client.create_experiment(name, place)
-    client.set_experiment_tag(number, VIEW_TAG, json.dumps(VIEW))
-    mlflow.set_experiment(experiment_id=number)
-    return client, number
+    if path and not path.is_file():
+        create_database(path)
+    return MlflowClient(uri, uri)
 
 
 def create_database(path: Path) -> None:
@@ -183,39 +150,93 @@ def create_database(path: Path) -> None:
             write_atomic(path, complete.read_bytes())
 
 
-def bind_artifacts(path: Path, name: str) -> str:
-    """Put the files of an experiment and its runs beside the local store `path`.
+def artifacts_folder(uri: str, name: str) -> Optional[Path]:
+    """Return the folder for the files of an experiment, beside a local store.
 
-    Returns the address of that folder. MLflow stores whole paths. In a clone that was copied or
-    moved, or that a container sees at another path, they name the old folder.
+    Return None for a server. By default MLflow uses the current directory, which may be a temporary
+    copy of DVC.
     """
-    place = (path.resolve().parent / ARTIFACTS / name).as_uri()
-    with contextlib.closing(sqlite3.connect(path, timeout=60)) as store, store:
-        query = "SELECT artifact_location FROM experiments WHERE name = ?"
-        (old,) = next(store.execute(query, (name,)), (place,))
-        # only the project's own folder of artifacts is renamed, in every table
-        if old == place or not old.endswith(f"/{ARTIFACTS}/{place.rpartition('/')[2]}"):
-            return place
-        for table, column in PATHS:
-            store.execute(
-                f"UPDATE {table} SET {column} = ? || substr({column}, ?)"
-                f" WHERE {column} = ? OR substr({column}, 1, ?) = ?",
-                (place, len(old) + 1, old, len(old) + 1, f"{old}/"),
-            )
-    return place
+    path = database(uri)
+    return path.resolve().parent / ARTIFACTS / name.replace("/", "_") if path else None
+
+
+def folder_elsewhere(experiment: Any, here: Optional[Path]) -> Optional[Path]:
+    """Return the folder of an experiment's files if it is that of a clone at another path.
+
+    `here` is the folder of this clone. A link from the other folder to it makes them the same.
+    """
+    location = urllib.parse.urlsplit(experiment.artifact_location)
+    folder = Path(urllib.request.url2pathname(location.path))
+    # any other folder was chosen by the person who made the experiment
+    is_ours = location.scheme == "file" and folder.parent.name == ARTIFACTS
+    is_here = here is None or os.path.realpath(folder) == os.path.realpath(here)
+    return folder if is_ours and not is_here else None
+
+
+def hint_at_files(folder: Path, here: Path) -> str:
+    """Say where the files of runs are that a clone at another path has made."""
+    clone = folder.parents[1]
+    hint = f"the files of runs that were made in {clone} are there"
+    if folder.exists():
+        return hint
+    link = f"mkdir -p {shlex.quote(str(clone))} && ln -s {shlex.quote(str(here.parent))}"
+    return f"{hint}. If you moved the clone, let MLflow find them: {link} {shlex.quote(str(clone))}"
+
+
+def is_deleted(experiment: Any) -> bool:
+    """Return whether an experiment was deleted, which MLflow keeps until it is restored."""
+    return experiment is not None and experiment.lifecycle_stage == "deleted"
+
+
+def find_experiment(client: Any, uri: str, name: str) -> str:
+    """Return the id of an experiment, which is created if it does not exist.
+
+    MLflow stores the whole path of an experiment's files. In a clone that was copied or moved, or
+    that a container sees at another path, this is not the path of the clone. Its new runs then get
+    an experiment of their own, "NAME in FOLDER".
+
+    In place of a deleted experiment, that of MLFLOW_EXPERIMENT_NAME is taken. Raises RequestError
+    if it is not set to another one.
+    """
+    experiment = client.get_experiment_by_name(name)
+    other = os.environ.get("MLFLOW_EXPERIMENT_NAME") or name
+    if other != name and is_deleted(experiment):
+        return find_experiment(client, uri, other)
+    here = artifacts_folder(uri, name)
+    elsewhere = experiment and folder_elsewhere(experiment, here)
+    if elsewhere:
+        name = f"{name} in {here.parents[1]}"
+        experiment = client.get_experiment_by_name(name)
+    if experiment is None:
+        if elsewhere:
+            say(f"new runs are in the experiment {name}; {hint_at_files(elsewhere, here)}")
+        return client.create_experiment(name, here.as_uri() if here else None)
+    number = experiment.experiment_id
+    if is_deleted(experiment):
+        restore = f"mlflow experiments restore --experiment-id {number}"
+        raise errors.RequestError(
+            f"the experiment {name} is deleted. To restore it, type MLFLOW_TRACKING_URI="
+            f"{place_of(uri)} {restore}; for another experiment, set MLFLOW_EXPERIMENT_NAME"
+        )
+    return number
 
 
 class MlflowRun:
     """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
 
     def __init__(self, uri: str, header: Event) -> None:
-        self._client, experiment = open_experiment(uri, header["experiment"])
+        import mlflow
+
+        self._client = open_store(uri)
+        experiment = find_experiment(self._client, uri, readable(header["experiment"]))
+        mlflow.set_experiment(experiment_id=experiment)
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
         runs = self._client.search_runs([experiment], query, max_results=1)
         self.is_new = not runs
         if self.is_new:
             key = {KEY_TAG: header["run"]}
-            runs = [self._client.create_run(experiment, header["time"], key, header["name"])]
+            name = readable(header["name"])
+            runs = [self._client.create_run(experiment, header["time"], key, name)]
         self.run_id = runs[0].info.run_id
 
     def send(self, events: List[Event]) -> None:
@@ -234,8 +255,8 @@ class MlflowRun:
         self._client.log_batch(
             self.run_id,
             metrics,
-            [Param(*item) for item in params.items()],
-            [RunTag(*item) for item in tags.items()],
+            [Param(name, readable(text)) for name, text in params.items()],
+            [RunTag(name, readable(text)) for name, text in tags.items()],
         )
         root = provenance.main_root()
         for event in events:
@@ -257,7 +278,7 @@ class MlflowRun:
     def _register(self, files: List[str], step: int) -> None:
         """Log the weights as a model of the run, and register a version.
 
-        The first version becomes champion. A model of a step that is registered is left as it is.
+        It becomes champion if there is none. A model of a step that is registered is left as it is.
         """
         from mlflow import pyfunc
         from mlflow.models import Model
@@ -278,9 +299,8 @@ class MlflowRun:
             MODEL, source, self.run_id, tags, model_id=logged.model_id, await_creation_for=0
         ).version
         self._describe(version)
-        champion = self._champion()
-        if champion is None or champion.run_id == self.run_id:
-            self._judge(version, True, "the first run")
+        if self._champion() is None:
+            self._judge(version, True, f"no version was {CHAMPION}")
         else:
             self._judge(version, False, "not yet evaluated")
 
@@ -304,31 +324,49 @@ class MlflowRun:
         self._client.set_model_version_tag(MODEL, version, CHAMPION, verdict)
 
     def _compare_with_champion(self, pairs: Path) -> None:
-        """Give the alias to the run's model if it beats the champion on the same pairs."""
+        """Give the alias to the run's latest version if it beats the champion on the same pairs."""
         versions = [int(version.version) for version in self._versions()]
         if not versions:
             return
-        # find the latest version of this run, and the champion
         version = str(max(versions))
         self._describe(version)
         champion = self._champion()
-        if champion is None or champion.run_id == self.run_id:
+        if champion is None or str(champion.version) == version:
             return
-        # compare on the pairs of the champion's evaluation, if it was evaluated
-        path = f"{EVALUATION}/pairs.csv"
-        files = [file.path for file in self._client.list_artifacts(champion.run_id, EVALUATION)]
-        better = True
-        reason = "that version was never evaluated"
+        # compare on the pairs of the champion's evaluation
         with tempfile.TemporaryDirectory() as folder:
-            if path in files:
-                theirs = Path(self._client.download_artifacts(champion.run_id, path, folder))
+            theirs = self._evaluation_of(champion, folder)
+            if theirs is None:
+                name = f"{EVALUATION}/pairs.csv"
+                better, reason = False, f"the run of version {champion.version} has no {name}"
+            else:
                 better, reason = better_than(pairs, theirs)
-        result = f"{reason}; compared with version {champion.version}"
-        self._judge(version, better, result)
+                reason += f"; compared with version {champion.version}"
+        self._judge(version, better, reason)
         if better:
             self._judge(champion.version, False, f"version {version} is better")
-        best = version if better else champion.version
-        say(f"{MODEL} version {best} is {CHAMPION}; version {version}: {result}")
+            say(f"{MODEL} version {version} is the new {CHAMPION}: {reason}")
+        else:
+            stays = f"{MODEL} version {champion.version} stays {CHAMPION}"
+            say(f"{stays}; version {version} does not replace it: {reason}")
+
+    def _evaluation_of(self, version: Any, folder: str) -> Optional[Path]:
+        """Download the pairs.csv of the evaluation of a version's run to `folder`.
+
+        Return None if the run was not evaluated, or if its files are gone.
+        """
+        from mlflow.exceptions import MlflowException
+
+        path = f"{EVALUATION}/pairs.csv"
+        try:
+            files = [file.path for file in self._client.list_artifacts(version.run_id, EVALUATION)]
+            if path not in files:
+                return None
+            return Path(self._client.download_artifacts(version.run_id, path, folder))
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None  # the run was deleted for good
 
 
 def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
@@ -342,8 +380,13 @@ def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
     from pipeline.evaluate import metrics
 
     tables = [pandas.read_csv(path, dtype=str).set_index("matcher") for path in (ours, theirs)]
+    # versions of this project may have other columns
+    columns = tables[0].columns.intersection(tables[1].columns)
+    if any({"nn", "superglue"} - set(table.index) for table in tables) or "scene" not in columns:
+        return False, "evaluated by another version of this project"
     nearest, rows = ([table.loc[[name]] for table in tables] for name in ("nn", "superglue"))
-    if not nearest[0].equals(nearest[1]):  # the same keypoints give the same nearest neighbours
+    # the same keypoints give the same nearest neighbours
+    if not nearest[0][columns].equals(nearest[1][columns]):
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
     areas = [metrics.auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
@@ -392,22 +435,44 @@ def describe_model(files: List[str]) -> Dict[str, Any]:
     }
 
 
-def show_pages(uri: str, host: str, port: int) -> int:
-    """Become MLflow's server on the local store, and print the address of the table of runs.
+def describe_pages(uri: str, server: str) -> List[str]:
+    """Return the addresses of the runs and of their curves at the address `server`, one a line.
 
-    For another store, only print the address. Raises RequestError if the store does not answer.
+    Runs that were made at another path have an experiment of their own. A line says where its files
+    are.
+    """
+    client = open_store(uri)
+    name = experiment_name()
+    here = artifacts_folder(uri, name)
+    experiments = client.search_experiments()
+    experiments = [one for one in experiments if f"{one.name} in ".startswith(f"{name} in ")]
+    if not experiments:
+        experiments = [client.get_experiment(find_experiment(client, uri, name))]
+    lines = []
+    for experiment in sorted(experiments, key=lambda one: bool(folder_elsewhere(one, here))):
+        # without this word MLflow 3.17 opens its page for chat models
+        page = f"{server}/#/experiments/{experiment.experiment_id}/runs?workflowType={WORKFLOW}"
+        elsewhere = folder_elsewhere(experiment, here)
+        where = f" of {elsewhere.parents[1]}" if elsewhere else ""
+        lines.append(f"table of runs{where}: {page}")
+        lines.append(f"curves{where}, below `train` and `val`: {page}&compareRunsMode=CHART")
+        if elsewhere and here:
+            lines.append(hint_at_files(elsewhere, here))
+    return lines
+
+
+def show_pages(uri: str, host: str, port: int) -> int:
+    """Become MLflow's server on the local store, and print the addresses of its pages.
+
+    For another store, only print the addresses. Raises RequestError if the store does not answer.
     """
     try:
-        _, experiment = open_experiment(uri, experiment_name())
+        pages = describe_pages(uri, f"http://127.0.0.1:{port}" if database(uri) else redact(uri))
     except Exception as error:  # a wrong address, or an error of MLflow, HTTP or a database
         raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
-    table = f"/#/experiments/{experiment}/runs?viewStateShareKey=results"
-    # without this word MLflow 3.17 opens its page for chat models
-    table += "&workflowType=machine_learning"
+    print(*pages, sep="\n")
     if database(uri) is None:
-        print(f"table of runs: {redact(uri)}{table}")
         return 0
-    print(f"table of runs: http://127.0.0.1:{port}{table}")
     print("MLflow takes up to a minute to start; Ctrl-C ends it")
     sys.stdout.flush()
     # The address is in the environment, so that `ps` shows no password

@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 import uuid
+from collections import Counter
 from pathlib import Path
 from typing import Any, BinaryIO, Callable, Dict, Iterator, List, Optional, Tuple
 
@@ -353,13 +354,14 @@ class Sender(threading.Thread):
         super().__init__(name="tracking", daemon=True)
         self.place = place_of(uri)
         self.error: Optional[str] = None  # reason why the last try failed
+        self._has_warned = False  # whether a line says so, since something was sent
         self._log = log
         self._uri = uri
         self._sample = sample
         self._run: Optional[MlflowRun] = None
         # everything in the log before this byte is sent or refused
         self._offset = log.sent().get(self.place, 0)
-        self._refused: List[str] = []
+        self._refused: Counter[str] = Counter()  # number of events by the reason
         self._stopping = threading.Event()
         self._given_up = threading.Event()
 
@@ -385,8 +387,9 @@ class Sender(threading.Thread):
         is_final = isinstance(error, (ImportError, errors.RequestError))
         is_final |= getattr(error, "error_code", "") in CLOSED
         what = "gets nothing" if is_final else "does not answer"
-        if self.error is None or is_final:
+        if not self._has_warned or is_final:
             say(f"{self.place} {what} ({reason_of(error)}); the log keeps all")
+        self._has_warned = True
         self.error = reason_of(error)
         self._run = None
         if is_final:
@@ -403,7 +406,8 @@ class Sender(threading.Thread):
         # end the thread, and name what has not arrived
         self._given_up.set()
         unsent = [event for event, _ in self._log.read(self._offset) if "sent" not in event]
-        missing = [*self._refused, *([f"{len(unsent)} entries"] if unsent else [])]
+        missing = [f"{count} refused ({reason})" for reason, count in self._refused.items()]
+        missing += [f"{len(unsent)} entries"] if unsent else []
         if missing:
             named = textwrap.shorten(", ".join(missing), 600, placeholder=" ...")
             why = f" ({self.error})" if self.error else ""
@@ -422,7 +426,7 @@ class Sender(threading.Thread):
                 return
             if self._run is None:
                 self._run = MlflowRun(self._uri, self._log.header())
-                self.error = None
+                self.error = None  # the server answers
                 if self.place not in self._log.sent():
                     self._log.append({"sent": 0, "place": self.place})  # the server has answered
                 if self._run.is_new:  # a new run gets all events
@@ -439,11 +443,17 @@ class Sender(threading.Thread):
         """Send events. What is refused is named and left out."""
         try:
             run.send(events)
+            self._has_warned = False
         except Exception as error:
-            missing = isinstance(error, (FileNotFoundError, errors.RequestError))
+            # a text or the name of a file may be no Unicode
+            missing = isinstance(error, (FileNotFoundError, UnicodeError, errors.RequestError))
             if not missing and getattr(error, "error_code", "") not in REFUSALS:
                 raise
-            self._refused.append(f"{len(events)} entries ({reason_of(error)})")
+            if len(events) > 1:  # find the event that is refused
+                for event in events:
+                    self._send(run, [event])
+                return
+            self._refused[reason_of(error)] += 1
 
 
 # --- the commands

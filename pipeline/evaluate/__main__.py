@@ -575,12 +575,13 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
     values = {f"{prefix}/{name}": value for name, value in report.headline(results).items()}
     with tracking.attach(args.mlflow_run, training=info.get("training")) as sent:
         sent.log(values, int(info.get("step") or 0))
-        sent.artifact(args.out, prefix)
         sent.tags({f"{prefix}.processor": provenance.processor()})
         if folder is None:  # the pairs come from the data that the model was trained on
             best = report.duels(results)[-1]["ours"]["value"]
             sent.describe(f"AUC@5 {report.percent(best)}", report.note(results, prefix))
+            # the champion may be an earlier version of this run, whose pairs.csv is replaced next
             sent.compare_with_champion(args.out / "pairs.csv")
+        sent.artifact(args.out, prefix)
 
 
 def main(argv: Optional[List[str]] = None) -> int:

@@ -126,46 +126,183 @@ def test_a_run_has_params_curves_tags_files_and_model(mlflow_store, tmp_path, mo
     assert not [name for name in files if name.endswith((".pkl", ".pickle", ".pyc"))]
 
 
-def pairs_csv(path, errors, keypoints):
-    """A pairs.csv of pairs in eight photographs with these errors of ours."""
+SOME = [1 + n % 3 for n in range(24)]  # px, errors of a model
+
+
+def pairs_csv(path, errors, keypoints, photographs, matcher="superglue"):
+    """A pairs.csv of pairs of some photographs, with these errors of ours."""
     lines = ["pair,scene,matcher,keypoints0,error_ransac"]
     for number, error in enumerate(errors):
-        pair = f"{number},{number % 8}"
-        lines += [f"{pair},superglue,{keypoints},{error}", f"{pair},nn,{keypoints},9"]
-    path.parent.mkdir()
+        pair = f"{number},{number % photographs}"
+        lines += [f"{pair},{matcher},{keypoints},{error}", f"{pair},nn,{keypoints},9"]
+    path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def test_the_champion_moves_only_to_a_model_that_is_surely_better_on_the_same_pairs(
-    mlflow_store, tmp_path
-):
-    client = client_of(mlflow_store)
-    folder = tmp_path / "reports"
+@pytest.fixture
+def champion(mlflow_store, tmp_path):
+    """`champion(name, errors)`: the number of the champion after this training is evaluated.
 
-    def champion_after(name, errors, keypoints=9):
-        with open_run(folder, name) as run:
-            run.model(write_weights(tmp_path / "best.safetensors", name), step=1)
-        pairs = pairs_csv(tmp_path / name / "pairs.csv", errors, keypoints)
-        with tracking.attach(folder / "log.jsonl", name) as run:
-            run.artifact(pairs, "test")
-            run.describe("AUC@5 60.0", "| a table |")
-            run.compare_with_champion(pairs)
+    Without errors, it is not evaluated. A training of a name that is known is continued.
+    """
+    folder = tmp_path / "reports"
+    numbers = iter(range(1, 9))
+
+    def train_and_evaluate(name, errors=(), keypoints=9, photographs=8, **columns):
+        with open_run(folder, name, resume=True) as run:
+            weights = write_weights(tmp_path / "best.safetensors", name)
+            run.model(weights, step=next(numbers))
+        if errors:
+            path = tmp_path / name / "pairs.csv"
+            pairs = pairs_csv(path, errors, keypoints, photographs, **columns)
+            with tracking.attach(folder / "log.jsonl", name) as run:
+                run.describe("AUC@5 60.0", "| a table |")
+                run.compare_with_champion(pairs)
+                run.artifact(pairs, "test")
+        client = client_of(mlflow_store)
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
-    some = [1 + n % 3 for n in range(24)]
-    assert champion_after("first", some) == 1
-    assert champion_after("as good", some[1:] + some[:1]) == 1
-    assert champion_after("other pairs", [0.1] * 24, keypoints=10) == 1
-    assert champion_after("worse", [4.0] * 24) == 1
-    assert champion_after("better", [e / 2 for e in some]) == 5
-    versions = [client.get_model_version("superglue-sift", str(n)) for n in range(1, 6)]
-    said = [version.tags["champion"] for version in versions]
-    assert said[0] == "no: version 5 is better"
-    assert said[2] == "no: evaluated on other pairs; compared with version 1"
-    assert said[4].startswith("yes: AUC@5 +") and "95 % interval" in said[4]
-    assert versions[4].description == "AUC@5 60.0, run better"
-    assert stored_run(mlflow_store, "better").data.tags["mlflow.note.content"] == "| a table |"
+    return train_and_evaluate
+
+
+def verdict(store, number):
+    """The tag `champion` of a version."""
+    return client_of(store).get_model_version("superglue-sift", str(number)).tags["champion"]
+
+
+def test_the_champion_stays_unless_another_model_is_surely_better(champion, mlflow_store, capfd):
+    assert champion("first", SOME) == 1
+    assert verdict(mlflow_store, 1) == "yes: no version was champion"
+    better = [error / 2 for error in SOME]
+    evaluations = {
+        "as good": ({"errors": SOME[1:] + SOME[:1]}, "AUC@5 "),
+        "worse": ({"errors": [4.0] * 24}, "AUC@5 -"),
+        "other keypoints": ({"errors": better, "keypoints": 10}, "evaluated on other pairs"),
+        "other photographs": ({"errors": better, "photographs": 7}, "evaluated on other pairs"),
+        "old": ({"errors": better, "matcher": "ours"}, "evaluated by another version"),
+        "not evaluated": ({}, "not yet evaluated"),
+        # another version of the champion's run
+        "first": ({"errors": SOME}, "AUC@5 +0.0 points"),
+    }
+    capfd.readouterr()
+    for number, (name, (options, said)) in enumerate(evaluations.items(), 2):
+        assert champion(name, **options) == 1, name
+        assert verdict(mlflow_store, number).startswith(f"no: {said}"), name
+        line = capfd.readouterr().err
+        if options:
+            replaces = f"version 1 stays champion; version {number} does not replace it: {said}"
+            assert replaces in line and line.endswith("compared with version 1\n")
+    assert verdict(mlflow_store, 1) == "yes: no version was champion"
+
+
+def test_the_champion_moves_to_a_model_that_is_surely_better_on_the_same_pairs(
+    champion, mlflow_store, capfd
+):
+    assert champion("first", SOME) == 1
+    assert champion("better", [error / 2 for error in SOME]) == 2
+    assert "version 2 is the new champion: AUC@5 +" in capfd.readouterr().err
+    assert verdict(mlflow_store, 1) == "no: version 2 is better"
+    assert verdict(mlflow_store, 2).startswith("yes: AUC@5 +")
+    assert "95 % interval" in verdict(mlflow_store, 2)
+    version = client_of(mlflow_store).get_model_version("superglue-sift", "2")
+    assert version.description == "AUC@5 60.0, run better"
+    stored = stored_run(mlflow_store, "better")
+    assert stored.data.tags["mlflow.note.content"] == "| a table |"
+    # the same model once more, on other photographs
+    assert champion("worse", [4.0] * 24) == 2
+    assert champion("better", [error / 4 for error in SOME]) == 4
+
+
+def test_too_few_photographs_move_no_champion(champion, mlflow_store):
+    assert champion("first", SOME, photographs=5) == 1
+    assert champion("better", [error / 2 for error in SOME], photographs=5) == 1
+    assert verdict(mlflow_store, 2).startswith("no: too few photographs to compare: 5 of 6")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", ["never evaluated", "files", "run"])
+def test_nothing_replaces_a_champion_that_cannot_be_compared(
+    champion, mlflow_store, tmp_path, capfd, gone
+):
+    assert champion("first", () if gone == "never evaluated" else SOME) == 1
+    run_id = stored_run(mlflow_store, "first").info.run_id
+    if gone == "files":
+        (file,) = tmp_path.glob("mlartifacts/**/test/pairs.csv")
+        file.unlink()
+    elif gone == "run":
+        client_of(mlflow_store).delete_run(run_id)
+        words = ["gc", "--backend-store-uri", mlflow_store, "--run-ids", run_id]
+        subprocess.run([sys.executable, "-m", "mlflow", *words], check=True)
+    assert champion("better", [0.1] * 24) == 1
+    assert verdict(mlflow_store, 2) == "no: the run of version 1 has no test/pairs.csv"
+    said = capfd.readouterr().err
+    assert "version 2 does not replace it: the run of version 1 has no test/pairs.csv" in said
+
+
+def test_a_version_is_champion_if_a_person_took_the_alias_away(champion, mlflow_store):
+    assert champion("first", SOME) == 1
+    client_of(mlflow_store).delete_registered_model_alias("superglue-sift", "champion")
+    assert champion("second") == 2
+
+
+def test_a_deleted_experiment_is_named_with_what_restores_it(
+    mlflow_store, tmp_path, monkeypatch, capfd
+):
+    open_run(tmp_path / "first").close()
+    client = client_of(mlflow_store)
+    number = client.get_experiment_by_name("superglue-sift").experiment_id
+    client.delete_experiment(number)
+    folder = tmp_path / "second"
+    assert open_run(folder, "second").close() is False
+    said = capfd.readouterr().err
+    advice = (
+        f"MLFLOW_TRACKING_URI={mlflow_store} mlflow experiments restore --experiment-id {number}"
+    )
+    assert advice in said and "set MLFLOW_EXPERIMENT_NAME" in said and "..." not in said
+    with pytest.raises(RequestError, match="restore --experiment-id"):
+        tracking.main(["ui"])
+    # both pieces of advice work, the other experiment first
+    with monkeypatch.context() as patch:
+        patch.setenv("MLFLOW_EXPERIMENT_NAME", "another")
+        assert resend(folder) == 0
+    assert client.get_experiment_by_name("another").lifecycle_stage == "active"
+    environment = {**os.environ, "MLFLOW_TRACKING_URI": mlflow_store}
+    command = [sys.executable, "-m", *advice.split()[1:]]
+    subprocess.run(command, env=environment, check=True)
+    assert open_run(tmp_path / "third", "third").close()
+
+
+def test_a_text_that_is_no_unicode_arrives_with_escapes(gate, mlflow_store, tmp_path, capfd):
+    gate.start()
+    name = os.fsdecode(b"caf\xe9")
+    (tmp_path / name).mkdir()
+    params = {"fetch": {"path": f"/data/{name}"}}
+    with tracking.open_run(tmp_path, params, "identity", name=name, tags={"data": name}) as run:
+        log_steps(run, 0, 3)
+        run.describe(name, name)
+        run.artifact(tmp_path / name, "folder")
+    stored = stored_run(mlflow_store, "caf")
+    assert stored.data.params["fetch.path"] == "/data/caf\\udce9"
+    assert stored.data.tags["superglue.data"] == "caf\\udce9"
+    assert stored.info.status == "FINISHED"
+    assert steps(mlflow_store, "train/loss", "caf") == [0, 1, 2]
+    assert "does not answer" not in capfd.readouterr().err
+
+
+def test_a_server_that_never_answers_is_named_once(gate, tmp_path, monkeypatch, capfd):
+    """It can be opened each time, and refuses each batch."""
+    monkeypatch.setattr(
+        stores.MlflowRun, "send", lambda *_args: (_ for _ in ()).throw(OSError("disk is full"))
+    )
+    gate.start()
+    run = open_run(tmp_path)
+    log_steps(run, 0, 3)
+    before = gate.requests
+    wait_until(lambda: gate.requests > before + 30)
+    run.close()
+    said = capfd.readouterr().err
+    assert said.count("does not answer") == 1 and "disk is full" in said
 
 
 def test_metrics_find_the_run_of_their_training_also_after_another_one(mlflow_store, tmp_path):
@@ -326,7 +463,7 @@ def test_what_no_server_takes_holds_up_nothing_and_is_named(
         == stored.info.run_id
     )
     said = capfd.readouterr().err
-    assert "1 entries (Invalid value" in said
+    assert "1 refused (Invalid value" in said
     assert "missing.png'" in said and "torn.safetensors: " in said
     assert "best.safetensors" not in said
 
@@ -369,15 +506,16 @@ def test_a_run_stays_where_it_arrived_else_the_current_address_counts(tmp_path, 
     assert tracking.tracking_uri() == f"sqlite:///{tmp_path}/clone/mlflow.db"
 
 
-@pytest.mark.slow
-def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path, monkeypatch):
-    """The first clone stays as it is, and the copy shows its old files too."""
+@pytest.fixture
+def clone(empty_mlflow_store, tmp_path, monkeypatch):
+    """The folder of a clone that has tracked a run with a file and a model."""
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    first, copy = tmp_path / "first", tmp_path / "copy"
-    first.mkdir()
-    (first / "dvc.yaml").touch()
-    shutil.copy(empty_mlflow_store, first)
-    write_weights(first / "best.safetensors")
+    monkeypatch.setattr(os, "execv", lambda *_args: 0)  # starts no server
+    folder = tmp_path / "first clone"
+    folder.mkdir()
+    (folder / "dvc.yaml").touch()
+    shutil.copy(empty_mlflow_store, folder)
+    write_weights(folder / "best.safetensors")
     script = """if True:
         from pathlib import Path
         from pipeline import tracking
@@ -386,21 +524,61 @@ def test_a_copied_clone_has_its_own_store_and_files(empty_mlflow_store, tmp_path
             run.model(Path("best.safetensors"))"""
     # in a process of its own, because MLflow remembers the folder of a run
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", script], cwd=first, env=environment, check=True)
-    shutil.copytree(first, copy)
-    before = read_files(first)
+    subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, check=True)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_copied_clone_leaves_the_first_one_as_it_is(clone, tmp_path, monkeypatch, capfd):
+    copy = tmp_path / "copy"
+    shutil.copytree(clone, copy)
+    before = read_files(clone)
     monkeypatch.chdir(copy)
     with tracking.attach(copy / "reports/log.jsonl", "identity") as run:
         run.artifact(copy / "dvc.yaml", "new")
-    assert {path.parent.name for path in copy.glob("mlartifacts/**/dvc.yaml")} == {"new", "old"}
-    place = client_of(f"sqlite:///{copy / 'mlflow.db'}").get_model_version_download_uri(
-        "superglue-sift", "1"
-    )
-    assert f"{copy}/mlartifacts/superglue-sift/" in place
-    assert read_files(first) == before
+    said = capfd.readouterr().err
+    assert f"new runs are in the experiment superglue-sift in {copy}" in said
+    assert f"made in {clone} are there" in said and "ln -s" not in said
+    # the run is complete in the experiment of the copy
+    client = client_of(f"sqlite:///{copy / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name(f"superglue-sift in {copy}")
+    (run,) = client.search_runs([experiment.experiment_id])
+    files = [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert sorted(files) == ["new", "old"] and run.info.artifact_uri.startswith(copy.as_uri())
+    assert read_files(clone) == before
+    # the page of the copy lists both
+    assert tracking.main(["ui"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert "/experiments/2/runs" in lines[0] and "/experiments/1/runs" in lines[2]
 
 
-def test_ui_prints_the_address_of_the_table_or_one_line_why_not(
+@pytest.mark.slow
+def test_a_moved_clone_opens_its_runs_and_says_how_to_open_their_files(
+    clone, tmp_path, monkeypatch, capfd
+):
+    moved = tmp_path / "moved"
+    clone.rename(moved)
+    monkeypatch.chdir(moved)
+    assert tracking.main(["ui"]) == 0
+    table, curves, hint, *_ = capfd.readouterr().out.splitlines()
+    assert "/experiments/1/runs" in table and "/experiments/1/runs" in curves
+    store = f"sqlite:///{moved / 'mlflow.db'}"
+    run_id = stored_run(store).info.run_id
+    assert client_of(store).list_artifacts(run_id) == []
+    # the line is a command, after which all is as before
+    command = hint[hint.index("mkdir") :]
+    subprocess.run(command, shell=True, check=True)
+    assert [file.path for file in client_of(store).list_artifacts(run_id)] == ["old"]
+    with open_run(moved / "reports", "another") as run:
+        run.artifact(moved / "dvc.yaml", "new")
+    assert (tmp_path / "first clone/mlartifacts").is_symlink()
+    assert len(list(moved.glob("mlartifacts/superglue-sift/*/artifacts/new/dvc.yaml"))) == 1
+    assert len(client_of(store).search_experiments()) == 2  # with MLflow's own
+    assert tracking.main(["ui"]) == 0
+    assert "ln -s" not in capfd.readouterr().out
+
+
+def test_ui_prints_the_addresses_of_table_and_curves_or_one_line_why_not(
     gate, mlflow_store, monkeypatch, capsys
 ):
     started = []
@@ -408,10 +586,12 @@ def test_ui_prints_the_address_of_the_table_or_one_line_why_not(
     with pytest.raises(RequestError, match=f"^{gate.uri}: .* failed"):
         tracking.main(["ui"])
     gate.start()
-    table = "/#/experiments/1/runs?viewStateShareKey=results&workflowType=machine_learning\n"
+    page = "/#/experiments/1/runs?workflowType=machine_learning"
     assert tracking.main(["ui"]) == 0 and not started  # a server has pages of its own
-    assert capsys.readouterr().out == f"table of runs: {gate.uri}{table}"
+    table, curves = capsys.readouterr().out.splitlines()
+    assert table == f"table of runs: {gate.uri}{page}"
+    assert curves.endswith(f" {gate.uri}{page}&compareRunsMode=CHART")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow_store)
     tracking.main(["ui", "--port", "5099"])
-    assert capsys.readouterr().out.startswith(f"table of runs: http://127.0.0.1:5099{table}")
+    assert capsys.readouterr().out.startswith(f"table of runs: http://127.0.0.1:5099{page}\n")
     assert "5099" in started[0]
