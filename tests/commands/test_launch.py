@@ -33,7 +33,7 @@ def test_number_of_processes(monkeypatch):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         monkeypatch.setenv("NPROC_PER_NODE", "auto")
         assert launch.processes_per_node() == processes
-    for wrong, said in {"0": "from 1 on", "two": "", "5": "=5, but GPUs here: 4; set"}.items():
+    for wrong, said in {"0": "from 1 to", "two": "", "5": "=5, but GPUs here: 4; set"}.items():
         monkeypatch.setenv("NPROC_PER_NODE", wrong)
         with pytest.raises(RequestError, match=f"NPROC_PER_NODE.*{said}"):
             launch.processes_per_node()
