@@ -235,8 +235,9 @@ class MatchResult:
     ) -> Pose:
         """Estimate the relative pose of cameras with intrinsics K0, K1 (3, 3) in px.
 
-        See `two_view.relative_pose`. R and t are None without a solution. Raises RequestError
-        without PoseLib.
+        See `two_view.relative_pose`. R and t are None without a solution. If t alone is None, the
+        matches show no parallax: the images are identical, or the camera only rotated. Raises
+        RequestError without PoseLib.
 
         threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px, and
             more in larger images as for `homography`.

@@ -102,6 +102,18 @@ def test_a_result_stays_consistent():
     assert len(few.aligned0) == len(few.deviations) == len(few.correlations) == len(few.matches)
 
 
+def test_a_photograph_and_a_view_of_a_rotated_camera_show_no_parallax(untrained, photo):
+    pytest.importorskip("poselib")
+    height, width = photo.shape
+    K = np.array([[width, 0, width / 2], [0, width, height / 2], [0, 0, 1.0]])
+    R = cv2.Rodrigues(np.array([0.02, 0.1, 0.05]))[0]
+    rotated = cv2.warpPerspective(photo, K @ R @ np.linalg.inv(K), (width, height))
+    for other, expected in ((photo, np.eye(3)), (rotated, R)):
+        pose = untrained.match(photo, other).relative_pose(K, K)
+        assert pose.t is None and pose.inliers.mean() > 0.8
+        assert np.abs(pose.R - expected).max() < 0.002  # an angle of a pixel
+
+
 def test_a_result_shows_its_picture_in_colour(untrained, color_photo, tmp_path):
     bgr = np.ascontiguousarray(color_photo[..., ::-1])
     path = tmp_path / "a.png"

@@ -237,7 +237,9 @@ def essential(found: Points, cameras: CameraPair) -> Optional[Motion]:
 def poselib_pose(found: Points, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
     pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
-    return None if pose.R is None or pose.t is None else (pose.R, pose.t)
+    if pose.R is None:
+        return None
+    return pose.R, np.zeros(3) if pose.t is None else pose.t  # without parallax
 
 
 POSE_ESTIMATORS: Dict[str, Callable[[Points, CameraPair], Optional[Motion]]] = {
@@ -249,7 +251,8 @@ POSE_ESTIMATORS: Dict[str, Callable[[Points, CameraPair], Optional[Motion]]] = {
 def pose_error(estimated: Optional[Motion], truth: CameraPair) -> float:
     """Return the larger of the errors of rotation and of translation direction, in degrees.
 
-    It is infinite if there is no estimate.
+    It is infinite if there is no estimate. A direction of zeros is not known, and is 90 degrees
+    off, unless both cameras are at one place.
     """
     if estimated is None:
         return float("inf")
@@ -258,5 +261,5 @@ def pose_error(estimated: Optional[Motion], truth: CameraPair) -> float:
     # Compute the cosines of both angles. The sign of t cannot be observed.
     rotation = (np.trace(R.T @ truth.T_0to1[:3, :3]) - 1) / 2
     lengths = np.linalg.norm(t) * np.linalg.norm(true_t)
-    direction = abs(t @ true_t) / lengths if lengths > 0 else 1.0
+    direction = abs(t @ true_t) / lengths if lengths > 0 else float(not true_t.any())
     return float(np.degrees(np.arccos(np.clip(np.array([rotation, direction]), -1, 1)).max()))

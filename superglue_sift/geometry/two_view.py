@@ -54,6 +54,10 @@ MIN_ESSENTIAL = 5  # minimum number of matches for an essential matrix
 # Distance of an inlier, in pixels of images of about 1,000 px. From 0.3 to 0.8 poses are equally
 # exact, refined or not; from 1 px on they are less exact.
 POSE_PX = 0.6
+# A match lies on its epipolar line up to this many standard deviations, of at least MIN_NOISE_PX.
+NOISE_DEVIATIONS = 3.0
+MIN_NOISE_PX = 0.02
+ROTATION_ROUNDS = 30  # a rotation is fitted so many times, with weights from the last fit
 
 
 def transform(points, H):
@@ -444,6 +448,9 @@ def to_homogeneous(points: np.ndarray) -> np.ndarray:
 class Pose(NamedTuple):
     """Pose of camera 1 relative to camera 0: x1 = R x0 + s t. The scale s is not known.
 
+    If t is None and R is not, the matches show no parallax: a camera that only rotates explains
+    them, so the direction in which it moved cannot be known, and no depth either.
+
     R: (3, 3) rotation, or None.
     t: (3,) of length 1, or None.
     inliers: (K,) bool.
@@ -461,14 +468,24 @@ def relative_pose(
     K1: np.ndarray,
     threshold_px: float = POSE_PX,
 ) -> Pose:
-    """Estimate the relative pose of two cameras from matched pixels (K, 2).
-
-    K0, K1: (3, 3) known intrinsics in px.
-    threshold_px: maximum distance of an inlier, in pixels of the mean focal length.
+    """Estimate the relative pose of two cameras from matched pixels.
 
     The method is PoseLib's LO-RANSAC (Larsson, 2020), which is deterministic and ends with a fit to
-    all inliers. R and t are None for fewer than five matches or inliers. Raises RequestError
-    without PoseLib.
+    all inliers. Any direction t fits the matches of identical images, or of a camera that only
+    rotates. So t is None if a rotation explains most inliers, and if the other matches agree with t
+    no better than by chance (`significance`).
+
+    Args:
+        points0, points1: (K, 2) px.
+        K0, K1: (3, 3) known intrinsics in px.
+        threshold_px: maximum distance of an inlier, in pixels of the mean focal length.
+
+    Returns:
+        The pose. R and t are None for fewer than five matches or inliers. Without parallax, t alone
+        is None, and the inliers are the matches that R explains.
+
+    Raises:
+        RequestError: PoseLib is not installed.
     """
     poselib = import_extra("poselib", "pose")
     K0, K1 = (np.asarray(K, np.float64) for K in (K0, K1))
@@ -479,16 +496,75 @@ def relative_pose(
     # square pixels and the mean focal length.
     focal = float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     camera = {"model": "SIMPLE_PINHOLE", "width": 1, "height": 1, "params": [focal, 0, 0]}
-    pixels = (
+    pixels0, pixels1 = (
         transform(np.asarray(points, np.float64), inverse(K)) * focal
         for points, K in ((points0, K0), (points1, K1))
     )
     options = {"max_epipolar_error": threshold_px}
-    found, about = poselib.estimate_relative_pose(*pixels, camera, camera, options)
-    if about["num_inliers"] < MIN_ESSENTIAL:
+    estimate, statistics = poselib.estimate_relative_pose(pixels0, pixels1, camera, camera, options)
+    if statistics["num_inliers"] < MIN_ESSENTIAL:
         return none
-    t = found.t / np.linalg.norm(found.t)
-    return Pose(np.array(found.R), t, np.array(about["inliers"], bool))
+    t = estimate.t / np.linalg.norm(estimate.t)
+    pose = Pose(np.array(estimate.R), t, np.array(statistics["inliers"], bool))
+    rotation = _explain_by_rotation(pose, pixels0, pixels1, focal, threshold_px)
+    return pose if rotation is None else rotation
+
+
+def _explain_by_rotation(
+    pose: Pose, pixels0: np.ndarray, pixels1: np.ndarray, focal: float, threshold_px: float
+) -> Optional[Pose]:
+    """Return a pose without t if the matches show no parallax, else None.
+
+    pose: the pose that PoseLib found. pixels0, pixels1: (K, 2) px from the principal points of two
+        cameras with the same focal length. threshold_px: as for `relative_pose`.
+    """
+    assert pose.R is not None and pose.t is not None
+    rays0, rays1 = (to_homogeneous(pixels / focal) for pixels in (pixels0, pixels1))
+    # Distances in image 1 from the epipolar lines, whose matrix is E = [t]x R
+    lines = np.cross(pose.t, rays0 @ pose.R.T)
+    from_line = np.abs((rays1 * lines).sum(axis=1)) / np.hypot(lines[:, 0], lines[:, 1]) * focal
+    # Distances in image 1 from where the rotation sends a point. Behind the camera it is inf.
+    R = _fit_rotation(rays0[pose.inliers], rays1[pose.inliers], threshold_px / focal)
+    sent = rays0 @ R.T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shift = np.linalg.norm(sent[:, :2] / sent[:, 2:] - rays1[:, :2], axis=1) * focal
+    shift = np.where(sent[:, 2] > 0, shift, np.inf)
+    # The scatter of the inliers. Five degrees of freedom of E are fitted to it.
+    count = int(pose.inliers.sum())
+    scatter = MAD_TO_DEVIATION * float(np.median(from_line[pose.inliers]))
+    scatter *= math.sqrt(count / max(count - MIN_ESSENTIAL, 1))
+    noise = NOISE_DEVIATIONS * max(scatter, MIN_NOISE_PX)
+    # PoseLib's distance is in both images, and so shorter by the square root of 2.
+    explained = shift <= max(noise, 2 * math.sqrt(2) * threshold_px)
+    if explained[pose.inliers].mean() <= SUPPORTED_PART:
+        return None
+    # Matches that moved without parallax moved in any direction. By chance, few of them moved along
+    # their epipolar lines.
+    moved = shift > noise
+    if moved.any():
+        along = 2 / math.pi * np.arcsin(noise / shift[moved])
+        agreeing = int((from_line[moved] <= noise).sum())
+        digits = significance(int(moved.sum()), agreeing, float(along.mean()), MIN_ESSENTIAL)
+        if digits >= SUPPORTED_DIGITS:
+            return None
+    return Pose(R, None, explained)
+
+
+def _fit_rotation(rays0: np.ndarray, rays1: np.ndarray, scale: float) -> np.ndarray:
+    """Fit the rotation 0 -> 1 (3, 3) to rays (n, 3), by the Cauchy loss of the angles between them.
+
+    scale: the angle in radians at which a ray has half the weight.
+    """
+    unit0, unit1 = (rays / np.linalg.norm(rays, axis=1, keepdims=True) for rays in (rays0, rays1))
+    weights = np.ones(len(unit0))
+    R = np.eye(3)
+    for _ in range(ROTATION_ROUNDS):
+        # Weighted least squares (Kabsch 1976)
+        U, _, Vt = np.linalg.svd(unit1.T @ (unit0 * weights[:, None]))
+        R = U @ np.diag([1.0, 1.0, np.linalg.det(U @ Vt)]) @ Vt
+        angles = np.linalg.norm(unit1 - unit0 @ R.T, axis=1)
+        weights = 1.0 / (1.0 + (angles / scale) ** 2)
+    return R
 
 
 def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -> np.ndarray:

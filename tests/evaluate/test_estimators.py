@@ -92,6 +92,14 @@ def test_pose_error_is_the_larger_angle():
         assert estimators.pose_error((found[:3, :3], found[:3, 3]), base) == pytest.approx(error)
 
 
+def test_an_unknown_direction_is_wrong_unless_there_is_none():
+    """Matches without parallax give a rotation, and zeros in place of a direction."""
+    for t, error in (([1.0, 0, 0], 90), ([0, 0, 0], 7)):
+        truth = CameraPair(K, K, pose([0, 0, 0], t))
+        found = pose([0, 7, 0], [0, 0, 0])
+        assert estimators.pose_error((found[:3, :3], found[:3, 3]), truth) == pytest.approx(error)
+
+
 def test_a_few_confident_matches_do_not_decide_alone():
     """Four matches at p = 1 and sixty at 0.5 have the weights of sixteen at 0.5 and above."""
     weights = estimators.weights_of(OURS, np.repeat([1.0, 0.5], [4, 60]))
