@@ -86,9 +86,9 @@ def update(layer: AttentionalLayer, x: Tensor, source: Tensor) -> Tensor:
 
 def assign(model: SuperGlue, batch: PairBatch) -> Tensor:
     """Return the log assignments (B, M + 1, N + 1) of a batch, which `model` returns as well."""
-    keypoints, data, image_size, images = join_keypoints([choose_orientations(batch)])
-    units = unit_vectors(data, "sift").to(model.dustbin)
-    positions = geometry_of(keypoints, image_size, model.config.scale_angle).to(model.dustbin)
+    keypoints, images = join_keypoints([choose_orientations(batch)])
+    units = unit_vectors(keypoints.descriptors, "sift").to(model.dustbin)
+    positions = geometry_of(keypoints, model.config.scale_angle).to(model.dustbin)
     # (T, C) -> (B, D, N) of each view
     project = model.descriptor_projection
     x0, x1 = (

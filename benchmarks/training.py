@@ -138,7 +138,8 @@ class DataParallelObjective(nn.DataParallel):
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
         """Compute what `MatchingObjective.forward` computes."""
-        total, parts = super().forward(*vars(batch).values(), wait=wait)
+        tensors = (getattr(batch, field.name) for field in dataclasses.fields(batch))
+        total, parts = super().forward(*tensors, wait=wait)
         return total.sum().reshape(1), parts
 
 
@@ -148,8 +149,7 @@ class _FromTensors(nn.Module):
         self.objective = objective
 
     def forward(self, *values: Any, wait: bool) -> Tuple[Tensor, Dict[str, Tensor]]:
-        batch = PairBatch(*values)
-        return self.objective(dataclasses.replace(batch, counts=batch.counts.cpu()), wait)
+        return self.objective(PairBatch(*values), wait)
 
 
 if __name__ == "__main__":

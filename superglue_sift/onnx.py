@@ -37,7 +37,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
-from superglue_sift.network.batch import Images, Pair, choose_pair
+from superglue_sift.network.batch import Images, KeypointTensors, Pair, choose_pair
 from superglue_sift.network.superglue import (
     FLOAT32,
     SIFT_DIM,
@@ -93,17 +93,17 @@ class OnnxSuperGlue(nn.Module):
         """Compute OUTPUTS from INPUTS. The module's docstring says their shapes."""
         masks = []
         views = []
-        for places, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
-            keypoints = torch.cat([places, torch.stack([scales, angles, scores], 2)], 2)
-            # Add a row of padding, (1, M + 1, 5), since a maximum needs at least one row.
-            keypoints = pad(keypoints, (0, 0, 0, 1))
-            masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
+        for keypoints, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
+            # Add a row of padding, since a maximum needs at least one row: (1, M + 1, ...).
+            rows = (pad(values, (0, 1)) for values in (scales, angles, scores))
+            keypoints, descriptors = (pad(t, (0, 0, 0, 1)) for t in (keypoints, descriptors))
             size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
-            views.append((keypoints, pad(descriptors, (0, 0, 0, 1)), size))
+            masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
+            views.append(KeypointTensors(keypoints, *rows, descriptors, size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        keypoints, data, size = map(images.join, zip(*views))
-        descriptors = self.model.describe(keypoints, data, size, images)
+        joined = KeypointTensors(*map(images.join, zip(*views)))
+        descriptors = self.model.describe(joined, images)
         # A graph cannot fall back to the log domain, so the transport is in float64, whose range
         # is sufficient for trained scores.
         (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)

@@ -86,23 +86,6 @@ def can_export() -> bool:
     return hasattr(getattr(getattr(torch, "export", None), "Dim", None), "AUTO")
 
 
-def join_bytes(data: Tensor) -> Tensor:
-    """Compute `floats_of_bytes` with integer arithmetic."""
-    # (..., 4 k) bytes -> (..., k, 4), the lowest byte first
-    parts = data.reshape(*data.shape[:-1], data.shape[-1] // 4, 4).to(torch.int32)
-    words = parts[..., 0] | (parts[..., 1] << 8) | (parts[..., 2] << 16) | (parts[..., 3] << 24)
-    return words.view(torch.float32)
-
-
-# View uint8 (..., 4 k) as little-endian float32 (..., k). torch 1.10's `view` cannot change the
-# size of an element.
-floats_of_bytes: Callable[[Tensor], Tensor] = (
-    functools.partial(Tensor.view, dtype=torch.float32)
-    if hasattr(Tensor, "untyped_storage")
-    else join_bytes
-)
-
-
 def sqrt(x: Tensor) -> Tensor:
     """Compute the square root of float32 (...), the same on every processor.
 

@@ -28,9 +28,9 @@ def roundings_of(config):
     return 2 * config.layers * 4 * config.dim
 
 
-def records(rng, count):
+def records(rng, count, dtype=KEYPOINT):
     """`count` synthetic keypoints inside a 320x240 view."""
-    made = np.zeros(count, KEYPOINT)
+    made = np.zeros(count, dtype)
     made["x"] = rng.uniform(0, 319, count)
     made["y"] = rng.uniform(0, 239, count)
     made["scale"] = rng.uniform(2, 20, count)
@@ -48,14 +48,14 @@ def records_at(points):
     return made
 
 
-def pair(rng, count0, count1):
-    return Pair(records(rng, count0), records(rng, count1), SIZE, SIZE)
+def pair(rng, count0, count1, dtype=KEYPOINT):
+    return Pair(records(rng, count0, dtype), records(rng, count1, dtype), SIZE, SIZE)
 
 
-def pairs_of(*counts, seed=0):
+def pairs_of(*counts, seed=0, dtype=KEYPOINT):
     """Pairs of these numbers of keypoints (M, N)."""
     rng = np.random.default_rng(seed)
-    return [pair(rng, *each) for each in counts]
+    return [pair(rng, *each, dtype) for each in counts]
 
 
 def related(pairs, H=None):

@@ -277,7 +277,8 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """Return `count_matches` of the ratio test, on the same descriptors as the network gets."""
     batch = choose_orientations(batch)
     kind = objective.model.config.descriptor
-    units = [unit_vectors(batch.descriptors(view), kind).cpu().numpy() for view in (0, 1)]
+    both = (batch.descriptors0, batch.descriptors1)
+    units = [unit_vectors(descriptors, kind).cpu().numpy() for descriptors in both]
     truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)

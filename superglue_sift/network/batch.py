@@ -1,10 +1,10 @@
 """Hold pairs of images and their keypoints in padded tensors. Here are all shapes and units.
 
-A `PairBatch` of B pairs holds two byte buffers of keypoint records, (B, M, R) and (B, N, R), padded
-to the longest image of the batch. They are moved to the device as bytes and cast there. Suffix 0 is
-the first image, 1 the second. R is the number of bytes of a record: 280 for SIFT with its
-orientations (`sift.ORIENTED`), 148 with one of them (`sift.KEYPOINT`), and other numbers for other
-features (`extractors.record_dtype`).
+A `PairBatch` of B pairs has a tensor for each property of a keypoint, with M keypoints in each
+image 0 and N in each image 1: the numbers of the images with most keypoints. Suffix 0 is the first
+image, 1 the second. `from_pairs` takes the records of keypoints apart (`sift.ORIENTED`,
+`sift.KEYPOINT`, or `extractors.record_dtype` for other features). No other code of the network
+knows records.
 
 Pairs of different sizes are sorted into a few batches with little padding
 (`PairBatch.size_classes`). The network reads the keypoints of all images of these batches as one
@@ -20,7 +20,8 @@ the other image (`choose_orientations`).
 from __future__ import annotations
 
 import dataclasses
-from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
+import math
+from typing import Any, Callable, ClassVar, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -29,12 +30,12 @@ from torch.nn.functional import normalize, pad
 
 from superglue_sift.features.sift import GEOMETRY, KEYPOINT, ORIENTED
 from superglue_sift.geometry.two_view import Size
-from superglue_sift.torch_compat import floats_of_bytes, sqrt
+from superglue_sift.torch_compat import sqrt
 
-DESCRIPTOR_AT = 4 * len(GEOMETRY)  # first byte of the descriptor of a keypoint
 MAX_PADDING = 1 / 32  # maximum padding of a size class on a CPU, per keypoint
 MAX_BYTES = 256 << 20  # maximum memory for the cosines of descriptors
-KEYPOINT_BYTES = KEYPOINT.itemsize  # bytes of a keypoint with one orientation
+
+Layout = Dict[str, Tuple[torch.dtype, Tuple[int, ...]]]  # dtype and shape of tensors by name
 
 
 class Pair(NamedTuple):
@@ -50,56 +51,129 @@ class Pair(NamedTuple):
     size1: Size
 
 
-@dataclasses.dataclass(frozen=True)
-class PairBatch:
-    """B pairs of views. The keypoints of a view come first, then padding.
+class KeypointTensors(NamedTuple):
+    """Keypoints of several images, with one tensor for each property, as in `PairBatch`.
 
-    Attributes:
-        records: (B, M, R) and (B, N, R) uint8, the bytes of the keypoints of both views. M and N
-            are at least 1. Padding is zero.
-        counts: (B, 2) int64 numbers of keypoints, always on the host, since they decide shapes.
-            Reading them from a GPU would make the host wait.
-        image_sizes: (B, 2, 2) float32, width and height in px of both views.
-        H_0to1: (B, 3, 3) float64, maps pixels of view 0 to view 1. None if it is not known.
-        cells: (B, 2, 3, 3) float64, maps pixels of view 0 and of view 1 to the unit square of the
-            photograph that both show. Other photographs may lie outside the square. If None, each
-            view shows one photograph only.
+    The first dimensions are (B, N) for B images, or (T,) for all images of several batches. Then
+    `image_size` has the size of the image of each keypoint, (T, 2).
     """
 
-    records: Tuple[Tensor, Tensor]
-    counts: Tensor
-    image_sizes: Tensor
+    keypoints: Tensor
+    scales: Tensor
+    oris: Tensor
+    scores: Tensor
+    descriptors: Tensor
+    image_size: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class PairBatch:
+    """B pairs of images with M and N keypoints. Padding follows the keypoints of an image.
+
+    The shapes are those of image 0. For image 1 read N in place of M. M and N are at least 1.
+
+    Attributes:
+        keypoints0, keypoints1: (B, M, 2) float32, px. The centre of the first pixel is (0, 0).
+        scales0, scales1: (B, M) float32, px, the diameter of the neighbourhood (OpenCV's `size`).
+        oris0, oris1: (B, M) float32, degrees, clockwise as seen on the screen.
+        scores0, scores1: (B, M) float32, 0 or more (for SIFT OpenCV's `response`).
+        descriptors0, descriptors1: (B, M, 128) uint8, SIFT, or (B, M, D) float32 of another
+            extractor.
+        image_size0, image_size1: (B, 2) float32, width and height in px.
+        mask0, mask1: (B, M) bool, True for keypoints. None if no image has padding. So the host
+            knows whether there is padding without a wait for the GPU.
+        second_oris0, second_oris1: (B, M) float32, degrees, of the points' second orientations.
+            None if keypoints have one orientation.
+        second_descriptors0, second_descriptors1: (B, M, 128) uint8, zero for a point of one
+            orientation. None if keypoints have one orientation.
+        H_0to1: (B, 3, 3) float64, maps pixels of image 0 to image 1. None if it is not known.
+        cells: (B, 2, 3, 3) float64, maps pixels of image 0 and of image 1 to the unit square of the
+            photograph that both show. Other photographs may lie outside the square. If None, each
+            image shows one photograph only.
+    """
+
+    keypoints0: Tensor
+    keypoints1: Tensor
+    scales0: Tensor
+    scales1: Tensor
+    oris0: Tensor
+    oris1: Tensor
+    scores0: Tensor
+    scores1: Tensor
+    descriptors0: Tensor
+    descriptors1: Tensor
+    image_size0: Tensor
+    image_size1: Tensor
+    mask0: Optional[Tensor] = None
+    mask1: Optional[Tensor] = None
+    second_oris0: Optional[Tensor] = None
+    second_oris1: Optional[Tensor] = None
+    second_descriptors0: Optional[Tensor] = None
+    second_descriptors1: Optional[Tensor] = None
     H_0to1: Optional[Tensor] = None
     cells: Optional[Tensor] = None
 
+    # One flat tensor for each dtype and their layout, if all tensors are views of these. They are
+    # what is moved: each copy to a GPU, and each tensor that another process sends, takes its time.
+    _flat: ClassVar[Optional[Tuple[Dict[torch.dtype, Tensor], Layout]]] = None
+
     def __len__(self) -> int:
         """Return the number of pairs, B."""
-        return len(self.counts)
+        return len(self.keypoints0)
 
     @property
     def device(self) -> torch.device:
         """Return the device of the keypoints."""
-        return self.image_sizes.device
+        return self.keypoints0.device
+
+    @property
+    def masks(self) -> Tuple[Tensor, Tensor]:
+        """Return (B, M) and (B, N) bool, True for keypoints, also if there is no padding."""
+        mask0, mask1 = (
+            torch.ones(scores.shape, dtype=torch.bool, device=self.device) if mask is None else mask
+            for mask, scores in ((self.mask0, self.scores0), (self.mask1, self.scores1))
+        )
+        return mask0, mask1
+
+    @property
+    def counts(self) -> Tensor:
+        """Return the numbers of keypoints, (B, 2) int64."""
+        return torch.stack([mask.sum(1) for mask in self.masks], 1)
+
+    def view(self, index: int) -> KeypointTensors:
+        """Return the keypoints of images 0 or 1 (`index`) of all pairs."""
+        return KeypointTensors(*(getattr(self, f"{n}{index}") for n in KeypointTensors._fields))
 
     def to(self, device, non_blocking: bool = True) -> PairBatch:
-        """Copy the batch to `device`. The counts stay on the host."""
-        return self._with(lambda t: t.to(device, non_blocking=non_blocking))
+        """Copy the batch to `device`, if it is not there."""
+        if torch.device(device) == self.device:
+            return self
+        return self._move(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PairBatch:
         """Copy the batch to page-locked memory, from which copies to a GPU are asynchronous."""
-        return self._with(Tensor.pin_memory)
+        return self._move(Tensor.pin_memory)
+
+    def __reduce__(self) -> Tuple[Any, ...]:
+        """Pickle the flat tensors, so that a process sends a few tensors in place of twenty."""
+        return split_flat, self._join()
 
     def select(self, pairs: Sequence[int]) -> PairBatch:
         """Return a batch of the given pairs, in this order, padded to their longest images."""
-        chosen = torch.tensor(pairs, dtype=torch.int64, device="cpu")
-        there = to_device_async(chosen, self.device)
-        counts = self.counts[chosen]
-        batch = self._with(lambda t: t.index_select(0, there))
-        # (b, M, R) -> (b, m, R), where m is the longest of these images, at least 1
-        records0, records1 = (
-            view[:, : max([*count, 1])] for view, count in zip(batch.records, counts.T.tolist())
-        )
-        return dataclasses.replace(batch, records=(records0, records1), counts=counts)
+        index = torch.tensor(pairs, dtype=torch.int64, device=self.device)
+        counts = self.counts[index]
+        # Trim images 0 and 1, (B, M, ...) -> (b, m, ...), to the longest of these, at least 1.
+        widths = [max([*column, 1]) for column in counts.T.tolist()]
+        selected = {}
+        for name, tensor in self._tensors().items():
+            if self._has_keypoints(name):
+                tensor = tensor[:, : widths[int(name[-1])]]
+            selected[name] = tensor.index_select(0, index)
+        # Without padding there is no mask.
+        for view, width in enumerate(widths):
+            if (counts[:, view] == width).all():
+                selected.pop(f"mask{view}", None)
+        return PairBatch(**selected)
 
     def size_classes(self) -> Tuple[List[int], List[PairBatch]]:
         """Split into batches of pairs of similar size.
@@ -117,33 +191,59 @@ class PairBatch:
         return order, [self.select(pairs) for pairs in classes]
 
     def pad(self, pairs: int, keypoints: int) -> PairBatch:
-        """Pad to the shapes (pairs, keypoints, R). Pairs without keypoints follow the others."""
+        """Pad to so many pairs and keypoints. The pairs without keypoints come last."""
+        padded = self._tensors()
+        for view, mask in enumerate(self.masks):
+            if mask.shape != (pairs, keypoints):
+                padded[f"mask{view}"] = mask
+        for name, tensor in padded.items():
+            # The last dimension comes first: no padding, then more keypoints, then more pairs.
+            sides = [0, 0] * (tensor.dim() - 1) + [0, pairs - len(self)]
+            if self._has_keypoints(name):
+                sides[-3] = keypoints - tensor.shape[1]
+            padded[name] = pad(tensor, sides)
+        return PairBatch(**padded)
 
-        def pad_pairs(t: Tensor) -> Tensor:
-            return pad(t, (*(0, 0) * (t.dim() - 1), 0, pairs - len(self)))
+    def _tensors(self) -> Dict[str, Tensor]:
+        """Return the tensors by name, without those that are None."""
+        return {name: t for name, t in vars(self).items() if isinstance(t, Tensor)}
 
-        records0, records1 = (pad(t, (0, 0, 0, keypoints - t.shape[1])) for t in self.records)
-        wider = dataclasses.replace(self, records=(records0, records1))._with(pad_pairs)
-        return dataclasses.replace(wider, counts=pad_pairs(self.counts))
+    @staticmethod
+    def _has_keypoints(name: str) -> bool:
+        """Say whether the second dimension of a tensor counts keypoints."""
+        return name not in ("image_size0", "image_size1", "H_0to1", "cells")
 
-    def keypoints(self, view: int) -> Tensor:
-        """Return positions (B, M, 2) or (B, N, 2) float32, px."""
-        return floats_of_bytes(self.records[view][..., :DESCRIPTOR_AT])[..., :2]
+    def _join(self) -> Tuple[Dict[torch.dtype, Tensor], Layout]:
+        """Return all tensors as one flat tensor for each dtype, and what these hold, in order."""
+        if self._flat is not None:
+            return self._flat
+        tensors = self._tensors()
+        layout = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        parts: Dict[torch.dtype, List[Tensor]] = {}
+        for tensor in tensors.values():
+            parts.setdefault(tensor.dtype, []).append(tensor.flatten())
+        return {dtype: torch.cat(each) for dtype, each in parts.items()}, layout
 
-    def descriptors(self, view: int) -> Tensor:
-        """Return the bytes of the descriptors, (B, M, R - 20) or (B, N, R - 20) uint8."""
-        return self.records[view][..., DESCRIPTOR_AT:]
-
-    def _with(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
-        """Apply `function` to all tensors except the counts."""
-        records0, records1 = map(function, self.records)
-        known = [t if t is None else function(t) for t in (self.H_0to1, self.cells)]
-        return PairBatch((records0, records1), self.counts, function(self.image_sizes), *known)
+    def _move(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
+        """Apply `function` to the flat tensors."""
+        flat, layout = self._join()
+        return split_flat({dtype: function(tensor) for dtype, tensor in flat.items()}, layout)
 
 
-def to_device_async(values: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host to `device`, to a GPU asynchronously through page-locked memory."""
-    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+def split_flat(flat: Dict[torch.dtype, Tensor], layout: Layout) -> PairBatch:
+    """Make a batch whose tensors are views of flat ones, one for each dtype.
+
+    layout: the dtype and the shape of each tensor, by name, in their order in the flat ones.
+    """
+    tensors = {}
+    begins = dict.fromkeys(flat, 0)
+    for name, (dtype, shape) in layout.items():
+        end = begins[dtype] + math.prod(shape)
+        tensors[name] = flat[dtype][begins[dtype] : end].view(shape)
+        begins[dtype] = end
+    batch = PairBatch(**tensors)
+    object.__setattr__(batch, "_flat", (flat, layout))
+    return batch
 
 
 def size_class(keypoints: int) -> int:
@@ -213,28 +313,30 @@ class Images:
         return torch.cat([part.flatten(0, 1) for part in parts])
 
 
-def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[Tensor, Tensor, Tensor, Images]:
+def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[KeypointTensors, Images]:
     """Join all keypoints of several batches, with their padding, to tensors (T, ...).
 
-    Returns:
-        `GEOMETRY` (T, 5) float32: x, y, scale, angle and score of each keypoint.
-        The bytes from the descriptor on, (T, C) uint8.
-        Width and height in px of the image of each keypoint, (T, 2) float32.
-        The images that the keypoints belong to.
+    Returns the tensors, and the images that the keypoints belong to.
     """
-    records = [view for batch in batches for view in batch.records]
-    counts = [count for batch in batches for count in batch.counts.unbind(1)]
-    sizes = [size for batch in batches for size in batch.image_sizes.unbind(1)]
-    # (N,) < (B, 1) -> (B, N): the keypoints of a view come before its padding. This is computed on
-    # the host, so that nothing here waits for the device.
-    indices = [torch.arange(view.shape[1], device="cpu") for view in records]
-    masks = [index < count[:, None] for index, count in zip(indices, counts)]
-    padded = [not mask.all() for mask in masks]
-    images = Images([to_device_async(mask, records[0].device) for mask in masks], padded)
-    # (B, 2) -> (T, 2): each keypoint gets the size of its image.
-    size = images.join([size[:, None].expand(*mask.shape, 2) for size, mask in zip(sizes, masks)])
-    data = images.join(records)  # (T, R)
-    return floats_of_bytes(data[:, :DESCRIPTOR_AT]), data[:, DESCRIPTOR_AT:], size, images
+    views = [batch.view(index) for batch in batches for index in (0, 1)]
+    masks = [mask for batch in batches for mask in batch.masks]
+    padded = [mask is not None for batch in batches for mask in (batch.mask0, batch.mask1)]
+    images = Images(masks, padded)
+    # (B, 2) -> (B, N, 2): each keypoint gets the size of its image.
+    sizes = [view.image_size[:, None].expand(*mask.shape, 2) for view, mask in zip(views, masks)]
+    views = [view._replace(image_size=size) for view, size in zip(views, sizes)]
+    return KeypointTensors(*map(images.join, zip(*views))), images
+
+
+# Fields of the records of keypoints, and the tensors of a batch
+TENSOR_OF_FIELD = {
+    "scale": "scales",
+    "angle": "oris",
+    "score": "scores",
+    "descriptor": "descriptors",
+    "second_angle": "second_oris",
+    "second_descriptor": "second_descriptors",
+}
 
 
 def from_pairs(
@@ -252,70 +354,102 @@ def from_pairs(
     """
     dtypes = [dtype] if dtype else [view.dtype for pair in pairs for view in pair[:2]]
     used = ORIENTED if ORIENTED in (dtypes or [ORIENTED]) else dtypes[0]
-    records0 = _pack([pair.records0 for pair in pairs], used)
-    records1 = _pack([pair.records1 for pair in pairs], used)
-    counts = [(len(pair.records0), len(pair.records1)) for pair in pairs]
-    sizes = [(pair.size0, pair.size1) for pair in pairs]
-    known = [None if maps is None else torch.from_numpy(maps) for maps in (H_0to1, cells)]
-    return PairBatch(
-        (records0, records1),
-        torch.tensor(counts, dtype=torch.int64, device="cpu").reshape(-1, 2),
-        torch.tensor(sizes, dtype=torch.float32, device="cpu").reshape(-1, 2, 2),
-        *known,
-    )
+    sides = [pair.records0 for pair in pairs], [pair.records1 for pair in pairs]
+    # Say what the flat tensors hold.
+    layout: Layout = {}
+    for view, side in enumerate(sides):
+        # There is at least one column, so that empty views need no special case.
+        shape = (len(side), max([*map(len, side), 1]))
+        layout[f"keypoints{view}"] = torch.float32, (*shape, 2)
+        layout[f"image_size{view}"] = torch.float32, (len(side), 2)
+        for field, name in TENSOR_OF_FIELD.items():
+            if field in (used.names or ()):
+                kind = torch.uint8 if used[field].base == np.uint8 else torch.float32
+                layout[f"{name}{view}"] = kind, (*shape, *used[field].shape)
+        if any(len(records) < shape[1] for records in side):
+            layout[f"mask{view}"] = torch.bool, shape
+    for name, maps in (("H_0to1", H_0to1), ("cells", cells)):
+        if maps is not None:
+            layout[name] = torch.float64, maps.shape
+    batch = split_flat(_zeros(layout), layout)
+    # Copy the values to their places.
+    arrays = {name: tensor.numpy() for name, tensor in batch._tensors().items()}
+    for name, maps in (("H_0to1", H_0to1), ("cells", cells)):
+        if maps is not None:
+            arrays[name][...] = maps
+    for row, pair in enumerate(pairs):
+        _fill_row(arrays, row, 0, pair.records0, pair.size0)
+        _fill_row(arrays, row, 1, pair.records1, pair.size1)
+    return batch
 
 
-def _pack(views: Sequence[np.ndarray], dtype: np.dtype) -> Tensor:
-    """Copy the keypoints (n,) of each view to one padded buffer (B, N, R) uint8."""
-    # There is at least one column, so that empty views need no special case.
-    width = max([*map(len, views), 1])
-    shape = (len(views), width, dtype.itemsize)
-    buffer = torch.zeros(shape, dtype=torch.uint8, device="cpu")
-    for row, r in zip(buffer.numpy(), views):
-        size = r.dtype.itemsize  # a KEYPOINT is the beginning of an ORIENTED
-        row[: len(r), :size] = np.ascontiguousarray(r).view(np.uint8).reshape(len(r), size)
-    return buffer
+def _zeros(layout: Layout) -> Dict[torch.dtype, Tensor]:
+    """Allocate the flat tensors of a batch, with zeros."""
+    lengths: Dict[torch.dtype, int] = {}
+    for dtype, shape in layout.values():
+        lengths[dtype] = lengths.get(dtype, 0) + math.prod(shape)
+    # numpy gets zeros from the system, where torch would write them.
+    arrays = {
+        dtype: np.zeros(length, torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
+        for dtype, length in lengths.items()
+    }
+    return {dtype: torch.from_numpy(array) for dtype, array in arrays.items()}
+
+
+def _fill_row(
+    arrays: Dict[str, np.ndarray], row: int, view: int, records: np.ndarray, size: Size
+) -> None:
+    """Copy the keypoints (n,) of one view to its row of the arrays of a batch."""
+    count = len(records)
+    arrays[f"keypoints{view}"][row, :count, 0] = records["x"]
+    arrays[f"keypoints{view}"][row, :count, 1] = records["y"]
+    arrays[f"image_size{view}"][row] = size
+    if f"mask{view}" in arrays:
+        arrays[f"mask{view}"][row, :count] = True
+    for field, name in TENSOR_OF_FIELD.items():
+        # A KEYPOINT among ORIENTED ones has no second orientation, and keeps its zeros.
+        if field in (records.dtype.names or ()):
+            arrays[f"{name}{view}"][row, :count] = records[field]
 
 
 @torch.no_grad()
 def choose_orientations(batch: PairBatch) -> PairBatch:
-    """Replace ORIENTED keypoints by KEYPOINTs with the better orientation for each pair.
+    """Give each keypoint the better one of its two orientations for its pair.
 
-    Batches of other keypoints are returned unchanged.
+    Batches of keypoints with one orientation are returned unchanged.
     """
-    if batch.records[0].shape[-1] != ORIENTED.itemsize:
+    if batch.second_descriptors0 is None:
         return batch
-    M, N = (records.shape[1] for records in batch.records)
+    both = [
+        torch.stack([batch.descriptors0, batch.second_descriptors0], 2),
+        torch.stack([batch.descriptors1, batch.second_descriptors1], 2),
+    ]  # (B, M, 2, 128) and (B, N, 2, 128)
+    M, N = (descriptors.shape[1] for descriptors in both)
     # Compute the cosines (B, 2 M, 2 N) of as many pairs at a time as fit MAX_BYTES.
     pairs = max(1, MAX_BYTES // (4 * 2 * M * 2 * N))
-    chosen: Tuple[List[Tensor], List[Tensor]] = ([], [])
-    for records in zip(*(view.split(pairs) for view in batch.records)):
-        both = list(map(_orientations, records))
+    is_second: Tuple[List[Tensor], List[Tensor]] = ([], [])
+    for chunk in zip(*(descriptors.split(pairs) for descriptors in both)):
         # RootSIFT of all orientations, (B, 2 N, 128). Padding and missing second descriptors are
         # zero, so that their cosine is the minimum, 0.
-        unit0, unit1 = (
-            unit_vectors(view[..., DESCRIPTOR_AT:], "sift").flatten(1, 2) for view in both
-        )
+        unit0, unit1 = (unit_vectors(descriptors, "sift").flatten(1, 2) for descriptors in chunk)
         cosines = torch.bmm(unit0, unit1.transpose(1, 2))
-        for view, largest, parts in zip(both, (cosines.amax(2), cosines.amax(1)), chosen):
+        for largest, parts in zip((cosines.amax(2), cosines.amax(1)), is_second):
             # (B, 2 N) -> (B, N) for each orientation: its largest cosine with any orientation in
             # the other image
             first, second = largest.unflatten(1, (-1, 2)).unbind(2)
-            parts.append(torch.where((second > first).unsqueeze(2), view[:, :, 1], view[:, :, 0]))
-    records0, records1 = map(torch.cat, chosen)
-    return dataclasses.replace(batch, records=(records0, records1))
-
-
-def _orientations(records: Tensor) -> Tensor:
-    """Convert ORIENTED keypoints (B, N, 280) to KEYPOINTs of both orientations, (B, N, 2, 148)."""
-    # x, y and scale take 12 bytes, the angle and the score 4 each.
-    shared = records[..., :12]
-    score = records[..., 16:DESCRIPTOR_AT]
-    # The second angle and the second descriptor follow the bytes of a KEYPOINT.
-    first = records[..., :KEYPOINT_BYTES]
-    rest = records[..., KEYPOINT_BYTES:]
-    second = [shared, rest[..., :4], score, rest[..., 4:]]
-    return torch.stack([first, torch.cat(second, -1)], 2)
+            parts.append(second > first)
+    second0, second1 = map(torch.cat, is_second)
+    return dataclasses.replace(
+        batch,
+        oris0=torch.where(second0, batch.second_oris0, batch.oris0),
+        oris1=torch.where(second1, batch.second_oris1, batch.oris1),
+        descriptors0=torch.where(second0[:, :, None], both[0][:, :, 1], both[0][:, :, 0]),
+        descriptors1=torch.where(second1[:, :, None], both[1][:, :, 1], both[1][:, :, 0]),
+        second_oris0=None,
+        second_oris1=None,
+        second_descriptors0=None,
+        second_descriptors1=None,
+    )
 
 
 def choose_pair(pair: Pair) -> Pair:
@@ -325,24 +459,26 @@ def choose_pair(pair: Pair) -> Pair:
     """
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
-    chosen = choose_orientations(from_pairs([pair]))
-    # Bytes (1, N, 148) -> records (N, 1) -> records (n,) without padding
-    records0, records1 = (
-        records[0].numpy().view(KEYPOINT)[: len(given), 0]
-        for records, given in zip(chosen.records, pair)
-    )
-    return Pair(records0, records1, pair.size0, pair.size1)
+    batch = choose_orientations(from_pairs([pair]))
+    chosen = []
+    for view, records in enumerate(pair[:2]):
+        tensors = batch.view(view)
+        kept = np.empty(len(records), KEYPOINT)
+        for name in GEOMETRY:
+            kept[name] = records[name]
+        kept["angle"] = tensors.oris[0, : len(records)].numpy()
+        kept["descriptor"] = tensors.descriptors[0, : len(records)].numpy()
+        chosen.append(kept)
+    return Pair(chosen[0], chosen[1], pair.size0, pair.size1)
 
 
-def unit_vectors(data: Tensor, kind: str) -> Tensor:
-    """Return descriptors as unit vectors, float32 (..., D). Zeros stay zeros.
+def unit_vectors(descriptors: Tensor, kind: str) -> Tensor:
+    """Return descriptors (..., D) as unit vectors, float32 (..., D). Zeros stay zeros.
 
-    data: (..., K) uint8, the bytes of keypoints from the descriptor on (`PairBatch.descriptors`).
-        SIFT may also be float.
-    kind: "sift" gives RootSIFT; "float" divides by the length.
+    kind: "sift" gives RootSIFT, of uint8 or float; "float" divides by the length.
     """
     if kind == "float":
-        return normalize(floats_of_bytes(data), dim=-1)
-    values = data.float()
+        return normalize(descriptors, dim=-1)
+    values = descriptors.float()
     # Whole numbers have a sum of at least 1, unless all are zero.
     return sqrt(values / values.sum(-1, keepdim=True).clamp(min=1.0))

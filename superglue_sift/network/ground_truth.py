@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.batch import PairBatch, to_device_async
+from superglue_sift.network.batch import PairBatch
 from superglue_sift.torch_compat import sqrt
 
 UNMATCHED = -1  # the keypoint has no counterpart and belongs in the dustbin
@@ -64,10 +64,11 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     ignored. Where a view also shows other photographs (`PairBatch.cells`), their keypoints have no
     neighbours.
     """
-    M, N = (records.shape[1] for records in batch.records)
+    masks = batch.masks
+    M, N = (mask.shape[1] for mask in masks)
     W = max(M, N)
-    indices = torch.arange(W, device="cpu")
-    padded = to_device_async(indices >= batch.counts.T.unsqueeze(2), batch.device)
+    # (B, M) and (B, N) -> (2, B, W)
+    padded = ~torch.stack([pad(mask, (0, W - mask.shape[1])) for mask in masks])
     points, mapped, inside = _map_views(batch, padded)
     # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
     best = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
@@ -116,11 +117,11 @@ def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor
     back = (cofactors / determinants).transpose(-1, -2)
     # (B, M, 2) and (B, N, 2) -> (2, B, W, 2)
     wide = padded.shape[2]
-    both = map(batch.keypoints, (0, 1))
-    points = torch.stack([pad(each, (0, 0, 0, wide - each.shape[1])) for each in both])
+    both = (batch.keypoints0, batch.keypoints1)
+    points = torch.stack([pad(xy, (0, 0, 0, wide - xy.shape[1])) for xy in both])
     mapped = transform(points.double(), torch.stack([H, back]))
-    # (B, 2, 2) -> (2, B, 1, 2): the size of the other view
-    sizes = batch.image_sizes.flip(1).transpose(0, 1).double().unsqueeze(2)
+    # (B, 2) -> (2, B, 1, 2): the size of the other view
+    sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
     alone = padded
     if batch.cells is not None:

@@ -50,6 +50,7 @@ from superglue_sift.features.sift import TYPICAL_SCORE
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import (
     Images,
+    KeypointTensors,
     Pair,
     PairBatch,
     choose_orientations,
@@ -156,6 +157,35 @@ class SuperGlue(nn.Module):
 
         The last row and column are the dustbins. exp() of an entry is the probability of that
         match. It is 0 for padding.
+
+        An example with five keypoints, which image 1 shows in another order and 9 px to the right:
+
+        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+        <torch._C.Generator object at ...>
+        >>> keypoints = 200 * torch.rand(1, 5, 2)
+        >>> descriptors = torch.randint(256, (1, 5, 128), dtype=torch.uint8)
+        >>> one = torch.ones(1, 5)
+        >>> order = torch.tensor([3, 1, 4, 0, 2])
+        >>> batch = PairBatch(
+        ...     keypoints0=keypoints,
+        ...     keypoints1=keypoints[:, order] + torch.tensor([9.0, 0.0]),
+        ...     descriptors0=descriptors,
+        ...     descriptors1=descriptors[:, order],
+        ...     scales0=4 * one,
+        ...     scales1=4 * one,
+        ...     oris0=90 * one,
+        ...     oris1=90 * one,
+        ...     scores0=0.03 * one,
+        ...     scores1=0.03 * one,
+        ...     image_size0=torch.tensor([[320.0, 240.0]]),
+        ...     image_size1=torch.tensor([[320.0, 240.0]]),
+        ... )
+        >>> log_P = SuperGlue()(batch)
+        >>> log_P.shape
+        torch.Size([1, 6, 6])
+        >>> matches0, scores0, matches1, scores1 = mutual_matches(log_P)
+        >>> matches0  # of each keypoint of image 0, the index of its match in image 1
+        tensor([[3, 1, 4, 0, 2]])
         """
         log_P, _ = self.assign([batch])
         return log_P[0]
@@ -176,28 +206,23 @@ class SuperGlue(nn.Module):
             log P (B, M + 1, N + 1) of each batch, and (pairs,) bool, whether each pair is finite.
         """
         # A keypoint with two orientations keeps one of them.
-        keypoints = join_keypoints([choose_orientations(batch) for batch in batches])
-        descriptors = self.describe(*keypoints, precision)
-        return self.transport(descriptors, keypoints[-1], wait)
+        keypoints, images = join_keypoints([choose_orientations(batch) for batch in batches])
+        descriptors = self.describe(keypoints, images, precision)
+        return self.transport(descriptors, images, wait)
 
     def describe(
-        self,
-        keypoints: Tensor,
-        data: Tensor,
-        image_size: Tensor,
-        images: Images,
-        precision: str = "float32",
+        self, keypoints: KeypointTensors, images: Images, precision: str = "float32"
     ) -> Tensor:
         """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
-        keypoints, data, image_size, images: as from `join_keypoints`.
+        keypoints, images: as from `join_keypoints`.
         precision: as for `assign`.
         """
         config = self.config
         dtype = self.dustbin.dtype
         # Compute the first state of each keypoint from its descriptor and geometry (equation 2).
-        geometry = geometry_of(keypoints, image_size, config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(data, config.descriptor)
+        geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
+        descriptors = unit_vectors(keypoints.descriptors, config.descriptor)
         inputs = [geometry]
         if config.neighbours:
             inputs.append(neighbour_features(descriptors, geometry, images))  # (T, 8)
@@ -296,25 +321,24 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, nn.Linear(width, config.dim, **FLOAT32))
 
 
-def geometry_of(keypoints: Tensor, image_size: Tensor, scale_angle: bool) -> Tensor:
+def geometry_of(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
     """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
 
-    keypoints, image_size: (T, 5) and (T, 2), as from `join_keypoints`.
+    keypoints: as from `join_keypoints`.
 
     Without `scale_angle`, return position and log score, (T, 3).
     """
-    positions = keypoints[:, :2]
-    scale, angle, score = keypoints[:, 2:].split(1, 1)
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
     # A batch that is padded has images of size 0.
-    longer = image_size.amax(-1, keepdim=True).clamp(min=1.0)
-    position = (positions - (image_size - 1) / 2) / (longer / 2)
-    score = (score.clamp(min=1e-6) / TYPICAL_SCORE).log()
+    size = keypoints.image_size
+    longer = size.amax(-1, keepdim=True).clamp(min=1.0)
+    position = (keypoints.keypoints - (size - 1) / 2) / (longer / 2)
+    score = (keypoints.scores[:, None].clamp(min=1e-6) / TYPICAL_SCORE).log()
     if not scale_angle:
         return torch.cat([position, score], -1)
-    scale = (scale.clamp(min=1e-3) / TYPICAL_SCALE).log()
+    scale = (keypoints.scales[:, None].clamp(min=1e-3) / TYPICAL_SCALE).log()
     # An angle is two numbers, cos and sin, since 0 and 360 degrees are the same direction.
-    angle = torch.deg2rad(angle)
+    angle = torch.deg2rad(keypoints.oris[:, None])
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
@@ -642,7 +666,8 @@ def match_pairs(
     order, batches = from_pairs(few).to(device).size_classes()
     if model.compiled:
         # CUDA graphs need few shapes, so widths are rounded up.
-        batches = [part.pad(len(part), size_class(int(part.counts.max()))) for part in batches]
+        widest = (max(part.scores0.shape[1], part.scores1.shape[1]) for part in batches)
+        batches = [part.pad(len(part), size_class(n)) for part, n in zip(batches, widest)]
     rows = []
     for log_P in model.assign(batches)[0]:
         # Keep every mutual match: callers apply their own thresholds.

@@ -1,5 +1,6 @@
 """Order, batches, and who loads them: what is trained on when, exactly, whoever asks."""
 
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -109,8 +110,8 @@ def misses(batch):
     """Of the first pair: how far each keypoint of view 0, mapped to view 1, is from the nearest one
     there, px.
     """
-    mapped = transform(batch.keypoints(0)[0].double().numpy(), batch.H_0to1[0].numpy())
-    return np.linalg.norm(mapped[:, None] - batch.keypoints(1)[0].numpy(), axis=-1).min(1)
+    mapped = transform(batch.keypoints0[0].double().numpy(), batch.H_0to1[0].numpy())
+    return np.linalg.norm(mapped[:, None] - batch.keypoints1[0].numpy(), axis=-1).min(1)
 
 
 class TestAugmentation:
@@ -133,7 +134,7 @@ class TestAugmentation:
             assert all(
                 (row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist())
             )
-        assert len({batch.records[1][i].numpy().tobytes() for i in range(8)}) > 1
+        assert len({batch.descriptors1[i].numpy().tobytes() for i in range(8)}) > 1
 
     def test_the_seed_of_the_sample_decides_and_nothing_else(self, store):
         augmentation = Augmentation(0.5, 180.0, 0.3, 10, 1.0)
@@ -143,7 +144,8 @@ class TestAugmentation:
         together = load_batch(store, [other, one], 30, augmentation)
         count = int(alone.counts[0, 0])
         assert int(together.counts[1, 0]) == count
-        assert torch.equal(together.records[0][1, :count], alone.records[0][0, :count])
+        for one_of, both_of in zip(alone.view(0), together.view(0)):
+            assert torch.equal(both_of[1, :count], one_of[0, :count])
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
@@ -155,26 +157,26 @@ class TestAugmentation:
         batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, zoom=1.0))
         truth = ground_truth(batch)
         for matches, descriptors in (
-            (truth.matches0, batch.descriptors(0)),
-            (truth.matches1, batch.descriptors(1)),
+            (truth.matches0, batch.descriptors0),
+            (truth.matches1, batch.descriptors1),
         ):
             rows, columns = (matches >= 0).nonzero().T
             assert len(rows) > 200
-            assert all(bytes(each[:128]) in own for each in descriptors[rows, columns].numpy())
-            foreign = [bytes(each[:128]) not in own for each in descriptors.flatten(0, 1).numpy()]
+            assert all(bytes(each) in own for each in descriptors[rows, columns].numpy())
+            foreign = [bytes(each) not in own for each in descriptors.flatten(0, 1).numpy()]
             # Padding, others
             assert set(matches.flatten()[torch.tensor(foreign)].tolist()) == {IGNORED, UNMATCHED}
 
     def test_a_part_of_the_pairs_has_one_score(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(200)]
         batch = load_batch(store, pairs, 20, Augmentation(score_drop=0.3))
-        records = [view.numpy().view(store.dtype)[..., 0] for view in batch.records]
-        same = [(view["score"] == np.float32(TYPICAL_SCORE)).all(1) for view in records]
-        assert np.array_equal(*same) and 30 < same[0].sum() < 90
+        same = [(scores == TYPICAL_SCORE).all(1) for scores in (batch.scores0, batch.scores1)]
+        assert torch.equal(*same) and 30 < same[0].sum() < 90
         # the other pairs, and everything else, stay
-        whole = load_batch(store, pairs, 20).records[0].numpy().view(store.dtype)[..., 0]
-        assert np.array_equal(records[0][~same[0]], whole[~same[0]])
-        assert np.array_equal(records[0]["descriptor"], whole["descriptor"])
+        whole = load_batch(store, pairs, 20)
+        assert torch.equal(batch.scores0[~same[0]], whole.scores0[~same[0]])
+        for name in ("keypoints0", "scales0", "oris0", "descriptors0", "second_descriptors0"):
+            assert torch.equal(getattr(batch, name), getattr(whole, name))
 
     def test_a_mosaic_by_hand(self):
         """Two times smaller: positions about the outer edge, scales halved, small keypoints gone,
@@ -210,8 +212,9 @@ def batches_of(store, make_params, keys=None, context=None, **run):
 
 
 def equal(one, other):
-    tensors = [[*batch.records, *list(vars(batch).values())[1:]] for batch in (one, other)]
-    return all(map(torch.equal, *tensors))
+    names = [field.name for field in dataclasses.fields(one)]
+    pairs = [(getattr(one, name), getattr(other, name)) for name in names]
+    return all(torch.equal(a, b) if a is not None else b is None for a, b in pairs)
 
 
 @pytest.mark.parametrize("processes", ["0", "2"])
