@@ -23,6 +23,7 @@ from benchmarks.timing import Call, Setting, row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
+from pipeline.train.build import build, make_network
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, device_abilities
 from superglue_sift.environment import usable_cores
@@ -123,7 +124,8 @@ def training_step(
     train = params.load(presets.FOLDER / "sample.yaml").train.model_copy(update=values)
     # the parts of the stage
     precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
-    objective, wrapped, state, *_ = trainer.build(train, run, context, precision)
+    network = make_network(train, run, context)
+    objective, wrapped, state = build(network, train, run, context, precision)
     wrapped = DataParallelObjective(_FromTensors(objective)) if several else wrapped
     part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate

@@ -9,7 +9,10 @@ import atexit
 import contextlib
 import ctypes
 import datetime
+import errno
+import fcntl
 import gc
+import math
 import os
 import re
 import socket
@@ -17,7 +20,7 @@ import time
 import uuid
 import warnings
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple
+from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,7 @@ from superglue_sift import torch_compat
 START_SECONDS = 120
 TIMEOUT_SECONDS = 600  # NCCL has the same limit
 LARGEST_PORT = 65535
+LOCK = ".lock"  # the file in a folder that its writer locks
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
 # One of these stands in the message of a collective when another rank is gone or hangs
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
@@ -99,6 +103,16 @@ def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
         ) from None
 
 
+def _meeting_port(world_size: int) -> int:
+    """Return the port at which the ranks meet. Raises RequestError if no address is set."""
+    if not os.environ.get("MASTER_ADDR"):
+        raise RequestError(
+            f"environment WORLD_SIZE={world_size}: needs MASTER_ADDR and MASTER_PORT, the address"
+            " of rank 0; `python -m pipeline.launch` sets them"
+        )
+    return read_number("MASTER_PORT", least=1, most=LARGEST_PORT)
+
+
 def start() -> Context:
     """Join the process group that the environment of torchrun (or SLURM) names, if there is one.
 
@@ -130,12 +144,7 @@ def start() -> Context:
 
     # the ranks meet in a store of rank 0, or of torchrun, and then form the group
     if world_size > 1:
-        if not os.environ.get("MASTER_ADDR"):
-            raise RequestError(
-                f"environment WORLD_SIZE={world_size}: needs MASTER_ADDR and MASTER_PORT, the"
-                " address of rank 0; `python -m pipeline.launch` sets them"
-            )
-        port = read_number("MASTER_PORT", least=1, most=LARGEST_PORT)
+        port = _meeting_port(world_size)
         if rank == 0 and not by_torchrun:
             free_port("", port)
         meeting = datetime.timedelta(seconds=read_number("SG_START_TIMEOUT", START_SECONDS))
@@ -257,6 +266,25 @@ def broadcast(item: Any, source: int = 0) -> Any:
     return box[0]
 
 
+def run_on_main(work: Callable[[], Any], is_main: bool) -> Any:
+    """Return the result of `work()` on rank 0, on every rank. All ranks call this together.
+
+    If it raises RequestError, rank 0 raises that error, and the other ranks SystemExit.
+    """
+    outcome: Any = None
+    if is_main:
+        try:
+            outcome = work()
+        except RequestError as error:
+            outcome = error
+    outcome = broadcast(outcome)
+    if not isinstance(outcome, RequestError):
+        return outcome
+    if is_main:
+        raise outcome
+    raise SystemExit(2)
+
+
 def writes(folder: Path, context: Context) -> bool:
     """Return whether this rank writes to `folder`. All ranks call this together.
 
@@ -265,7 +293,7 @@ def writes(folder: Path, context: Context) -> bool:
     """
     name = broadcast(uuid.uuid4().hex)  # a new name, which no file system has cached as missing
     # Each rank leaves a mark. A rank that sees the mark of a lower rank shares its folder.
-    marks = [folder / f".{name}-{rank}.tmp" for rank in range(context.world_size)]
+    marks = [folder / f".{name}-{rank}.rank" for rank in range(context.world_size)]
     with contextlib.suppress(*(() if context.is_main else (OSError,))):
         folder.mkdir(parents=True, exist_ok=True)
         marks[context.rank].touch()
@@ -275,6 +303,89 @@ def writes(folder: Path, context: Context) -> bool:
     with contextlib.suppress(OSError):
         marks[context.rank].unlink()
     return first == context.rank
+
+
+@contextlib.contextmanager
+def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
+    """Keep other runs out of `folder`, and give whether this rank writes there (see `writes`).
+
+    The system releases the lock when the process that holds it ends, however it ends. All ranks
+    call this together.
+
+    Args:
+        seconds: how long to wait for the lock. A run that is started again waits until the system
+            has released that of the run before, which may take time on a network folder.
+
+    Raises:
+        RequestError: another run has the lock. On other ranks than 0 this is SystemExit.
+    """
+    is_writer = writes(folder, context)
+    with contextlib.ExitStack() as stack:
+        holder = stack.enter_context(_lock(folder / LOCK, seconds)) if is_writer else None
+        holders = [name for name in all_gather(holder) if name is not None]
+        if holders and not context.is_main:
+            raise SystemExit(2)
+        if holders:
+            raise RequestError(
+                f"{folder}: another run writes there ({holders[0]}); wait until it ends, stop it,"
+                " or name another folder"
+            )
+        yield is_writer
+
+
+@contextlib.contextmanager
+def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
+    """Lock a file. Give None, or the name of the process that has the lock already.
+
+    It is a POSIX lock, which belongs to this process alone: processes that load batches do not
+    inherit it. It also holds between the nodes of a network folder. On a file system without locks
+    it does nothing.
+    """
+    deadline = time.monotonic() + seconds
+    with path.open("a+", encoding="utf-8") as stream:
+        while not _try_lock(stream):
+            if time.monotonic() > deadline:
+                stream.seek(0)
+                yield stream.read() or "an unknown process"
+                return
+            time.sleep(0.2)
+        # The name of this process, for the message of another one
+        stream.truncate(0)
+        stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+        stream.flush()
+        try:
+            yield None
+        finally:
+            stream.truncate(0)
+
+
+def _try_lock(stream: IO[str]) -> bool:
+    """Try to lock a file, and return False if another process has locked it."""
+    try:
+        fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        # Any other error says that this file system has no locks
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    return True
+
+
+def copy_from_main(tensors: Dict[str, Tensor]) -> float:
+    """Replace the values of tensors by those of rank 0, in place, on every rank.
+
+    Each rank has tensors of the same shapes. Returns the norm of this rank's change, divided by the
+    norm of rank 0's values.
+    """
+    change = 0.0
+    size = 0.0
+    for _, tensor in sorted(tensors.items()):
+        if not (several() and tensor.is_floating_point()):
+            continue
+        main = tensor.detach().clone()
+        dist.broadcast(main, 0)
+        change += float((main - tensor.detach()).double().square().sum())
+        size += float(main.double().square().sum())
+        tensor.detach().copy_(main)
+    return math.sqrt(change / size) if size else 0.0
 
 
 def barrier() -> None:

@@ -23,7 +23,7 @@ from typing import Dict, FrozenSet, Iterable, List, Optional, Sequence, Tuple
 from superglue_sift import __version__
 from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
-from superglue_sift.files import write_atomic
+from superglue_sift.files import file_sha256, write_atomic
 
 # Packages that compute keypoints, weights and metrics, under all names by which they are installed
 COMPUTING = (
@@ -92,6 +92,25 @@ def code_version() -> str:
         return os.environ.get("IMAGE_REVISION") or __version__
     git = git_state(root)
     return git["commit"][:12] + ("+" if git["dirty"] == "true" else "")
+
+
+@functools.cache
+def code_digests(stage: str) -> Dict[str, str]:
+    """Return a digest of each Python file on which a stage depends, as dvc.yaml lists them.
+
+    Raises RequestError if there is no dvc.yaml beside this code.
+    """
+    from ruamel.yaml import YAML
+
+    root = Path(__file__).resolve().parents[1]
+    try:
+        tree = YAML(typ="safe", pure=True).load((root / "dvc.yaml").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RequestError(f"{root / 'dvc.yaml'}: cannot be read: {error.strerror}") from None
+    paths = [root / name for name in tree["stages"][stage]["deps"]]
+    files = [path for path in paths if path.suffix == ".py"]
+    files += [file for path in paths if not path.suffix for file in path.rglob("*.py")]
+    return {file.relative_to(root).as_posix(): file_sha256(file)[:16] for file in sorted(files)}
 
 
 def versions(packages: Sequence[str]) -> Dict[str, str]:

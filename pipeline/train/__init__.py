@@ -1,6 +1,7 @@
-"""Stage 3: train. Read `trainer` first, from top to bottom: build, step, loop, validate, save.
+"""Stage 3: train. Read `trainer` first, from top to bottom: data, step, training, validate, save.
 
-`data` makes the batches, and `augmentation` changes their pairs. `loss` has the loss of a batch and
-the metrics of a validation. `optimizer` has the learning rate, the optimizer and the precision.
-`checkpoint` saves a training and finds where it starts. `log` reports.
+`build` makes the network and what trains it. `data` makes the batches, and `augmentation` changes
+their pairs. `loss` has the loss of a batch and the metrics of a validation. `optimizer` has the
+learning rate, the optimizer and the precision. `checkpoint` saves a training and finds where it
+starts. `log` reports.
 """

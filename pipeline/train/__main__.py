@@ -28,8 +28,6 @@ import argparse
 from pathlib import Path
 from typing import Optional, Sequence, Tuple
 
-import torch
-
 from pipeline import distributed, errors, workers
 from pipeline.train import checkpoint, trainer
 from superglue_sift.files import check_writable
@@ -75,18 +73,17 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     if not args.validate_only:
         for folder in (args.out, args.reports):
             check_writable(folder / "metrics.json", folder)
-    context = distributed.Context(0, world_size, torch.device("cpu"))
-    training = trainer.Training(args, sections, context, workers.Stop())
-    if args.continued:
-        checkpoint.load_to_continue(args.continued, training.fingerprint)
+    trainer.check_request(args, sections, world_size)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     args, sections = parse(argv)
     params.require_prepared(sections)
     with workers.defer_signals() as stop, distributed.process_group() as context:
-        training = trainer.Training(args, sections, context, stop)
-        code = training.validate_only() if args.validate_only else training.run()
+        if args.validate_only:
+            code = trainer.validate(args, sections, context)
+        else:
+            code = trainer.train(args, sections, context, stop)
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`
     return errors.STOPPED if stop.requested else code
 

@@ -13,11 +13,12 @@ training is changed.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import hashlib
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, FrozenSet, List, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from pipeline.errors import RequestError, read_number
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.optimizer import optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
-from superglue_sift.files import file_sha256, json_digest, write_atomic
+from superglue_sift.files import file_sha256, json_digest, write_atomic, write_json
 from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
@@ -36,8 +37,8 @@ BEST = "best.safetensors"
 PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
 # Environment variables: how often the launcher, torchrun, or SLURM has started this training again
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-# Keys of `train` that change no weight of a step, and keys that `--continue` may change
-FREE = {"train.val_every", "train.val_pairs"}
+# Keys that `--continue` may change: when and on what the weights are validated, and the schedule
+VALIDATION = ("validation", "train.val_every", "train.val_pairs")
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 
 Tensors = Dict[str, Tensor]
@@ -60,6 +61,29 @@ class TrainState:
     average: Tensors = field(default_factory=dict)  # mean of the weights of the last steps
     averaged: int = 0  # number of steps in the average
     skipped: int = 0  # steps not applied because the gradient was not finite
+
+    def digests(self) -> Dict[str, str]:
+        """Return a SHA-256 of each part of the state, which is the same on every rank.
+
+        The best weights are a copy of weights that were compared before.
+        """
+        plain = {name: getattr(self, name) for name in PLAIN}
+        return {
+            "weights": tensors_digest(self.model.state_dict()),
+            "values of the optimizer": tensors_digest(optimizer_tensors(self.optimizer)),
+            "averaged weights": tensors_digest(self.average),
+            "counts of steps": json_digest({**plain, "scaler": self.scaler.state_dict()}),
+        }
+
+    def changing_tensors(self) -> Tensors:
+        """Return the optimizer's values and the average, which a change in place changes."""
+        values = {
+            f"{index}.{name}": value
+            for index, state in enumerate(self.optimizer.state.values())
+            for name, value in state.items()
+            if torch.is_tensor(value) and value.dim()
+        }
+        return {**values, **self.average}
 
     def tensors(self) -> Tensors:
         """Return everything in the state that is a tensor, by name."""
@@ -128,6 +152,15 @@ class TrainState:
         return True
 
 
+def tensors_digest(tensors: Tensors) -> str:
+    """Return the SHA-256 of the names and the bytes of tensors."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(name.encode())
+        digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def part(tensors: Tensors, prefix: str) -> Tensors:
     """Return the tensors whose names begin with `prefix`. Remove the prefix from the names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
@@ -183,16 +216,36 @@ def _newest_first(folder: Path) -> List[Path]:
     return sorted(folder.glob("step-*.safetensors"), reverse=True)
 
 
-def save_best(folder: Path, out: Path, tensors: Tensors, info: Info) -> None:
-    """Replace the best model in `folder` by these tensors, described by `info`, and publish it."""
-    save_model_file(folder / BEST, tensors, info)
+def save_best(
+    folder: Path,
+    out: Path,
+    tensors: Tensors,
+    info: Info,
+    photographs: Optional[FrozenSet[str]],
+    origin: Info,
+) -> None:
+    """Replace the best model in `folder` by these tensors, described by `info`, and publish it.
+
+    `photographs` are those that it was trained on. `origin` has what no later stage depends on: the
+    digests of the code, and of the curves of a finished training.
+    """
+    best = folder / BEST
+    provenance.write_photographs(best, photographs)
+    write_json(origin_file(best), origin)
+    save_model_file(best, tensors, info)
     publish(folder, out)
 
 
+def origin_file(model: Path) -> Path:
+    """Return the file that says by what code a model was trained, next to the file of the model."""
+    return model.with_suffix(".origin.json")
+
+
 def publish(folder: Path, out: Path) -> None:
-    """Copy the best model in `folder`, its description and its list of photographs to `out`."""
+    """Copy the best model in `folder`, with the files that describe it, to `out`."""
     best = folder / BEST
-    for source in (provenance.photographs_file(best), best.with_suffix(".json"), best):
+    files = (provenance.photographs_file(best), origin_file(best), best.with_suffix(".json"), best)
+    for source in files:
         write_atomic(out / source.name, source.read_bytes())
 
 
@@ -207,16 +260,23 @@ def describe(train: TrainParams) -> Info:
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
-def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) -> Info:
-    """Return the parameters and the digest of the data, which tell one training from another.
+def fingerprint(
+    train: TrainParams, run: RunParams, data: str, validation: str, world_size: int
+) -> Info:
+    """Return the parameters and the digests of the data, which tell one training from another.
 
-    A key of `run` is included only if it decides more than rounding. Such a key determines the
-    pairs of a step and the learning rate (together with the number of processes), or the parts over
-    which BatchNorm takes its statistics.
+    They decide the weights of every step, and which of these weights are kept. A key of `run` is
+    included only if it decides more than rounding. Such a key determines the pairs of a step and
+    the learning rate (together with the number of processes), or the parts over which BatchNorm
+    takes its statistics. What `run.allow_training_images` decides is in the validation pairs.
+
+    Args:
+        data: digest of the training keypoints.
+        validation: digest of the validation pairs.
     """
-    # include all keys of `train`, and the content of the data and of the initial weights
+    # Include all keys of `train`, and the content of the data and of the initial weights
     values = {f"train.{key}": value for key, value in describe(train).items()}
-    values["data"] = data
+    values.update(data=data, validation=validation)
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
     # include keys of `run` that decide the steps
@@ -231,7 +291,7 @@ def fingerprint(train: TrainParams, run: RunParams, data: str, world_size: int) 
 
 def name_of(values: Info) -> str:
     """Return the name of a training, the same on any machine and for any version of the code."""
-    return json_digest({key: value for key, value in values.items() if key not in FREE})
+    return json_digest(values)
 
 
 def changed_keys(saved: Info, ours: Info) -> List[str]:
@@ -258,34 +318,39 @@ def agree(ours: Info, is_main: bool) -> None:
 # --- where a training starts
 
 
-def find_start(
-    args: argparse.Namespace, ours: Info, writes: bool
-) -> Tuple[Path, Optional[Info], Optional[Saved]]:
-    """Find the folder of the training that `args` ask for, and what the training starts from.
+def is_restart() -> bool:
+    """Return whether the launcher, torchrun or SLURM has started this training again."""
+    return any(read_number(name, 0) for name in RESTARTS)
 
-    All ranks call this together. Nodes may have folders of their own: all ranks take the
-    checkpoint with the most steps.
+
+def find_folder(args: argparse.Namespace, ours: Info) -> Path:
+    """Return the folder of the training whose fingerprint is `ours`. All ranks call this together.
+
+    With `--fresh` it is a new one.
+    """
+    # A training that was started again has its new folder, so `--fresh` makes no other one
+    name = name_of(ours)
+    number = max(distributed.all_gather(_last_number(args.out, name)))
+    number = number + 1 if is_fresh(args) else max(number, 1)
+    return args.out / (name if number == 1 else f"{name}-{number}")
+
+
+def is_fresh(args: argparse.Namespace) -> bool:
+    """Return whether a training begins again by `--fresh`. All ranks call this together."""
+    return args.fresh and not distributed.any_rank(is_restart())
+
+
+def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool) -> Optional[Saved]:
+    """Return the checkpoint that the training in `folder` starts from, or None.
+
+    All ranks call this together. Nodes may have folders of their own: all ranks take the checkpoint
+    with the most steps.
 
     Args:
         ours: the fingerprint of the training.
         writes: whether this rank writes the checkpoints in `args.out`.
-
-    Returns:
-        The folder, the description of its best model if the training is finished, or None, and the
-        checkpoint to start from, or None.
     """
-    # find the folder; a restarted training has its new folder, so `--fresh` makes no other one
-    name = name_of(ours)
-    number = max(distributed.all_gather(_last_number(args.out, name)))
-    restarted = any(read_number(count, 0) for count in RESTARTS)
-    fresh = args.fresh and not distributed.any_rank(restarted)
-    number = number + 1 if fresh else max(number, 1)
-    folder = args.out / (name if number == 1 else f"{name}-{number}")
-    best = distributed.broadcast(None if fresh else _find_finished(folder, args, name))
-    if best:
-        return folder, best, None
-
-    # load the newest checkpoint, or the newest checkpoint of the training to continue
+    # Load the newest checkpoint, or the newest checkpoint of the training to continue
     saved = load_newest(folder, repair=True) if writes else None
     if args.continued and not distributed.any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
@@ -297,7 +362,7 @@ def find_start(
                 partial.unlink(missing_ok=True)
     steps = distributed.all_gather(saved[1]["step"] if saved else -1)
     if max(steps) < 0:
-        return folder, None, None
+        return None
 
     # send all ranks the checkpoint with the most steps
     tensors, info = saved or ({}, {})
@@ -307,7 +372,25 @@ def find_start(
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
         # The checkpoint belongs to another training, or it is missing in this node's own folder
         save(folder, info["step"], tensors, info)
-    return folder, None, (tensors, info)
+    return tensors, info
+
+
+def find_related(out: Path, ours: Info) -> str:
+    """Return a line about a training in `out` that only is validated otherwise, or "".
+
+    A user who edits `val_every` during a training may want to go on, and not to begin again.
+    """
+    for folder in sorted(path.parent for path in out.glob("*/step-*.json")):
+        path = max(folder.glob("step-*.json"))
+        info = json.loads(path.read_text(encoding="utf-8"))
+        changed = changed_keys(info.get("fingerprint", {}), ours)
+        if set(changed) <= set(VALIDATION) and info["step"] < ours["train.steps"]:
+            names = ", ".join(changed)
+            return (
+                f"{folder} differs only in {names}: --continue {folder} goes on from its step"
+                f" {info['step']}"
+            )
+    return ""
 
 
 def load_to_continue(folder: Path, ours: Info) -> Saved:
@@ -320,14 +403,16 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
         raise RequestError(f"--continue {folder}: there is no checkpoint step-*")
     info = saved[1]
     # a longer training may have another schedule, and nothing else
-    allowed = FREE | {f"train.{key}" for key in SCHEDULE}
+    if "history" not in info:
+        raise RequestError(f"--continue {folder}: an earlier version of this program wrote it")
+    allowed = {*VALIDATION, *(f"train.{key}" for key in SCHEDULE)}
     wrong = [key for key in changed_keys(info["fingerprint"], ours) if key not in allowed]
     if wrong:
         before = info["fingerprint"].get(wrong[0])
         raise RequestError(
             f"--continue {folder}: it was trained with {wrong[0]}: {before}, not"
             f" {ours.get(wrong[0])}; only"
-            f" train.{', '.join(SCHEDULE)} may differ"
+            f" train.{', '.join(SCHEDULE)} and the validation may differ"
         )
     if info["step"] >= ours["train.steps"]:
         raise RequestError(
@@ -355,17 +440,55 @@ def _last_number(out: Path, name: str) -> int:
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 
 
-def _find_finished(folder: Path, args: argparse.Namespace, name: str) -> Optional[Info]:
-    """Return the description of the finished best model, or None.
+def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optional[Info]:
+    """Return the description of the best model if the training in `folder` is finished, or None.
 
     It is searched in `folder`, or among the published files if that folder does not exist.
+
+    Raises:
+        RequestError: other code trained it, or its curves are gone. One entry of dvc.lock, which
+            has the digests of the code and of the curves, must stand for one model.
     """
-    if not folder.is_dir():  # after `dvc pull` the outputs are there, but the checkpoints are not
-        if not (args.reports / "curves").is_dir():
-            return None
-        folder = args.out
-    with contextlib.suppress(FileNotFoundError, BadCheckpoint):
-        info = load_model_file(folder / BEST)[1]
-        if info.get("finished") and info["training"] == name:
-            return info
-    return None
+    # After `dvc pull` the outputs are there, but the checkpoints are not
+    home = folder if folder.is_dir() else args.out
+    try:
+        info = load_model_file(home / BEST)[1]
+    except (FileNotFoundError, BadCheckpoint):
+        return None
+    if not info.get("finished") or info["training"] != name_of(ours):
+        return None
+    # Compare the code
+    path = origin_file(home / BEST)
+    origin = json.loads(path.read_text()) if path.is_file() else {"code": {}, "curves": {}}
+    again = "`python -m pipeline.launch pipeline.train --fresh` trains again"
+    files = changed_keys(origin["code"], provenance.code_digests("train"))
+    if files:
+        names = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
+        raise RequestError(
+            f"{home / BEST}: this training is finished, and its code has changed since: {names}."
+            f" {again}, `dvc commit -f train` keeps the model if the change alters no output"
+        )
+    # Compare the curves that are there, if no checkpoint has them
+    if not any(folder.glob("step-*.safetensors")):
+        present = {
+            name: file_sha256(args.reports / "curves" / name)
+            for name in origin["curves"]
+            if (args.reports / "curves" / name).is_file()
+        }
+        if present != origin["curves"]:
+            raise RequestError(
+                f"{args.reports / 'curves'}: not those of the finished training in {home / BEST},"
+                f" whose checkpoints are gone; `dvc checkout` restores them, {again}"
+            )
+    return info
+
+
+def list_versions(history: List[Info]) -> List[Info]:
+    """Return the versions of packages from the history of a training, an entry for each change."""
+    versions: List[Info] = []
+    for entry in history:
+        packages = {k: v for k, v in entry.items() if k not in ("precision", "processes", "code")}
+        changed = changed_keys(versions[-1], packages) if versions else packages
+        if set(changed) - {"step"}:
+            versions.append(packages)
+    return versions

@@ -4,25 +4,40 @@ DVC tracks the curves, the picture and metrics.json, which are the same in every
 is sent to MLflow, also has what depends on the machine. Rank 0 reports, and one rank writes in each
 folder of reports. Sums over ranks are exchanged every `run.log_every` steps. The curves are also in
 every checkpoint, so a training that is resumed continues them.
+
+Inside a training F1, precision and recall are fractions. All that this module writes and prints is
+in percent (`in_percent`).
 """
 
 from __future__ import annotations
 
 import argparse
 import io
-import json
 import math
 import time
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-import numpy as np
+import torch
 
 from pipeline import distributed, params, tracking
+from pipeline.errors import read_number
 from pipeline.keypoints.store import KeypointStore
-from pipeline.train.checkpoint import Info, Metrics, Saved, TrainState
-from superglue_sift.files import write_atomic, write_json
+from pipeline.train.checkpoint import (
+    BEST,
+    Info,
+    Metrics,
+    Saved,
+    Tensors,
+    TrainState,
+    changed_keys,
+    part,
+)
+from superglue_sift.files import file_sha256, write_atomic, write_csv, write_json
 from superglue_sift.progress import Progress
+
+Rows = List[Metrics]  # the points of a curve, each with its `step`
+Curves = Dict[str, Rows]  # "train" and "val"
 
 # Names of the files in reports/train/curves
 CURVES = {"train": "train.csv", "val": "validation.csv"}
@@ -34,35 +49,86 @@ RATIO_TEST = "#e0524a"
 GRAY = "#888888"
 
 
-def write_curves(reports: Path, curves: Mapping[str, str], best_step: int) -> None:
-    """Write the CSV text of each curve, and their picture, to the folder of reports.
+def in_percent(metrics: Metrics) -> Metrics:
+    """Return metrics with F1, precision and recall in percent. They are fractions before."""
+    shares = ("f1", "precision", "recall")
+    return {
+        name: 100 * value if name.startswith(shares) else value for name, value in metrics.items()
+    }
+
+
+# --- curves
+
+
+def columns_of(rows: Rows) -> List[str]:
+    """Return the names of all values in the rows of a curve, in the order of their first rows."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def pack_curves(curves: Curves) -> Tuple[Dict[str, List[str]], Tensors]:
+    """Return the columns of each curve, and its values for a checkpoint.
+
+    A tensor `curves.train` or `curves.val` is (points, columns) float64. A value that a point lacks
+    is nan.
+    """
+    columns = {kind: columns_of(rows) for kind, rows in curves.items()}
+    tensors = {
+        f"curves.{kind}": torch.tensor(
+            [[row.get(name, math.nan) for name in columns[kind]] for row in rows],
+            dtype=torch.float64,
+        )
+        for kind, rows in curves.items()
+    }
+    return columns, tensors
+
+
+def unpack_curves(tensors: Tensors, info: Info) -> Curves:
+    """Return the curves in a checkpoint, see `pack_curves`."""
+    return {
+        kind: [dict(zip(info["columns"][kind], row)) for row in values.tolist()]
+        for kind, values in part(tensors, "curves.").items()
+    }
+
+
+def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
+    """Write a CSV file of each curve, and their picture, to the folder of reports.
 
     A file of another training is replaced or deleted.
     """
     for kind, name in CURVES.items():
-        if curves.get(kind):
-            write_atomic(reports / "curves" / name, curves[kind])
+        path = reports / "curves" / name
+        rows = curves.get(kind, [])
+        if rows:
+            columns = columns_of(rows)
+            lines = [[f"{row.get(name, math.nan):.6g}" for name in columns] for row in rows]
+            for line, row in zip(lines, rows):
+                line[0] = str(int(row["step"]))  # all digits of a large step
+            write_csv(path, [columns, *lines])
         else:
-            (reports / "curves" / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
     draw_curves(reports / PICTURE, curves, best_step)
 
 
-def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
+def digest_curves(reports: Path) -> Dict[str, str]:
+    """Return the SHA-256 of the file of each curve that is in the folder of reports."""
+    paths = [reports / "curves" / name for name in CURVES.values()]
+    return {path.name: file_sha256(path) for path in paths if path.is_file()}
+
+
+def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
     """Draw the curves as an SVG file: the losses, and F1 on the validation pairs.
 
     The loss is drawn for training and validation, F1 for the network and the ratio test. A line
-    marks the step of the best model. `curves` holds the text of each of the CURVES. Equal curves
-    give equal bytes.
+    marks the step of the best model. Equal curves give equal bytes.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    # read the CSV text into columns by name
-    nothing = "step,loss\nnan,nan\n"  # the curves before the first point of the training
-    train, val = (
-        np.genfromtxt(io.StringIO(curves.get(kind, nothing)), delimiter=",", names=True, ndmin=1)
-        for kind in CURVES
-    )
+    def draw(axes: Any, kind: str, name: str, style: str, **options: Any) -> None:
+        rows = curves.get(kind, [])
+        steps = [row["step"] for row in rows]
+        axes.plot(steps, [row.get(name, math.nan) for row in rows], style, **options)
+
     # Letters stay text, and the file contains no random names. The colours are the same as in the
     # report. They are readable on a light and on a dark page.
     parts = ("axes.edgecolor", "xtick.color", "ytick.color", "axes.labelcolor", "text.color")
@@ -71,11 +137,11 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 9, **ink}):
         figure = Figure(figsize=(7, 4.5), layout=None)
         losses, scores = figure.subplots(2, 1, sharex=True)
-        losses.plot(train["step"], train["loss"], color=GRAY, label="training")
-        losses.plot(val["step"], val["loss"], "o-", color=OURS, ms=3, label="validation")
+        draw(losses, "train", "loss", "-", color=GRAY, label="training")
+        draw(losses, "val", "loss", "o-", color=OURS, ms=3, label="validation")
         losses.set(ylabel="loss", ylim=(0, None))
-        scores.plot(val["step"], val["f1"], "o-", color=OURS, ms=3, label="SuperGlue")
-        scores.plot(val["step"], val["f1_ratio_test"], "--", color=RATIO_TEST, label="ratio test")
+        draw(scores, "val", "f1", "o-", color=OURS, ms=3, label="SuperGlue")
+        draw(scores, "val", "f1_ratio_test", "--", color=RATIO_TEST, label="ratio test")
         scores.set(xlabel="step", ylabel="F1 on validation pairs, %")
         for axes in (losses, scores):
             axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
@@ -89,21 +155,50 @@ def draw_curves(path: Path, curves: Mapping[str, str], best_step: int) -> None:
     write_atomic(path, stream.getvalue())
 
 
-def write_metrics(reports: Path, best: Info) -> None:
-    """Write metrics.json of a finished training, made from the JSON of its best model.
+# --- metrics and lines
 
-    F1, precision and recall are in percent.
-    """
-    figures = best["validation"]
+
+def write_metrics(reports: Path, best: Info) -> None:
+    """Write metrics.json of a finished training, made from the description of its best model."""
+    figures = in_percent(best["validation"])
     names = ("f1", "f1_ratio_test", "precision", "recall")
     metrics = {
         "best_step": best["step"],
-        **{name: round(100 * figures[name], 2) for name in names},
+        **{name: round(figures[name], 2) for name in names},
         "loss": round(figures["loss"], 4),
         "skipped_steps": best["skipped_steps"],
         "step": best["train"]["steps"],
     }
     write_json(reports / METRICS, metrics, 2)
+
+
+def describe_precision(reason: str, history: Sequence[Info]) -> str:
+    """Return the reason of a precision, which claims no bytes that a change may have altered.
+
+    `history` has an entry for the start of the training and for each change on resume.
+    """
+    changes = [
+        f"{key} at step {after['step']}"
+        for before, after in zip(history, history[1:])
+        for key in changed_keys(before, after)
+        if key != "step"
+    ]
+    if changes and reason.startswith("portable"):
+        return f"portable, but the bytes may be others, since these changed: {', '.join(changes)}"
+    return reason
+
+
+def _describe(percent: Metrics) -> str:
+    """Describe a validation: "F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581"."""
+    return (
+        f"F1 {percent['f1']:.1f} %, precision {percent['precision']:.1f} %,"
+        f" recall {percent['recall']:.1f} %, loss {percent['loss']:.3f}"
+    )
+
+
+def is_first_of_node() -> bool:
+    """Return whether this is the first rank of its node, which prints what its user has to know."""
+    return read_number("LOCAL_RANK", 0) == 0
 
 
 class TrainingLogger:
@@ -116,6 +211,7 @@ class TrainingLogger:
         pairs: number of pairs of a step, over all ranks.
         saved: the checkpoint that the training resumes from. Without it the training starts from
             scratch, in a new run.
+        writes: whether this rank writes the curves.
     """
 
     bar: Progress  # set by `log_start`
@@ -129,15 +225,16 @@ class TrainingLogger:
         precision: str,
         pairs: int,
         saved: Optional[Saved],
+        writes: bool,
     ) -> None:
         self.args = args
         self.context = context
-        self.writes = distributed.writes(args.reports, context)
+        self.writes = writes
         self.pairs = pairs
         self._validation = ""
         # a resumed training continues its curves, the sums of their next point, and its run
         info = saved[1] if saved else {}
-        self.curves: Dict[str, str] = dict(info.get("curves", {}))
+        self.curves: Curves = unpack_curves(*saved) if saved else {}
         self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
         self._restart_clock()
         data = params.data_name(sections.fetch)
@@ -184,10 +281,16 @@ class TrainingLogger:
             )
             print(*messages, sep="\n")
             self.run.tags({"data": store.digest})
+        elif is_first_of_node():
+            print(
+                f"rank {self.context.rank} of {self.context.world_size} trains from step"
+                f" {state.step} of {steps}; rank 0 prints the progress",
+                flush=True,
+            )
         self.bar = Progress(
             total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
         )
-        self._baseline = f"ratio test {100 * baseline:.1f}"
+        self._baseline = f"ratio test {in_percent({'f1': baseline})['f1']:.1f}"
         if state.step:  # the folder may hold curves of another training
             self.write_curves(state.best_step)
 
@@ -225,19 +328,15 @@ class TrainingLogger:
 
         `state` has the best score before this validation. If `untrained`, the weights are not kept.
         """
-        # add the point, with fractions in percent
-        point = {name: value for name, value in metrics.items() if name != "pairs"}
-        for name in point:
-            if name.startswith(("f1", "precision", "recall")):
-                point[name] *= 100
-        self._log("val", state.step, point)
+        percent = in_percent(metrics)
+        self._log("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
         # print a line; the line of progress shows this F1 until the next validation
-        self._validation = f"F1 {point['f1']:.1f}, "
+        self._validation = f"F1 {percent['f1']:.1f}, "
         more = " (untrained, not kept)" if untrained else ""
-        line = f"validation at step {state.step}{more}: {_describe(metrics)}"
+        line = f"validation at step {state.step}{more}: {_describe(percent)}"
         if state.best_metrics:
-            gain = f"{100 * (metrics['f1'] - state.best_metrics['f1']):+.1f}"
-            self._validation = f"F1 {point['f1']:.1f} ({gain}), "
+            gain = f"{percent['f1'] - in_percent(state.best_metrics)['f1']:+.1f}"
+            self._validation = f"F1 {percent['f1']:.1f} ({gain}), "
             line += f", {gain} from the best before"
         if self.context.is_main:
             self.bar.say(f"{line}; {self._baseline} %")
@@ -251,34 +350,37 @@ class TrainingLogger:
     def log_stop(self, state: TrainState) -> None:
         """Report that the run stops on request. Its checkpoint is saved already."""
         self.write_curves(state.best_step)
-        if self.context.is_main:
+        if self.context.is_main or is_first_of_node():
             without = " without --fresh" if self.args.fresh else ""
             print(
                 f"stopped at step {state.step}; the same command{without} resumes there", flush=True
             )
         self.run.close("KILLED")
 
-    def log_finish(self, state: TrainState, init_from: str = "") -> None:
+    def log_finish(self, best: Info, init_from: str = "") -> None:
         """Write metrics.json, register the model and print the metrics of its validation.
 
-        `init_from` is the file of the initial weights. If they stayed the best, a line says so.
+        `best` describes the best model. `init_from` is the file of the initial weights. If they
+        stayed the best, a line says so.
         """
         if not self.context.is_main:
+            if is_first_of_node():
+                print(f"trained to step {best['train']['steps']}; rank 0 prints the metrics")
             return
-        # write the metrics for DVC, and add them, the picture and the model to MLflow
-        best = self.args.out / "best.json"
+        # Write the metrics for DVC, and add them, the picture and the model to MLflow
         reports = self.args.reports
-        write_metrics(reports, json.loads(best.read_text()))
+        model = self.args.out / BEST
+        write_metrics(reports, best)
         for name in (METRICS, PICTURE):
             self.run.artifact(reports / name)
-        self.run.model(best.with_suffix(".safetensors"), best, step=state.best_step)
-        metrics = state.best_metrics
+        self.run.model(model, model.with_suffix(".json"), step=best["step"])
+        percent = in_percent(best["validation"])
         print(
-            f"best validation at step {state.best_step}: {_describe(metrics)}"
-            f" ({metrics['pairs']:.0f} pairs)"
+            f"best validation at step {best['step']}: {_describe(percent)}"
+            f" ({percent['pairs']:.0f} pairs)"
         )
         # step 0 has the initial weights
-        if init_from and state.best_step == 0:
+        if init_from and best["step"] == 0:
             print(
                 f"validation kept the weights of {init_from}: training on these images did not"
                 " raise their F1"
@@ -292,17 +394,7 @@ class TrainingLogger:
 
     def _log(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, to the log and to MLflow."""
-        # A training that resumes with other kinds of pairs keeps the columns of its first point
-        text = self.curves.get(kind) or ",".join(["step", *point]) + "\n"
-        names = text.partition("\n")[0].split(",")[1:]
-        values = [f"{point.get(name, math.nan):.6g}" for name in names]
-        self.curves[kind] = text + ",".join([str(step), *values]) + "\n"
+        # Keep as many digits as the file of the curve has
+        row = {name: float(f"{value:.6g}") for name, value in point.items()}
+        self.curves.setdefault(kind, []).append({"step": step, **row})
         self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
-
-
-def _describe(metrics: Metrics) -> str:
-    """Describe a validation: "F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581"."""
-    return (
-        f"F1 {100 * metrics['f1']:.1f} %, precision {100 * metrics['precision']:.1f} %,"
-        f" recall {100 * metrics['recall']:.1f} %, loss {metrics['loss']:.3f}"
-    )

@@ -1,15 +1,13 @@
-"""Train on one rank. From top to bottom: build, step, loop, validate, save."""
+"""Train on one rank. From top to bottom: data, step, training, loop, validate, save."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import math
-import os
 import time
 from pathlib import Path
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor, nn
@@ -17,40 +15,62 @@ from torch import Tensor, nn
 from pipeline import distributed, provenance, tracking, workers
 from pipeline.errors import STOPPED, RequestError, WorkError
 from pipeline.keypoints.store import KeypointStore
-from pipeline.params import Params, RunParams, TrainParams
+from pipeline.params import Params, TrainParams
 from pipeline.train import checkpoint, log
 from pipeline.train.augmentation import Augmentation
-from pipeline.train.checkpoint import BEST, Info, Metrics, Saved, Tensors, TrainState
-from pipeline.train.data import StepBatches
+from pipeline.train.build import build, global_batch, initialize, make_network, read_model
+from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors, TrainState
+from pipeline.train.data import Sample, StepBatches
 from pipeline.train.log import TrainingLogger
-from pipeline.train.loss import MatchingObjective, Validation, choose_pairs
-from pipeline.train.optimizer import (
-    PORTABLE,
-    choose_precision,
-    device_abilities,
-    freeze,
-    learning_rate,
-    make_optimizer,
-)
-from superglue_sift import torch_compat
-from superglue_sift.features.extractors import kind_of
+from pipeline.train.loss import Validation, choose_pairs
+from pipeline.train.optimizer import choose_precision, device_abilities, learning_rate
+from superglue_sift.files import json_digest
 from superglue_sift.network.batch import PairBatch
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
-from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
 
 CLIP_NORM = 1.0  # largest norm of the gradient, so that no single batch moves the weights far
 MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training diverges
 # Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
 # initial weights is kept.
 MIN_IMAGES = 16
+# Largest relative difference between the weights of ranks on unlike devices
+DRIFT = 0.01
+NAMED_PAIRS = 8  # largest number of pairs that the line about a skipped step names
 
 
-# --- build the batch size, the model and the parallel wrapper
+# --- open the data, and check a request
 
 
-def global_batch(train: TrainParams, run: RunParams, world_size: int) -> int:
-    """Return the number of pairs of one step over all ranks."""
-    return run.batch_per_rank * world_size or train.batch
+class Data(NamedTuple):
+    """What a training reads."""
+
+    store: KeypointStore
+    validation: Validation
+    # The photographs of this training and of its initial weights, or None if they are not known
+    photographs: Optional[FrozenSet[str]]
+    messages: List[str]  # lines to print
+
+
+def open_data(args: argparse.Namespace, sections: Params, context: distributed.Context) -> Data:
+    """Open the stores of keypoints, and choose the validation pairs.
+
+    `args` is the command line. Raises RequestError if the keypoints or the initial weights do not
+    fit, or if no validation pair is left.
+    """
+    train = sections.train
+    how = "all" if args.verify else "sample"
+    store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
+    check(train, store)
+    # Validate on photographs that the initial weights were not trained on
+    initial = Path(train.init_from) if train.init_from else None
+    if initial:
+        read_model(initial)
+    samples, messages = choose_pairs(train, held_out, sections.run.allow_training_images, initial)
+    validation = Validation(held_out, samples, train.max_keypoints, context, Augmentation.of(train))
+    # Join the photographs of this training and of the initial weights, if both are known
+    names = frozenset(store.photographs) - {""}
+    before = provenance.read_photographs(initial) if initial else frozenset()
+    photographs = names | before if names and before is not None else None
+    return Data(store, validation, photographs, messages)
 
 
 def check(train: TrainParams, store: KeypointStore) -> None:
@@ -63,114 +83,22 @@ def check(train: TrainParams, store: KeypointStore) -> None:
         )
 
 
-def read_model(path: Path) -> Saved:
-    """Return the tensors and the description of the initial weights. Raises RequestError."""
-    try:
-        return load_model_file(path)
-    except (FileNotFoundError, BadCheckpoint) as error:
-        raise RequestError(f"train.init_from: {error}") from None
+def check_request(args: argparse.Namespace, sections: Params, world_size: int) -> None:
+    """Check a request before any process starts, without building a training.
 
-
-def seed(number: int, deterministic: bool) -> None:
-    """Seed torch on every device, for the initial weights.
-
-    With `deterministic`, also ask torch and cuBLAS for reproducible kernels, which are slower on a
-    GPU. All other random numbers come from generators of their own (seed, epoch, index).
+    Raises RequestError if the stores, the initial weights or the checkpoint to continue do not fit.
     """
-    torch.manual_seed(number)
-    if deterministic:
-        # cuBLAS reads it when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.deterministic = True
-        torch.backends.cudnn.benchmark = False
+    context = distributed.Context(0, world_size, torch.device("cpu"))
+    data = open_data(args, sections, context)
+    if args.continued:
+        checkpoint.load_to_continue(args.continued, identify(sections, data, world_size))
 
 
-def network(train: TrainParams, store: Optional[KeypointStore] = None) -> SuperGlue:
-    """Return the untrained network for the keypoints of `store`, or for SIFT keypoints if None."""
-    values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
-    values["scale_angle"] = store is None or store.scale_angle
-    if store is not None:
-        kind, dim = kind_of(store.dtype)
-        values.update(extractor=store.extractor, descriptor=kind, descriptor_dim=dim)
-    return SuperGlue(SuperGlueConfig(**values))
-
-
-def build(
-    train: TrainParams,
-    run: RunParams,
-    context: distributed.Context,
-    precision: str,
-    store: Optional[KeypointStore] = None,
-) -> Tuple[MatchingObjective, nn.Module, TrainState, Tuple[bool, Optional[float]], List[str]]:
-    """Build the parts of a training on `store`, which are equal on every rank.
-
-    Args:
-        precision: "float32", "bfloat16" or "float16", the same on every rank.
-        store: the training keypoints. If None, build the network for SIFT keypoints.
-
-    Returns:
-        The objective, its parallel wrapper, which a step calls, the state to save, whether the
-        model is that of `train.init_from` with its match threshold or None, and lines to print.
-    """
-    portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
-    # build the model with fresh or initial weights, and freeze a part of them
-    seed(train.seed, run.deterministic or portable_gpu)
-    model = network(train, store)
-    messages: List[str] = []
-    whole, threshold = False, None
-    if train.init_from:
-        whole, threshold, messages = initialize(model, train.init_from)
-    frozen = freeze(model, train.freeze)
-    messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
-    model.to(context.device)
-    model.recompute = run.checkpoint_layers
-    synchronize(model, distributed.differentiable_sum)
-    # add the loss, and the parallel wrapper around it
-    objective = MatchingObjective(model, precision)
-    if run.compile:
-        model.compile_layers()
-        # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
-        pairs = -(-global_batch(train, run, context.world_size) // context.world_size)
-        objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
-    scaler = torch_compat.grad_scaler(precision == "float16")
-    state = TrainState(model, make_optimizer(train, model), scaler)
-    return objective, distributed.wrap(objective), state, (whole, threshold), messages
-
-
-def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:
-    """Load the tensors of the model file `path` that fit.
-
-    Returns:
-        Whether `model` now is the model of the file: every tensor was taken, and every value of the
-        configuration that acts on a match is equal. Then the file's match threshold, or None. It is
-        None, too, if `model` is another model, for which that threshold says nothing. Then lines to
-        print about what was taken and what does not fit.
-    """
-    tensors, info = read_model(Path(path))
-    stored = weights_of(tensors)
-    weights = model.state_dict()
-    # Take each tensor whose name and shape the network has, too
-    taken = {n: t for n, t in stored.items() if n in weights and t.shape == weights[n].shape}
-    model.load_state_dict({**weights, **taken})
-    messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
-    # Say what did not fit, and which configuration would make it fit
-    left = [name for name in weights if name not in taken]
-    if left:
-        messages.append(f"  not there, or of another shape: {', '.join(left)}")
-    theirs = info.get("model", {})
-    other = [
-        f"{name}: {theirs[name]}"
-        for name, value in model.config.to_dict().items()
-        if theirs.get(name, value) != value
-    ]
-    if other:
-        messages.append(f"  they were trained with {', '.join(other)}")
-    acting = [text for text in other if not text.startswith("sinkhorn_iterations")]
-    whole = not acting and stored.keys() == weights.keys() and not left
-    if not whole:
-        messages.append("  they are taken in part: validation never keeps the weights of step 0")
-    return whole, info.get("match_threshold") if whole else None, messages
+def identify(sections: Params, data: Data, world_size: int) -> Info:
+    """Return what tells this training from another, see `checkpoint.fingerprint`."""
+    return checkpoint.fingerprint(
+        sections.train, sections.run, data.store.digest, data.validation.digest, world_size
+    )
 
 
 # --- step along the gradient of the mean loss over all pairs of all ranks
@@ -183,7 +111,7 @@ def train_step(
     micro_batches: Sequence[PairBatch],
     pairs: int,
     world_size: int,
-) -> Tuple[Metrics, float]:
+) -> Tuple[Metrics, float, Tensor]:
     """Do one step over this rank's micro-batches. A gradient that is not finite is not applied.
 
     Each rank computes the gradient of (sum of its losses) * world size / (pairs of all ranks), and
@@ -199,14 +127,17 @@ def train_step(
 
     Returns:
         This rank's sums by name (see MatchingObjective), with its number of `pairs`. Then the norm
-        of the gradient before clipping. The gradient was applied if this norm is finite.
+        of the gradient before clipping. The gradient was applied if this norm is finite. Then the
+        loss of each of this rank's pairs, (B,), which is on the device and not read.
     """
     # The running statistics of `norm: batch`. A gradient that is not finite must not change them.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
     before = [b.clone() for b in statistics]
     for wait in _attempts(micro_batches[0].device):
         weight = world_size / pairs
-        names, totals = compute_gradient(objective, optimizer, scaler, micro_batches, weight, wait)
+        names, totals, losses = compute_gradient(
+            objective, optimizer, scaler, micro_batches, weight, wait
+        )
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
         # The norm is taken after the exchange of gradients, so all ranks decide alike
         if math.isfinite(grad_norm):
@@ -216,8 +147,8 @@ def train_step(
         for statistic, old in zip(statistics, before):
             statistic.copy_(old)
         scaler.update()
-    own = sum(len(batch) for batch in micro_batches)
-    return {**dict(zip(names, sums)), "pairs": float(own)}, grad_norm
+    pairs_here = sum(len(batch) for batch in micro_batches)
+    return {**dict(zip(names, sums)), "pairs": float(pairs_here)}, grad_norm, losses
 
 
 def _attempts(device: torch.device) -> Tuple[bool, ...]:
@@ -232,11 +163,12 @@ def compute_gradient(
     micro_batches: Sequence[PairBatch],
     weight: float,
     wait: bool,
-) -> Tuple[List[str], Tensor]:
+) -> Tuple[List[str], Tensor, Tensor]:
     """Compute the gradient of the sum of all losses, times `weight`, and clip it.
 
     Returns the names of the V values of a pair (see MatchingObjective). Then a tensor (1 + V,)
     float64: the norm of the gradient before clipping, and the sum of each value over all pairs.
+    Then the loss of each pair, (B,).
     """
     optimizer.zero_grad()
     values = []  # the values of each micro-batch, by name
@@ -254,13 +186,149 @@ def compute_gradient(
     # Join all micro-batches to one tensor (V, B), so that the host reads the GPU once.
     names = list(values[0])
     joined = torch.cat([own[name] for name in names for own in values]).view(len(names), -1)
-    return names, torch.cat([norm.reshape(1), joined.sum(1)]).double()
+    totals = torch.cat([norm.reshape(1), joined.sum(1)]).double()
+    return names, totals, joined[names.index("loss")]
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model of a GPU or of the processor, on which rounding depends."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return provenance.processor()
+
+
+def check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None:
+    """Check that all ranks have the same weights and the same state of the optimizer, to the bit.
+
+    All ranks call this together, before anything of a step is saved. If they differ, raises
+    WorkError on rank 0, which names the ranks, and SystemExit on the other ranks.
+
+    If the devices of the ranks are not `alike`, they round differently. Then rank 0's values
+    replace those of the other ranks, and only a difference above DRIFT is an error.
+    """
+    far = False
+    if not alike:
+        far = distributed.copy_from_main(state.model.state_dict()) > DRIFT
+        distributed.copy_from_main(state.changing_tensors())
+    digests = state.digests()
+    if far:
+        digests["weights"] = "far from those of rank 0"
+    ranks = distributed.all_gather(digests)
+    for part in ranks[0]:
+        digests = [digests[part] for digests in ranks]
+        # Where two ranks disagree, rank 0's digest counts as the common one
+        common = max(digests, key=digests.count)
+        others = [str(rank) for rank, digest in enumerate(digests) if digest != common]
+        if others and not is_main:
+            raise SystemExit(1)
+        if others:
+            several = len(others) > 1
+            who = f"ranks {' and '.join(others)}" if several else f"rank {others[0]}"
+            raise WorkError(
+                f"step {state.step}: {who} of {len(ranks)} {'have' if several else 'has'} other"
+                f" {part} than most ranks, so nothing of this step is saved; the same command"
+                " resumes from the newest checkpoint"
+            )
+
+
+# --- one rank of a training
+
+
+def train(
+    args: argparse.Namespace, sections: Params, context: distributed.Context, stop: workers.Stop
+) -> int:
+    """Train to the last step, or until a signal asks to stop.
+
+    Args:
+        args: the command line.
+        sections: the sections of params.yaml.
+
+    Returns:
+        0, or 143 after a signal.
+
+    Raises:
+        RequestError: the request does not fit the data, a checkpoint or the other ranks, or another
+            training writes in a folder.
+        WorkError: memory does not suffice, the training diverges, or the ranks have come apart.
+    """
+    data = open_data(args, sections, context)
+    identity = identify(sections, data, context.world_size)
+    # All ranks must have the same request, and the same code
+    request = {**identity, **sections.run.model_dump(), **provenance.code_digests("train")}
+    checkpoint.agree(request, context.is_main)
+    # One rank writes in each folder, and no other training does. Nodes may share a folder or not.
+    seconds = distributed.START_SECONDS if checkpoint.is_restart() else 0
+    out = distributed.lock_folder(args.out, context, seconds)
+    reports = distributed.lock_folder(args.reports, context, seconds)
+    with out as writes, reports as reports_here:
+        folder = checkpoint.find_folder(args, identity)
+        finished = None
+        if not checkpoint.is_fresh(args):
+            finished = distributed.run_on_main(
+                lambda: checkpoint.find_finished(args, folder, identity), context.is_main
+            )
+        if finished:
+            if context.is_main:
+                publish_finished(args, folder, finished)
+            return 0
+        saved = checkpoint.find_start(args, folder, identity, writes)
+        if context.is_main and not saved:
+            data.messages.append(checkpoint.find_related(args.out, identity))
+        training = Training(args, sections, context, stop, data, folder, writes, saved)
+        return training.run(saved, reports_here)
+
+
+def validate(args: argparse.Namespace, sections: Params, context: distributed.Context) -> int:
+    """Print the metrics of the model `train.init_from`. Return 0."""
+    train = sections.train
+    data = open_data(args, sections, context)
+    model = make_network(train, sections.run, context, data.store)
+    _, _, messages = initialize(model, train.init_from)
+    abilities = distributed.all_gather(device_abilities(context.device))
+    precision, reason = choose_precision(train.precision, abilities)
+    objective, _, _ = build(model, train, sections.run, context, precision)
+    metrics = data.validation.metrics(objective)
+    if context.is_main:
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        lines = [f"precision: {precision} ({reason})", *messages, *data.messages]
+        print(*lines, f"{train.init_from}: {figures}", sep="\n")
+    return 0
+
+
+def publish_finished(args: argparse.Namespace, folder: Path, best: Info) -> None:
+    """Publish a training that is finished already, and say so.
+
+    `best` is the description of its best model. `folder` may be missing if `args.out` has that
+    model.
+    """
+    if folder.is_dir():
+        checkpoint.publish(folder, args.out)
+    # The curves come from a checkpoint. Without one, `find_finished` has checked those that are
+    # there.
+    saved = checkpoint.load_newest(folder)
+    if saved:
+        log.write_curves(args.reports, log.unpack_curves(*saved), best["step"])
+    log.write_metrics(args.reports, best)
+    print(f"{folder}: trained with these parameters and data, to the last step: nothing to do")
+    now = provenance.pin(provenance.COMPUTING)
+    before = {name: value for name, value in best["versions"][-1].items() if name != "step"}
+    for name in checkpoint.changed_keys(before, now):
+        print(
+            f"  trained with {name} {before.get(name)}, here {now.get(name)}: --fresh trains again"
+        )
+    tracking.attach(args.reports / "log.jsonl", best["training"]).close()
 
 
 class Training:
-    """One rank of one training. It trains on the views of one store and validates on another."""
+    """One rank of one training. It trains on the views of one store and validates on another.
 
-    logger: TrainingLogger  # set by `run`
+    Args:
+        folder: where its checkpoints are.
+        writes: whether this rank writes there.
+        saved: the checkpoint that it starts from, or None.
+    """
+
+    logger: TrainingLogger  # set by `run`, which also ends it
 
     def __init__(
         self,
@@ -268,127 +336,118 @@ class Training:
         sections: Params,
         context: distributed.Context,
         stop: workers.Stop,
+        data: Data,
+        folder: Path,
+        writes: bool,
+        saved: Optional[Saved],
     ) -> None:
-        """Open the stores, choose the validation pairs and name the training.
-
-        The network is not built yet. `args` is the command line, and `sections` are those of
-        params.yaml. Raises RequestError if the keypoints or the initial weights do not fit, or if
-        no validation pair is left.
-        """
-        how = "all" if args.verify else "sample"
-        store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
-        check(sections.train, store)
+        # What is asked for
         self.args = args
         self.sections = sections
+        self.train = sections.train
+        self.run_params = sections.run
         self.context = context
         self.stop = stop
-        self.store = store
-        train = self.train = sections.train
-        run = self.run_params = sections.run
-        self.pairs = global_batch(train, run, context.world_size)
-        # validate on photographs that the initial weights were not trained on
-        initial = Path(train.init_from) if train.init_from else None
-        if initial:
-            read_model(initial)
-        samples, self.messages = choose_pairs(train, held_out, run.allow_training_images, initial)
-        self.validation = Validation(
-            held_out, samples, train.max_keypoints, context, Augmentation.of(train)
-        )
-        # join the photographs of this training and of the initial weights, if both are known
-        own = frozenset(store.photographs) - {""}
-        before = provenance.read_photographs(initial) if initial else frozenset()
-        self.trained_on = own | before if own and before is not None else None
-        self.fingerprint = checkpoint.fingerprint(train, run, store.digest, context.world_size)
-        self.name = checkpoint.name_of(self.fingerprint)
+        # What it reads, and which training it is
+        self.data = data
+        self.store = data.store
+        self.validation = data.validation
+        self.pairs = global_batch(self.train, self.run_params, context.world_size)
+        self.batches = StepBatches(self.train, self.run_params, self.store, self.pairs, context)
+        self.identity = identify(sections, data, context.world_size)
+        self.name = checkpoint.name_of(self.identity)
+        # Where it writes
+        self.folder = folder
+        self.writes = writes
+        # What computes it. Devices may differ, and all ranks need one precision.
+        abilities = distributed.all_gather(device_abilities(context.device))
+        self.precision, self.reason = choose_precision(self.train.precision, abilities)
         self.versions = provenance.pin(provenance.COMPUTING)
-
-    def run(self) -> int:
-        """Train to the last step, or until a signal asks to stop.
-
-        Returns 0, or 143 after a signal. Raises RequestError or WorkError.
-        """
-        context = self.context
-        args = self.args
-        # All ranks must have the same request
-        decisive = {
-            **self.fingerprint,
-            **self.run_params.model_dump(),
-            "validation pairs": self.validation.digest,
-            "code": provenance.code_version(),
+        self.code = provenance.code_digests("train")
+        computed_by = {
+            "precision": self.precision,
+            "processes": context.world_size,
+            "code": json_digest(self.code),
+            **self.versions,
         }
-        checkpoint.agree(decisive, context.is_main)
-        # Find the folder of the training. One rank writes there; nodes may share it or not.
-        self.writes = distributed.writes(args.out, context)
-        self.folder, best, saved = checkpoint.find_start(args, self.fingerprint, self.writes)
-        if best:
-            if context.is_main:
-                self._publish_finished(best)
-            return 0
-        # Build, and begin the reports
-        self._build(saved)
-        precision = self.computed_by["precision"]
+        names = distributed.all_gather(device_name(context.device))
+        self.alike = len(set(names)) == 1  # whether all ranks round alike
+        self.history = [{"step": 0, **computed_by}]  # an entry for each change of these
+        # The network with its initial weights, and what trains it
+        model = make_network(self.train, self.run_params, context, self.store)
+        messages: List[str] = []
+        self.begins_whole = False  # whether step 0 has the model of `init_from`
+        self.initial_threshold: Optional[float] = None
+        if self.train.init_from:
+            initial = initialize(model, self.train.init_from)
+            self.begins_whole, self.initial_threshold, messages = initial
+        parts = build(model, self.train, self.run_params, context, self.precision)
+        self.objective, self.ddp_model, self.state = parts
+        frozen = sorted(name for name, p in model.named_parameters() if not p.requires_grad)
+        messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
+        if not self.alike:
+            messages.append(
+                f"unlike devices ({', '.join(dict.fromkeys(names))}): rank 0's weights replace"
+                " those of the other ranks at each validation and checkpoint"
+            )
+        self.messages = [*messages, *data.messages]
+        self.baseline = self.validation.ratio_test_f1(self.objective)  # the F1 to beat
+        if saved:
+            self._restore(*saved)
+
+    def run(self, saved: Optional[Saved], writes_reports: bool) -> int:
+        """Train to the last step, or until a signal asks to stop. Return 0, or 143."""
+        reason = log.describe_precision(self.reason, self.history)
+        lines = [f"precision: {self.precision} ({reason})", *filter(None, self.messages)]
         with TrainingLogger(
-            args, self.sections, context, self.name, precision, self.pairs, saved
+            self.args,
+            self.sections,
+            self.context,
+            self.name,
+            self.precision,
+            self.pairs,
+            saved,
+            writes_reports,
         ) as self.logger:
-            self.baseline = self.validation.ratio_test_f1(self.objective)
-            steps = self.train.steps
-            self.logger.log_start(self.state, steps, self.store, self.messages, self.baseline)
+            self.logger.log_start(self.state, self.train.steps, self.store, lines, self.baseline)
             with self.logger.bar:
                 finished = self._loop()
             if not finished:
                 self.logger.log_stop(self.state)
                 return STOPPED
             # The last step is done
-            self._save_best(finished=True)
-            self.logger.log_finish(self.state, self.train.init_from)
+            best = self._save_best(finished=True)
+            self.logger.log_finish(best, self.train.init_from)
         return 0
-
-    def validate_only(self) -> int:
-        """Print the metrics of the model `train.init_from`. Return 0."""
-        self._build(None)
-        metrics = self.validation.metrics(self.objective)
-        if self.context.is_main:
-            figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-            print(*self.messages, f"{self.train.init_from}: {figures}", sep="\n")
-        return 0
-
-    def _build(self, saved: Optional[Saved]) -> None:
-        """Build model and optimizer, and restore the checkpoint that the training starts from."""
-        train = self.train
-        context = self.context
-        # Devices may differ, and all ranks need one precision
-        abilities = distributed.all_gather(device_abilities(context.device))
-        precision, reason = choose_precision(train.precision, abilities)
-        parts = build(train, self.run_params, context, precision, self.store)
-        self.objective, self.ddp_model, self.state, initial, messages = parts
-        self._begins_whole, self._init_threshold = initial
-        self.messages = [f"precision: {precision} ({reason})", *messages, *self.messages]
-        # record what may change between two starts of a training
-        code = provenance.code_version()
-        self.computed_by = {"precision": precision, "code": code, **self.versions}
-        self.batches = StepBatches(train, self.run_params, self.store, self.pairs, context)
-        if saved:
-            self._restore(*saved)
 
     def _restore(self, tensors: Tensors, info: Info) -> None:
         """Go on from a checkpoint, and print what has changed since."""
         state = self.state
         state.restore(tensors, info)
         # The average of a training that is continued is over other steps
-        first = checkpoint.first_averaged(self.fingerprint)
+        first = checkpoint.first_averaged(self.identity)
         state.begin_average(first, same=first == checkpoint.first_averaged(info["fingerprint"]))
-        before = {**info["fingerprint"], **info["computed_by"]}
-        now = {**self.fingerprint, **self.computed_by}
+        now = self.history[-1]
+        before = info["history"][-1]
+        changed = [key for key in checkpoint.changed_keys(before, now) if key != "step"]
+        self.history = info["history"] + ([{**now, "step": state.step}] if changed else [])
         if self.context.is_main:
             print(f"resuming at step {state.step} of {self.train.steps}")
-            for key in checkpoint.changed_keys(before, now):
-                print(f"{key} changed on resume: {before.get(key)} -> {now.get(key)}")
-        # validate the best model again if its metrics are from other pairs
+            for key in checkpoint.changed_keys(info["fingerprint"], self.identity):
+                values = info["fingerprint"].get(key), self.identity.get(key)
+                print(f"{key} changed on resume: {values[0]} -> {values[1]}")
+            for key in changed:
+                values = before.get(key), now.get(key)
+                if key == "code":
+                    files = ", ".join(checkpoint.changed_keys(info["code"], self.code))
+                    print(f"code changed on resume: {files}")
+                else:
+                    print(f"{key} changed on resume: {values[0]} -> {values[1]}")
+        # Validate the best model again if its metrics are from other pairs
         if state.best_weights:
-            if info.get("validated_on") != self.validation.digest:
-                baseline = self.validation.ratio_test_f1(self.objective)
+            if info["fingerprint"]["validation"] != self.validation.digest:
                 metrics = self._metrics_of(state.best_weights)
-                state.best_metrics = {**metrics, "f1_ratio_test": baseline}
+                state.best_metrics = {**metrics, "f1_ratio_test": self.baseline}
             # The published file may belong to another training
             self._save_best()
 
@@ -406,19 +465,24 @@ class Training:
         steps = range(state.step, train.steps)
         with contextlib.closing(self.batches.prefetch(steps)) as loader:
             if state.step == 0:  # the curve begins at the initial weights
+                check_replicas(state, self.context.is_main, self.alike)
                 self._validate()
             waiting = time.perf_counter()
             for micro_batches in loader:
                 self._step(micro_batches, time.perf_counter() - waiting)
                 last = state.step == train.steps
                 stop = distributed.any_rank(self.stop.requested)
+                validates = last or state.step % train.val_every == 0
+                saves = last or stop or state.step % save_every == 0
+                if validates or saves:
+                    check_replicas(state, self.context.is_main, self.alike)
 
-                # once in a while: validate, and keep the weights if they are the best
-                if last or state.step % train.val_every == 0:
+                # Once in a while: validate, and keep the weights if they are the best
+                if validates:
                     self._validate()
 
-                # once in a while, and before a stop: save a checkpoint
-                if last or stop or state.step % save_every == 0:
+                # Once in a while, and before a stop: save a checkpoint
+                if saves:
                     self._save()
                 if stop and not last:
                     return False
@@ -436,7 +500,7 @@ class Training:
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         try:
-            sums, grad_norm = train_step(
+            sums, grad_norm, losses = train_step(
                 self.ddp_model, state.optimizer, state.scaler, micro_batches, self.pairs, world_size
             )
         except RuntimeError as error:
@@ -446,13 +510,13 @@ class Training:
             fix = f"set run.accumulate: {more} (the same steps, in smaller parts)"
             raise WorkError(f"out of memory at step {state.step}: {fix}") from error
         if not math.isfinite(grad_norm):
-            self._skip(math.isfinite(sums["loss"]))
+            self._skip(losses)
         state.step += 1
         if state.step > train.steps - train.average:
             state.add_to_average()
         self.logger.add_step(sums, waited)
 
-        # once in a while: add a point to the curves, the mean over all ranks
+        # Once in a while: add a point to the curves, the mean over all ranks
         if state.step % self.run_params.log_every == 0 or state.step == train.steps:
             metrics = {
                 "lr": lr,
@@ -462,22 +526,42 @@ class Training:
             }
             self.logger.log_point(state.step, metrics)
 
-    def _skip(self, finite_loss: bool) -> None:
+    def _skip(self, losses: Tensor) -> None:
         """Report that the gradient of a step is not finite. All ranks call this together.
 
-        Raises WorkError after more than MAX_SKIPPED such steps.
+        `losses` has the loss of each of this rank's pairs. Raises WorkError after more than
+        MAX_SKIPPED such steps.
         """
         state = self.state
+        step_pairs = [sample for part in self.batches.samples(state.step) for sample in part]
+        finite = torch.isfinite(losses).tolist()
+        names_here = [
+            self._name_pair(sample) for sample, good in zip(step_pairs, finite) if not good
+        ]
+        names = [name for names in distributed.all_gather(names_here) for name in names]
         # float16: the scaler searches for the largest scale that does not overflow
-        overflow = state.scaler.is_enabled() and not distributed.any_rank(not finite_loss)
-        state.skipped += not overflow
+        state.skipped += bool(names) or not state.scaler.is_enabled()
         if self.context.is_main:
-            print(f"step {state.step}: the gradient is not finite, skipped")
+            more = len(names) - NAMED_PAIRS
+            pairs = ", ".join(names[:NAMED_PAIRS]) + (f" and {more} more" if more > 0 else "")
+            reason = f"the loss of {pairs} is not, either" if names else "each loss is finite"
+            print(f"step {state.step}: the gradient is not finite, skipped; {reason}")
         if state.skipped > MAX_SKIPPED:
             raise WorkError(
                 f"step {state.step}: {state.skipped} steps had a gradient that was not finite, more"
-                f" than {MAX_SKIPPED}; lower train.lr"
+                f" than {MAX_SKIPPED}; lower train.lr, or look at the pairs named above"
             )
+
+    def _name_pair(self, sample: Sample) -> str:
+        """Return the images and views of a pair: "a.jpg views 0 and 2"."""
+        images = self.store.images
+        augmentation = Augmentation.of(self.train)
+        second = augmentation.second_image(sample.image, len(images), sample.seed)
+        if second == sample.image:
+            return f"{images[second]} views {sample.view0} and {sample.view1}"
+        return (
+            f"{images[sample.image]} view {sample.view0} and {images[second]} view {sample.view1}"
+        )
 
     # --- validate
 
@@ -490,7 +574,7 @@ class Training:
         """
         state = self.state
         metrics = {**self._metrics_of(state.average), "f1_ratio_test": self.baseline}
-        untrained = state.step == 0 and not self._begins_whole
+        untrained = state.step == 0 and not self.begins_whole
         self.logger.log_validation(state, metrics, untrained)
         if not untrained and state.keep_best(metrics):
             self._save_best()
@@ -515,61 +599,48 @@ class Training:
         # Sum the next point of the curves over all ranks. Then one rank in each folder writes.
         window = distributed.sum_over_ranks(self.logger.sums)
         if self.writes:
+            columns, curves = log.pack_curves(self.logger.curves)
             info = {
                 **self.state.info(),
-                "computed_by": self.computed_by,
-                "curves": self.logger.curves,
-                "fingerprint": self.fingerprint,
+                "code": self.code,
+                "columns": columns,
+                "fingerprint": self.identity,
+                "history": self.history,
                 "log_window": window,
                 "training": self.name,
-                "validated_on": self.validation.digest,
             }
-            checkpoint.save(self.folder, self.state.step, self.state.tensors(), info)
+            tensors = {**self.state.tensors(), **curves}
+            checkpoint.save(self.folder, self.state.step, tensors, info)
         distributed.barrier()
 
-    def _save_best(self, finished: bool = False) -> None:
-        """Write the best model so far and its description, and publish them."""
-        if not self.writes:
-            return
+    def _save_best(self, finished: bool = False) -> Info:
+        """Write the best model so far and its description, publish them, and return the latter."""
         state = self.state
-        # few photographs cannot choose a threshold
+        # Few photographs cannot choose a threshold
         threshold = state.best_metrics["threshold"]
         photographs = {sample.image for sample in self.validation.samples}
-        if len(photographs) < MIN_IMAGES and self._init_threshold is not None:
-            threshold = self._init_threshold
-        # describe only what is the same in every run, so that the file has the same bytes
+        if len(photographs) < MIN_IMAGES and self.initial_threshold is not None:
+            threshold = self.initial_threshold
+        # Describe only what is the same in every run, so that the file has the same bytes
         decided = {"data", "initial_weights", "world_size"}
         info = {
             "model": state.model.config.to_dict(),
             "step": state.best_step,
-            "precision": self.computed_by["precision"],
+            "precision": self.precision,
             "validation": state.best_metrics,
             "match_threshold": threshold,
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.name,
-            "versions": [{"step": 0, **self.versions}],
+            "versions": checkpoint.list_versions(self.history),
             "train": checkpoint.describe(self.train),
-            provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.trained_on or ()),
-            **{k: v for k, v in self.fingerprint.items() if k in decided},
+            provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.data.photographs or ()),
+            **{k: v for k, v in self.identity.items() if k in decided},
         }
-        provenance.write_photographs(self.folder / BEST, self.trained_on)
-        checkpoint.save_best(self.folder, self.args.out, state.best_weights, info)
-
-    def _publish_finished(self, best: Info) -> None:
-        """Publish a training that is finished already, and say so.
-
-        `best` is the description of its best model. The folder of the training may be missing if
-        `args.out` has that model.
-        """
-        reports = self.args.reports
-        if self.folder.is_dir():
-            checkpoint.publish(self.folder, self.args.out)
-        # the curves come from a checkpoint, because `args.reports` may hold another training's
-        saved = checkpoint.load_newest(self.folder)
-        if saved:
-            log.write_curves(reports, saved[1]["curves"], best["step"])
-        log.write_metrics(reports, best)
-        done = "trained with these parameters and data, to the last step"
-        print(f"{self.folder}: {done}: nothing to do")
-        tracking.attach(reports / "log.jsonl", best["training"]).close()
+        if self.writes:
+            curves = log.digest_curves(self.args.reports) if finished else {}
+            origin = {"code": self.code, "curves": curves}
+            checkpoint.save_best(
+                self.folder, self.args.out, state.best_weights, info, self.data.photographs, origin
+            )
+        return info

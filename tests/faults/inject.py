@@ -5,8 +5,9 @@ and a place (rank, step and phase may be left out). SG_FAULT_ONCE names a folder
 leaves a mark, so that it does not strike again after a restart.
 
 Kinds: a signal to itself (kill, term, int, usr1, stop), group-term (or another) to its process
-group, oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number).
-Phases, in the order of a step: `PHASES`.
+group, oom (CUDA's out-of-memory error), full (disk full), nan (a loss that is not a number), scale
+(a weight of this rank times 1.5 after the step).
+Phases, in the order of a step: `PHASES`. `scale` has the phase `stepped`.
 """
 
 import errno
@@ -23,7 +24,8 @@ _now = {"step": 0, "saving": False}
 
 
 def at(phase, step=None):
-    """Inject the faults planned for this place. True if the caller has to carry one out (nan).
+    """Inject the faults planned for this place. True if the caller has to carry one out (nan,
+    scale).
 
     Raises KeyError for a kind that is not known.
     """
@@ -51,7 +53,7 @@ def _is_first_time(index):
 
 
 def _strike(kind):
-    if kind == "nan":
+    if kind in ("nan", "scale"):
         return True
     if kind == "oom":
         raise RuntimeError("CUDA out of memory (a fault on purpose)")
@@ -100,7 +102,9 @@ def _step(inner, self, *arguments):
     optimizer = self.state.optimizer
     if "step" not in vars(optimizer):
         _wrap(optimizer, "step", lambda step, *given: (at("opt_step"), step(*given))[1])
-    return inner(self, *arguments)
+    inner(self, *arguments)
+    if at("stepped"):
+        self.state.model.dustbin.data.mul_(1.5)
 
 
 def _forward(inner, *arguments):

@@ -1,11 +1,15 @@
 """Faults at a named place of a training; docs/faults.md lists what they promise."""
 
+import os
+import re
 import shutil
 
 import pytest
+from reading import read_files, read_json
+from waiting import wait_until
 
 from faults import inject
-from faults.group import start, until_done, wait
+from faults.group import digest, start, until_done, wait
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
 
@@ -67,7 +71,10 @@ def test_processes_that_make_batches(bench, fault, code):
 def test_a_loss_that_is_no_number_is_skipped_by_all_ranks_together(training):
     codes, log = training(2, "nan:rank=1,step=3")
     assert codes == [0, 0]
-    assert log.count("step 3: the gradient is not finite") == log.count("not finite") == 1
+    (line,) = [line for line in log.splitlines() if "not finite" in line]
+    assert line.startswith("step 3: the gradient is not finite, skipped; the loss of ")
+    # Rank 1 has the last four of eight pairs
+    assert len(re.findall(r"\S+ views \d and \d", line)) == 4
 
 
 def train_with_one_skipped(argv):
@@ -80,6 +87,71 @@ def test_too_many_bad_steps_end_the_run(training):
     codes, log = training(2, "nan:rank=0,step=2;nan:rank=1,step=3", train_with_one_skipped)
     assert codes == [1, 1]
     assert "2 steps had a gradient that was not finite, more than 1;" in log
+
+
+@SLOW
+def test_a_rank_whose_weights_differ_ends_the_run_and_nothing_of_the_step_is_saved(bench, training):
+    codes, log = training(2, "scale:rank=1,step=2,phase=stepped")
+    assert codes == [1, 1]
+    (line,) = [line for line in log.splitlines() if line.startswith("failed")]
+    assert "step 4: rank 1 of 2 has other weights than most ranks" in line
+    out = bench.folder / "one"
+    assert [path.stem for path in out.glob("*/step-*.safetensors")] == ["step-00000002"]
+    assert read_json(out / "best.json")["step"] == 2
+    # Without the fault it goes on from there
+    assert training(2)[0] == [0, 0] and digest(out) == bench.clean(2)
+
+
+def train_on_unlike_devices(argv, factor=1 + 1e-6):
+    """As if each rank had another device, and rank 1 rounded everything up."""
+    rank = os.environ["RANK"]
+    trainer.device_name = lambda device: f"device of rank {rank}"
+    step = trainer.Training._step
+
+    def take_step(self, *arguments):
+        step(self, *arguments)
+        for parameter in self.state.model.parameters() if rank == "1" else ():
+            parameter.data.mul_(factor)
+
+    trainer.Training._step = take_step
+    return train.main(argv)
+
+
+def train_on_a_broken_device(argv):
+    return train_on_unlike_devices(argv, 1.5)
+
+
+@SLOW
+def test_ranks_on_unlike_devices_take_the_weights_of_rank_0(training):
+    codes, log = training(2, main=train_on_unlike_devices)
+    assert codes == [0, 0]
+    assert "unlike devices (device of rank 0, device of rank 1): rank 0's weights replace" in log
+
+
+@SLOW
+def test_a_broken_device_among_unlike_ones_ends_the_run(training):
+    codes, log = training(2, main=train_on_a_broken_device)
+    assert codes == [1, 1] and "step 2: rank 1 of 2 has other weights than most ranks" in log
+
+
+@SLOW
+def test_a_second_training_in_the_same_folder_gets_one_line(bench, training):
+    """The first is suspended. The system releases its lock when it is killed."""
+    log = bench.folder / "first.log"
+    keys = (("seed", 1),)  # another training, with the same best model and reports
+    environment = {"SG_FAULT": "stop:step=3"}
+    (first,) = start(1, train.main, bench.training("one", keys), log, **environment)
+    checkpoints = bench.folder / "one"
+    wait_until(lambda: [*checkpoints.glob("*/step-00000002.safetensors")])
+    before = read_files(checkpoints)
+    codes, text = training(1)
+    assert codes == [2]
+    (line,) = text.splitlines()
+    assert f"another run writes there (process {first.pid} on " in line
+    assert read_files(checkpoints) == before
+    first.kill()
+    first.join()
+    assert training(1)[0] == [0]
 
 
 @SLOW

@@ -26,7 +26,7 @@ def run(folders, fault="", *arguments):
     for rank, folder in enumerate(folders):
         folder.mkdir(exist_ok=True)
         words = [*arguments[rank], "--out", "checkpoints", "--reports", "reports"]
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **group}
+        own = {"RANK": str(rank), "LOCAL_RANK": "0", **group}
         ranks.append(begin(train.main, words, folder / "log", folder, **own))
     return wait(ranks)
 
@@ -42,6 +42,8 @@ def test_a_node_whose_disk_is_empty_gets_the_state_of_the_other(bench, nodes):
     shutil.rmtree(nodes[1])
     assert run(nodes, "", *both) == [0, 0]
     assert "resuming at step 4 of 8" in text(nodes[0])
+    # The user of the second node sees that it trains
+    assert "rank 1 of 2 trains from step 4 of 8; rank 0 prints the progress" in text(nodes[1])
     assert [digest(folder / "checkpoints") for folder in nodes] == [bench.clean(2)] * 2
 
 

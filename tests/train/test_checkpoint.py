@@ -7,10 +7,13 @@ import pytest
 import torch
 from reading import read_json
 
-from pipeline.errors import RequestError
-from pipeline.train import checkpoint
+from pipeline import distributed
+from pipeline.errors import RequestError, WorkError
+from pipeline.train import checkpoint, trainer
+from pipeline.train.optimizer import Muon
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
+from superglue_sift.torch_compat import grad_scaler
 
 pytestmark = pytest.mark.cu111
 
@@ -123,3 +126,56 @@ def test_the_average_is_the_mean_of_the_weights_added():
         state.add_to_average()
     assert state.average["dustbin"].item() == 3.0 and state.keep_best({"f1": 0.5})
     assert state.best_weights["dustbin"].item() == 3.0 and model.dustbin.item() == 6.0
+
+
+def digests_of(ranks):
+    """What `check_replicas` gathers: of these ranks, where a letter stands for a state."""
+    return [{"weights": letter, "average": "same"} for letter in ranks]
+
+
+@pytest.mark.parametrize(
+    "ranks, named",
+    [("ab", "rank 1 of 2 has"), ("baa", "rank 0 of 3 has"), ("aabca", "ranks 2 and 3 of 5 have")],
+)
+def test_the_ranks_that_differ_from_most_are_named(monkeypatch, ranks, named):
+    state = checkpoint.TrainState(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), None, None)
+    monkeypatch.setattr(checkpoint.TrainState, "digests", lambda self: {})
+    monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of(ranks))
+    with pytest.raises(WorkError, match=f"step 0: {named} other weights than most ranks"):
+        trainer.check_replicas(state, is_main=True)
+    with pytest.raises(SystemExit, match="1"):
+        trainer.check_replicas(state, is_main=False)
+    monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of("aaa"))
+    trainer.check_replicas(state, is_main=True)
+
+
+def test_the_digests_of_a_state_hold_all_that_ranks_share():
+    """The smallest change of a weight, of BatchNorm's statistics, of the optimizer, of the average
+    or of a counter changes one of them.
+    """
+    model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, norm="batch"))
+    state = checkpoint.TrainState(model, Muon(model, 0.1), grad_scaler(False))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    state.add_to_average()
+
+    def nudge(tensor):
+        """Raise one element to the next number of float32."""
+        tensor.data.view(-1)[0] = float(np.nextafter(np.float32(tensor.view(-1)[0].item()), np.inf))
+
+    buffers = [b for b in model.buffers() if b.is_floating_point()]
+    momenta = next(iter(state.optimizer.state.values()))
+    changes = [
+        ("weights", lambda: nudge(model.dustbin)),
+        ("weights", lambda: nudge(buffers[-1])),
+        ("values of the optimizer", lambda: nudge(momenta["momentum_buffer"])),
+        ("averaged weights", lambda: nudge(state.average["dustbin"])),
+        ("counts of steps", lambda: setattr(state, "skipped", 1)),
+    ]
+    for name, change in changes:
+        before = state.digests()
+        assert state.digests() == before
+        change()
+        after = state.digests()
+        assert [part for part in before if before[part] != after[part]] == [name]

@@ -15,6 +15,7 @@ from processes import in_group
 from pipeline import distributed, params
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import trainer
+from pipeline.train.build import build, make_network
 from pipeline.train.data import load_batch, split_evenly, training_pairs
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import choose_precision, device_abilities, make_optimizer
@@ -83,7 +84,8 @@ def two_steps(context, folder, keys, around=None):
     train, run = sections_of(keys)
     store = KeypointStore(folder)
     precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
-    _, model, state, _, _ = trainer.build(train, run, context, precision, store)
+    network = make_network(train, run, context, store)
+    _, model, state = build(network, train, run, context, precision)
     share = train.batch // context.world_size
     for step in range(2):
         begin = step * train.batch + context.rank * share

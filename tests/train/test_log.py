@@ -6,23 +6,36 @@ import pytest
 
 from pipeline.train import log
 
-TEXTS = {
-    "train": "step,loss\n10,2.5\n20,0.8\n",
-    "val": "step,loss,f1,f1_ratio_test\n0,3.1,52.2,63.8\n20,0.7,66.6,63.8\n",
+CURVES = {
+    "train": [{"step": 10, "loss": 2.5}, {"step": 20, "loss": 0.8}],
+    "val": [
+        {"step": 0, "loss": 3.1, "f1": 52.2, "f1_ratio_test": 63.8},
+        {"step": 20, "loss": 0.7, "f1": 66.6, "f1_ratio_test": 63.8},
+    ],
 }
 
 
 def test_the_picture_shows_both_curves_the_ratio_test_and_the_step_that_is_kept(tmp_path):
-    log.write_curves(tmp_path, TEXTS, 20)
+    log.write_curves(tmp_path, CURVES, 20)
     first = (tmp_path / "curves.svg").read_bytes()
     for words in ("training", "validation", "ratio test", "kept: step 20", "F1 on validation"):
         assert words in first.decode()
-    log.write_curves(tmp_path, TEXTS, 20)
+    log.write_curves(tmp_path, CURVES, 20)
     assert (tmp_path / "curves.svg").read_bytes() == first
-    assert (tmp_path / "curves/train.csv").read_text() == TEXTS["train"]
+    assert (tmp_path / "curves/train.csv").read_text() == "step,loss\n10,2.5\n20,0.8\n"
     # a training that has only begun, in the folder of another
-    log.write_curves(tmp_path, {"val": TEXTS["val"][:60]}, 0)
+    log.write_curves(tmp_path, {"val": CURVES["val"][:1]}, 0)
     assert not (tmp_path / "curves/train.csv").exists()
+
+
+def test_a_point_with_other_values_keeps_those_of_all_points(tmp_path):
+    """Such as after `--continue` with negative pairs among the validation pairs."""
+    curves = {"val": [{"step": 1234567, "f1": 50.0}, {"step": 1234568, "loss": 1 / 3}]}
+    columns, tensors = log.pack_curves(curves)
+    curves = log.unpack_curves(tensors, {"columns": columns})
+    log.write_curves(tmp_path, curves, 0)
+    lines = (tmp_path / "curves/validation.csv").read_text().splitlines()
+    assert lines == ["step,f1,loss", "1234567,50,nan", "1234568,nan,0.333333"]
 
 
 def test_metrics_are_in_percent(tmp_path):

@@ -16,7 +16,7 @@ from pipeline import distributed
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
-from pipeline.train import trainer
+from pipeline.train import build as parts
 from pipeline.train.data import load_batch, training_pairs
 from pipeline.train.loss import MatchingObjective
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
@@ -94,9 +94,10 @@ def test_float16_scales_the_loss(bench):
 
 
 def build(bench, **keys):
-    """What `trainer.build` returns for the training with these keys."""
+    """What `build.build` returns for the training with these keys."""
     _, sections = train.parse(bench.arguments(tuple(keys.items())))
-    return trainer.build(sections.train, sections.run, distributed.start(), "float32")
+    requested = (sections.train, sections.run, distributed.start())
+    return parts.build(parts.make_network(*requested), *requested, "float32")
 
 
 @pytest.fixture

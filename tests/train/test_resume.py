@@ -7,10 +7,12 @@ import pytest
 from made_trainings import home, interrupt, newest, read_weights
 from reading import read_files, read_json
 
+from pipeline import errors, provenance
 from pipeline.errors import RequestError
 from pipeline.train import __main__ as train
 from pipeline.train import trainer
-from superglue_sift.network.weights import load_model_file
+from superglue_sift import environment
+from superglue_sift.network.weights import load_model_file, save_model_file
 
 
 @pytest.fixture
@@ -171,15 +173,28 @@ class TestWhatMayChange:
     ):
         assert train.main(request_of("whole")) == 0
         interrupt(request_of("run"), monkeypatch)
-        printed = output_of("run", log_every=1, save_every=5, val_every=2, val_pairs=6)
-        printed = printed.splitlines()
+        printed = output_of("run", log_every=1, save_every=5).splitlines()
+        assert "resuming at step 4 of 6" in printed
+        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
+        assert "nothing to do" in output_of("run", log_every=3)
+
+    def test_a_training_is_continued_with_other_validations(
+        self, tmp_path, request_of, output_of, monkeypatch
+    ):
+        """They decide which weights are kept, so the training gets another name."""
+        assert train.main(request_of("whole")) == 0
+        interrupt(request_of("run"), monkeypatch)
+        first = home(tmp_path / "run")
+        keys = {"val_every": 2, "val_pairs": 6}
+        hint = f"train.val_every, train.val_pairs, validation: --continue {first} goes on from its"
+        printed = output_of("run", "--continue", str(first), **keys)
         assert "resuming at step 4 of 6" in printed
         assert "train.val_every changed on resume: 3 -> 2" in printed
-        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole") and home(tmp_path / "run")
+        assert model_of(tmp_path / "run") == model_of(tmp_path / "whole")
         best = about_best(tmp_path)
         # Also a best model of before, which was chosen on four
-        assert best["validation"]["pairs"] == 6
-        assert "nothing to do" in output_of("run", log_every=3)
+        assert best["validation"]["pairs"] == 6 and best["training"] != first.name
+        assert hint in output_of("run", "--fresh", **keys)
 
     def test_a_finished_training_is_continued_with_a_longer_schedule(
         self, tmp_path, request_of, output_of, monkeypatch
@@ -249,8 +264,96 @@ class TestWhatMayChange:
 
     def test_other_versions_and_code_are_said(self, request_of, output_of, monkeypatch):
         interrupt(request_of("run"), monkeypatch, step=2)
-        monkeypatch.setattr(trainer.provenance, "pin", lambda names: {"torch": "9.0"})
-        monkeypatch.setattr(trainer.provenance, "code_version", lambda: "abc")
+        monkeypatch.setattr(provenance, "pin", lambda names: {"torch": "9.0"})
+        change_code(monkeypatch, "pipeline/train/loss.py")
+        said = output_of("run").splitlines()
+        assert "code changed on resume: pipeline/train/loss.py" in said
+        assert [line for line in said if re.fullmatch(r"torch changed on resume: \S+ -> 9.0", line)]
+
+    def test_portable_bytes_are_not_claimed_after_another_number_of_processes(
+        self, tmp_path, request_of, output_of, monkeypatch
+    ):
+        monkeypatch.setattr(environment, "is_prepared", lambda: True)
+        interrupt(request_of("run", precision="portable"), monkeypatch, step=3)
+        # As if two processes had begun it
+        path = newest(tmp_path / "run")
+        tensors, info = load_model_file(path)
+        info["history"][0]["processes"] = 2
+        save_model_file(path, tensors, info)
+        # The next start knows it, too, although its number is that of the last one
+        interrupt(request_of("run", precision="portable"), monkeypatch, step=4)
+        said = output_of("run", precision="portable")
+        assert "the bytes may be others, since these changed: processes at step 3" in said
+        assert "the same bytes" not in said
+
+
+def change_code(monkeypatch, *names):
+    """As if these files of code had been edited."""
+    changed = {**provenance.code_digests("train"), **dict.fromkeys(names, "0" * 16)}
+    monkeypatch.setattr(provenance, "code_digests", lambda stage: changed)
+
+
+class TestFinished:
+    """One entry of dvc.lock stands for one model: a finished training fits the request, or it says
+    that it does not.
+    """
+
+    @pytest.mark.parametrize("keys", [{"val_every": 2}, {"val_pairs": 6}], ids=str)
+    def test_what_decides_which_weights_are_kept_makes_another_training(
+        self, tmp_path, output_of, keys
+    ):
+        output_of("run")
+        first = about_best(tmp_path)["training"]
+        assert "nothing to do" not in output_of("run", **keys)
+        assert about_best(tmp_path)["training"] != first
+        assert "nothing to do" in output_of("run")  # both are there
+        assert about_best(tmp_path)["training"] == first
+
+    def test_one_that_other_code_trained_is_refused_and_trained_again_by_fresh(
+        self, tmp_path, request_of, output_of, monkeypatch, capsys
+    ):
+        output_of("run")
+        files = read_files(tmp_path / "run")
+        reports = read_files(tmp_path / "run-reports")
+        change_code(monkeypatch, "pipeline/train/loss.py", "superglue_sift/matches.py")
+        assert errors.run(train.main, request_of("run")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        for words in (
+            "its code has changed since: pipeline/train/loss.py, superglue_sift/matches.py.",
+            "pipeline.train --fresh",
+            "dvc commit -f train",
+        ):
+            assert words in line
+        assert read_files(tmp_path / "run") == files
+        assert read_files(tmp_path / "run-reports") == reports
+        assert "nothing to do" not in output_of("run", "--fresh")
+        assert "nothing to do" in output_of("run")
+
+    def test_other_versions_are_said(self, output_of, monkeypatch):
+        output_of("run")
+        monkeypatch.setattr(
+            provenance, "pin", lambda names: {**provenance.versions(names), "torch": "9.0"}
+        )
         said = output_of("run")
-        assert re.search(r"^code changed on resume: \S+ -> abc$", said, re.MULTILINE)
-        assert re.search(r"^torch changed on resume: \S+ -> 9.0$", said, re.MULTILINE)
+        assert "nothing to do" in said
+        assert re.search(r"trained with torch \S+, here 9.0: --fresh trains again", said)
+
+    @pytest.mark.parametrize("gone", ["folder", "checkpoints"])
+    def test_curves_of_another_training_never_stay_beside_it(
+        self, tmp_path, request_of, output_of, capsys, gone
+    ):
+        output_of("run")
+        folder = home(tmp_path / "run")
+        curve = tmp_path / "run-reports/curves/validation.csv"
+        text = curve.read_text()
+        if gone == "folder":
+            shutil.rmtree(folder)
+        else:
+            for path in folder.glob("step-*"):
+                path.unlink()
+        curve.write_text("step,f1\n0,35.2\n")  # of another training
+        assert errors.run(train.main, request_of("run")) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "run-reports/curves: not those of the finished training" in line
+        curve.write_text(text)  # such as by `dvc checkout`
+        assert "nothing to do" in output_of("run")

@@ -48,7 +48,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         own = training_pairs(0, len(store), views, begin, begin + shares[context.rank])
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
         with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
-            _, norm = train_step(
+            _, norm, _ = train_step(
                 objective, optimizer, grad_scaler(False), batches, pairs, context.world_size
             )
         assert 0 < norm < np.inf
