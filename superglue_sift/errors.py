@@ -8,6 +8,7 @@ import importlib
 import math
 import numbers
 import sys
+import warnings
 from typing import Any, Callable, List, NoReturn, Optional
 
 Main = Callable[[Optional[List[str]]], int]
@@ -89,3 +90,8 @@ def import_extra(package: str, extra: str) -> Any:
     except ImportError:
         fix = f"pip install 'superglue-sift[{extra}]'"
         raise RequestError(f"{package} is needed for this, and is not installed: {fix}") from None
+
+
+def warn_deprecated(name: str, replacement: str) -> None:
+    """Warn the caller of a public name of version 0.1.0, which a later version will not have."""
+    warnings.warn(f"{name}: use {replacement}", DeprecationWarning, stacklevel=3)

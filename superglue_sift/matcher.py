@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from superglue_sift import __version__, environment
-from superglue_sift.errors import RequestError, check_range
+from superglue_sift.errors import RequestError, check_range, warn_deprecated
 from superglue_sift.features import nearest
 from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
 from superglue_sift.features.extractors import load as load_extractor
@@ -161,8 +161,7 @@ class Matcher:
             compile: compile the layers by torch 2, once for each of a few sizes of images.
             extractor: `module:function` of a model that was not trained on SIFT, which lets this
                 code run. Without it, such a model matches `Features` only.
-            refine: whether to refine positions by the pixels. If None, refine them, but not with
-                `scene`.
+            refine: refine positions by the pixels. If None, refine them without `scene` only.
             scene: follow `verification.Rules`.
             accept, likely: settings of `verification.Rules`.
         """
@@ -173,7 +172,6 @@ class Matcher:
             raise RequestError(f"{', '.join(limits)}: only with scene=True")
         rules = verification.Rules(**limits) if scene else None
         device = choose_device(device)
-        # Load the network, and prepare it for inference.
         model, info = load_model(path or shipped_weights(), device)
         network = fuse_for_inference(model, precision)
         if compile:
@@ -286,6 +284,11 @@ class Matcher:
         found = extract(gray, self.max_keypoints, self.resize, self.extractor, used, name)
         return found._replace(frame=self.frame)
 
+    def extract_gray(self, gray: np.ndarray) -> Features:
+        """Call `extract`. This name is deprecated."""
+        warn_deprecated("Matcher.extract_gray", "extract")
+        return self.extract(gray)
+
     def extract_all(self, images: Iterable[ImageOrFeatures]) -> List[Features]:
         """Extract features of several images, two at a time. Features are returned unchanged."""
 
@@ -369,6 +372,13 @@ class Matcher:
         for group in groups(results, 2 * self.workers):
             yield from self._map(refine, group)
 
+    def align_batch(
+        self, found: Iterable[Tuple[MatchResult, Features, Features]]
+    ) -> Iterator[MatchResult]:
+        """Call `refine_batch`. This name is deprecated."""
+        warn_deprecated("Matcher.align_batch", "refine_batch")
+        return self.refine_batch(found)
+
     def _map(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
         """Call `function` for each of `items` in `workers` threads; yield the results in order."""
         with ThreadPoolExecutor(self.workers) as pool:
@@ -384,6 +394,11 @@ class Matcher:
             torch.set_num_threads(1)
             self.workers = environment.usable_cores()
             self._turn = threading.BoundedSemaphore(self.workers)
+
+    def side_by_side(self) -> None:
+        """Call `use_one_core_per_pair`. This name is deprecated."""
+        warn_deprecated("Matcher.side_by_side", "use_one_core_per_pair")
+        self.use_one_core_per_pair()
 
     def _match(
         self, batch: Sequence[Tuple[Features, Features]], refine: Optional[bool]

@@ -14,7 +14,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, warn_deprecated
 from superglue_sift.features import sift
 from superglue_sift.features.extractors import kind_of, records_of
 from superglue_sift.features.images import (
@@ -118,6 +118,11 @@ class Features(NamedTuple):
         records = self.records.copy()
         records["x"], records["y"] = keypoints.T
         return self._replace(records=records)
+
+    def moved(self, keypoints: np.ndarray) -> Features:
+        """Call `move`. This name is deprecated."""
+        warn_deprecated("Features.moved", "move")
+        return self.move(keypoints)
 
     @classmethod
     def of(
