@@ -72,27 +72,30 @@ def make_rows(pair, matcher, error, scene=None, **values):
 NOTHING = np.zeros(0), np.zeros(0, bool), np.zeros(0, bool), 8
 
 
-def make_results(errors_of_ours, errors_of_others, **changes):
+def make_results(errors_of_ours, errors_of_others, further=(), models=None, **changes):
     """Results of an evaluation with a photograph for each pair: all matchers but ours have the
-    second errors, and `nn` one pixel more.
+    second errors, and `nn` one pixel more. `further` are names of other networks, `models` what
+    protocol.json says about networks.
     """
     rows = []
     for number, (ours, other) in enumerate(zip(errors_of_ours, errors_of_others)):
         row = []
-        for name in MATCHERS:
+        for name in (*MATCHERS, *further):
             error = ours if name == OURS else other + (name == "nn")
             row += make_rows(str(number), name, error)
         rows.append(row)
     table = metrics.make_table(rows)
-    scored = {OURS: [NOTHING] * len(rows)}
+    networks = [OURS, *further]
+    scored = {name: [NOTHING] * len(rows) for name in networks}
     values = metrics.values_of_pairs(table, scored)
     samples = metrics.resample(values, scored)
     frames = (
         metrics.summarize(values, samples),
-        metrics.compare(values, samples, [OURS]),
+        metrics.compare(values, samples, networks),
         pd.DataFrame(),
         metrics.calibration([NOTHING]),
     )
-    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7}
-    given = {"protocol": {"models": {OURS: model}}, **changes}
+    model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7, "initial_weights": ""}
+    known = {name: {**model, **(models or {}).get(name, {})} for name in networks}
+    given = {"protocol": {"models": known}, **changes}
     return report.Results("made <b>", "photographs", table, values, *frames, **given)

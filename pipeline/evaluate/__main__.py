@@ -36,7 +36,7 @@ import pandas as pd
 from pipeline import errors, provenance, tracking, workers
 from pipeline.errors import RequestError, WorkError
 from pipeline.evaluate import estimators, matchers, metrics, report, scoring
-from pipeline.evaluate.matchers import OURS, RATIO_TEST, Matchers, MatchesByName, Network
+from pipeline.evaluate.matchers import INITIAL, OURS, RATIO_TEST, Matchers, MatchesByName, Network
 from pipeline.evaluate.pairs import (
     HeldOutPairs,
     HPatchesPairs,
@@ -61,7 +61,12 @@ from superglue_sift.files import check_writable, file_sha256
 from superglue_sift.matcher import PRECISIONS, Matcher
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair
-from superglue_sift.network.weights import choose_device, shipped_weights
+from superglue_sift.network.weights import (
+    BadCheckpoint,
+    choose_device,
+    load_model_file,
+    shipped_weights,
+)
 from superglue_sift.progress import Progress
 
 BATCH = 8  # number of pairs in one pass of a network
@@ -202,6 +207,34 @@ def settings_of(args: argparse.Namespace, section: EvaluateParams) -> Dict[str, 
         settings = {"max_keypoints": most, "network_keypoints": most, "resize": 0}
     options = {name: getattr(args, name) for name in SETTINGS}
     return {**settings, **{name: value for name, value in options.items() if value is not None}}
+
+
+def initial_digest(info: Mapping[str, Any]) -> str:
+    """Return the digest of the weights that a model was trained from, "" if it had random ones.
+
+    `info` is the description in the model's file.
+    """
+    exported = info.get("provenance", {}).get("initial_weights.digest", "")
+    return info.get("initial_weights", exported)
+
+
+def find_initial_weights(models: Mapping[str, Path], init_from: str) -> Dict[str, Path]:
+    """Return the weights that the evaluated model was trained from, as a further model.
+
+    The result is empty if these weights are compared already, if the file `train.init_from` is
+    gone, or if the model was trained from other weights.
+    """
+    try:
+        digest = initial_digest(load_model_file(models[OURS])[1])
+    except (FileNotFoundError, BadCheckpoint):  # `load_networks` reports it
+        return {}
+    if not digest or not init_from or not Path(init_from).is_file():
+        return {}
+    compared = [file_sha256(file) for file in models.values() if file.is_file()]
+    if any(sha256.startswith(digest) for sha256 in compared):
+        return {}
+    is_start = file_sha256(init_from).startswith(digest)
+    return {INITIAL: Path(init_from)} if is_start and INITIAL not in models else {}
 
 
 def load_networks(
@@ -375,9 +408,16 @@ def choose_pairs(values: pd.DataFrame) -> Dict[int, str]:
 
 
 def draw_pictures(
-    source: Source, matched: Matchers, table: pd.DataFrame, places: Sequence[Tuple[int, ...]]
+    source: Source,
+    matched: Matchers,
+    table: pd.DataFrame,
+    places: Sequence[Tuple[int, ...]],
+    reference: str,
 ) -> List[Tuple[str, str, np.ndarray]]:
-    """Draw the pairs of `choose_pairs`. Return name, caption and pixels of each picture."""
+    """Draw the pairs of `choose_pairs`. Return name, caption and pixels of each picture.
+
+    `reference` is a further network that is drawn, or "".
+    """
     # tabulate matches, correct matches and the leading estimator's error by matcher and pair
     detected = table[~table["refined"] & table["estimator"].isin(["", metrics.leading(table)])]
     values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
@@ -396,7 +436,7 @@ def draw_pictures(
         # draw one panel for each matcher
         panels = []
         caption = f"{BEGIN[name.partition('-')[0]]} ({known.name})."
-        for matcher in (OURS, RATIO_TEST):
+        for matcher in filter(None, (OURS, RATIO_TEST, reference)):
             row = values.loc[(matcher, number)]
             heading = report.title(matcher)
             caption += (
@@ -410,6 +450,17 @@ def draw_pictures(
     return drawn
 
 
+def trained_with(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the section `train` in the description of a trained or an exported model."""
+    return info.get("train") or info.get("trained_with") or {}
+
+
+def count_photographs(file: Path) -> Optional[int]:
+    """Return the number of photographs that a model was trained on, None if it is not known."""
+    photographs = provenance.read_photographs(file)
+    return None if photographs is None else len(photographs)
+
+
 def describe(source: Source, where: str, matched: Matchers, settings: Settings) -> Dict[str, Any]:
     """Return the content of protocol.json: everything that must be quoted with a metric."""
     posed = isinstance(source, PosePairs)
@@ -421,6 +472,9 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
             "sha256": file_sha256(network.file),
             "network": network.info["model"],
             "step": network.info.get("step"),
+            "steps": trained_with(network.info).get("steps"),
+            "photographs": count_photographs(network.file),
+            "initial_weights": initial_digest(network.info),
             "threshold": network.threshold,
         }
         for name, network in matched.networks.items()
@@ -444,6 +498,7 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     section = sections.evaluate
     # The key of the training counts like the option: a stage of DVC has fixed options
     args.allow_training_images |= sections.run.allow_training_images
+    args.models.update(find_initial_weights(args.models, sections.train.init_from))
     notes: List[str] = []
     networks = load_networks(args, settings_of(args, section), notes)
     # choose the pairs, without photographs that a compared network was trained on
@@ -491,11 +546,10 @@ def run(
         counts = [row for part in negatives for row in match_all(part, matched, count, bar)[0]]
     places, *_ = zip(*scores)
     results = compute_results((where, source.unit), scores, counts, means, matched)
-    return results._replace(
-        bad=bad,
-        protocol=describe(source, where, matched, settings),
-        pictures=draw_pictures(source, matched, results.table, places),
-    )
+    protocol = describe(source, where, matched, settings)
+    reference = report.reference_of(protocol["models"])
+    pictures = draw_pictures(source, matched, results.table, places, reference)
+    return results._replace(bad=bad, protocol=protocol, pictures=pictures)
 
 
 def score_known(

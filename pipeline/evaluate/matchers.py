@@ -23,6 +23,7 @@ from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import load_model_file
 
 OURS = "superglue"
+INITIAL = "initial"  # the weights that the evaluated model was trained from
 RATIO_TEST = "ratio_test"
 RATIO_THRESHOLD = 1.0 - nearest.RATIO  # smallest confidence of the ratio test
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)

@@ -28,7 +28,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from pipeline.evaluate import metrics
-from pipeline.evaluate.matchers import OURS, RATIO_TEST
+from pipeline.evaluate.matchers import INITIAL, OURS, RATIO_TEST
 from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, leading, name_of, recall_of
 from superglue_sift import drawing
 from superglue_sift.files import write_atomic, write_json
@@ -42,6 +42,14 @@ TITLES = {
     "mutual_nn": "mutual NN",
     "nn": "NN",
     "true_matches": "true matches (bound)",
+    "shipped": "shipped weights",
+    INITIAL: "initial weights",
+}
+# Names in a sentence
+CALLED = {
+    RATIO_TEST: "the ratio test",
+    "shipped": "the shipped weights",
+    INITIAL: "the initial weights",
 }
 # What the metric of `recall_of` means, in plain words
 RECALLED = {
@@ -73,8 +81,8 @@ WIDTH = 100  # columns of the printed tables
 
 # One colour for each matcher of `TITLES` on every chart, then those of further matchers. All
 # are readable on a light and on a dark page.
-COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c")
-FURTHER = ("#2aa5b5", "#9a6fe0", "#d264a8", "#7d9a2d", "#a8745a")
+COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c", "#2aa5b5", "#a8745a")
+FURTHER = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
 INK = "#888888"
 STYLE: Any = {
     "svg.fonttype": "none",  # text stays text
@@ -85,6 +93,7 @@ STYLE: Any = {
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
+FULL_TRAINING = "`make repro PRESET=coco2017-val`"  # the shortest one from scratch on COCO
 Chart = Tuple[Markup, str]  # a chart and its caption
 
 
@@ -141,8 +150,28 @@ def span(row: Mapping[str, Any]) -> str:
     return "-" if row["verdict"] == "too few" else f"{points(row['low'])} .. {points(row['high'])}"
 
 
-def duels(results: Results) -> List[Dict[str, Any]]:
-    """Compare the network with the ratio test: three metrics for the first screen, and the AUC.
+def start_of(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the compared model that the evaluated one was trained from, or "".
+
+    `models` is from protocol.json.
+    """
+    digest = models.get(OURS, {}).get("initial_weights")
+    for name in models:
+        if digest and name != OURS and models[name]["sha256"].startswith(digest):
+            return name
+    return ""
+
+
+def reference_of(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the model that is shown beside the evaluated one, or "".
+
+    It is the one that the evaluated model was trained from, otherwise the first other one.
+    """
+    return start_of(models) or next((name for name in models if name != OURS), "")
+
+
+def duels(results: Results, other: str = RATIO_TEST) -> List[Dict[str, Any]]:
+    """Compare the network with another matcher: three metrics for the first screen, and the AUC.
 
     Each row has a label, a detail, the rows `ours` and `theirs` of the metrics (value, low, high),
     and `gain`, the row of their difference.
@@ -162,15 +191,15 @@ def duels(results: Results) -> List[Dict[str, Any]]:
             "label": label,
             "detail": detail,
             "ours": results.metrics.loc[(OURS, metric, estimator, False)],
-            "theirs": results.metrics.loc[(RATIO_TEST, metric, estimator, False)],
-            "gain": results.differences.loc[(metric, estimator, False, RATIO_TEST)],
+            "theirs": results.metrics.loc[(other, metric, estimator, False)],
+            "gain": results.differences.loc[(metric, estimator, False, other)],
         }
         for label, detail, metric, estimator in asked
     ]
 
 
-def verdict(results: Results) -> str:
-    """Return the comparison with the ratio test in a sentence of at most 15 words.
+def verdict(results: Results, other: str = RATIO_TEST) -> str:
+    """Return the comparison with another matcher in a sentence of about 15 words.
 
     Metrics with the same verdict stand together, the better ones first.
     """
@@ -179,14 +208,46 @@ def verdict(results: Results) -> str:
     if count < least:
         return f"Too few {results.unit} to judge: {count}, and at least {least} are needed."
     labels: Dict[str, List[str]] = {}
-    for duel in duels(results)[:3]:
+    for duel in duels(results, other)[:3]:
         labels.setdefault(duel["gain"]["verdict"], []).append(duel["label"])
     clauses = [
         clause.format(join_words(labels[verdict]))
         for verdict, clause in CLAUSES.items()
         if verdict in labels
     ]
-    return f"Compared with the ratio test: {'; '.join(clauses)}."
+    return f"Compared with {CALLED.get(other, other)}: {'; '.join(clauses)}."
+
+
+def more_verdict(results: Results) -> str:
+    """Return the comparison of a fine-tuned model with the weights it started from, or ""."""
+    start = start_of(results.protocol.get("models", {}))
+    is_judged = results.values.index.nunique() >= metrics.MIN_SCENES
+    return verdict(results, start) if start and is_judged else ""
+
+
+def compare_trainings(results: Results) -> List[str]:
+    """Say on how much the network and the model beside it were trained, and what trains more.
+
+    There is no line if there is no such model, or if its photographs are not known.
+    """
+    models = results.protocol.get("models", {})
+    other = reference_of(models)
+    counts = [models.get(name, {}).get("photographs") for name in (OURS, other)]
+    if None in counts:
+        return []
+    ours, theirs = counts
+    trained = f"{models[OURS]['steps']:,} steps on"
+    # the photographs of a model include those of the weights that it started from
+    if start_of(models):
+        name = CALLED.get(other, other)
+        return [f"SuperGlue started from {name}: {trained} {ours - theirs:,} more photographs."]
+    # the steps of weights that started from others are a part of their training
+    if models[OURS]["initial_weights"] or not models[OURS]["steps"]:
+        trained = "on"
+    lines = [f"SuperGlue: {trained} {ours:,} photographs; {title(other)}: on {theirs:,}."]
+    if ours < theirs:
+        lines.append(f"A full training on COCO, for a GPU: {FULL_TRAINING}")
+    return lines
 
 
 def join_words(words: Sequence[str]) -> str:
@@ -270,7 +331,7 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
     return tables
 
 
-def duels_table(results: Results) -> pd.DataFrame:
+def duels_table(results: Results, other: str = RATIO_TEST) -> pd.DataFrame:
     """Make the table of `duels`: both values, difference, interval and verdict."""
     rows = {
         f"{duel['label']}, {duel['detail']}": (
@@ -280,9 +341,10 @@ def duels_table(results: Results) -> pd.DataFrame:
             span(duel["gain"]),
             duel["gain"]["verdict"],
         )
-        for duel in duels(results)
+        for duel in duels(results, other)
     }
-    heads = ["SuperGlue", "ratio test", "difference", "95 % interval", ""]
+    name = "ratio test" if other == RATIO_TEST else title(other)
+    heads = ["SuperGlue", name, "difference", "95 % interval", ""]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
     return table.rename_axis(columns="in %")
 
@@ -342,9 +404,16 @@ def show(table: pd.DataFrame) -> str:
 def summary(results: Results) -> str:
     """Return the first part of the report, which a command prints at its end."""
     title = f"{results.title}, {len(results.values)} pairs"
-    first = [verdict(results), title, show(duels_table(results))]
-    second = [show(matches_table(results)), *remarks(results)]
-    return "\n\n".join(map("\n".join, (first, second)))
+    blocks = [
+        [verdict(results), title, show(duels_table(results))],
+        [show(matches_table(results)), *remarks(results), *compare_trainings(results)],
+    ]
+    # a fine-tuned model is also compared with the weights it started from
+    sentence = more_verdict(results)
+    if sentence:
+        start = start_of(results.protocol["models"])
+        blocks.insert(1, [sentence, show(duels_table(results, start))])
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def text(results: Results) -> str:
@@ -366,7 +435,8 @@ def note(results: Results, folder: str) -> str:
     table = duels_table(results).reset_index(names="in %")
     cells = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    return f"**{verdict(results)}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
+    sentences = " ".join(filter(None, (verdict(results), more_verdict(results))))
+    return f"**{sentences}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
 
 
 def round_number(value: Any) -> Any:
@@ -528,6 +598,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     more_charts = [each for each in errors if each not in charts]
     if not is_posed(results.table):
         charts.append(calibration_chart(results, colours))
+    reference = reference_of(results.protocol["models"])
     # StrictUndefined: a name that is wrong in the template is an error, not an empty text
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -541,7 +612,11 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     return environment.get_template("page.html").render(
         results=results,
         verdict=verdict(results),
+        more_verdict=more_verdict(results),
         duels=duels(results)[:3],
+        reference=reference,
+        reference_duels=duels(results, reference)[:3] if reference else [],
+        trainings=compare_trainings(results),
         # the page has JPEG, which is smaller than the PNG of the folder
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)

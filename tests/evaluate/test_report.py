@@ -76,6 +76,45 @@ def test_one_line_says_that_a_model_is_the_one_it_started_from(improved):
     assert (said in report.remarks(changed)) == (not improved)
 
 
+def make_compared(**ours):
+    """Results with the shipped weights beside a model that was trained as `ours` says."""
+    models = {
+        OURS: {"steps": 200, "photographs": 8, **ours},
+        "shipped": {"sha256": "abcdef0123456789" * 4, "photographs": 2999},
+    }
+    return make_results(HARD, HARD + 4, further=["shipped"], models=models)
+
+
+def test_a_model_is_shown_beside_the_shipped_weights_and_a_command_that_trains_more():
+    results = make_compared()
+    differs, trains_more = report.compare_trainings(results)
+    assert differs == "SuperGlue: 200 steps on 8 photographs; shipped weights: on 2,999."
+    assert trains_more.endswith("`make repro PRESET=coco2017-val`")
+    assert report.more_verdict(results) == ""
+    # a model that was trained on as many photographs, or on unknown ones
+    assert len(report.compare_trainings(make_compared(photographs=3000))) == 1
+    assert report.compare_trainings(make_compared(photographs=None)) == []
+    cards = render(results).partition('class="first"')[0].split('class="card"')[1:]
+    values = [re.search(r"<p>shipped weights ([\d.]+) %</p>", card) for card in cards]
+    # one error of twelve is within 5 px
+    assert [value and value.group(1) for value in values] == ["50.0", "50.0", "8.3"]
+
+
+def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from():
+    results = make_compared(initial_weights="abcdef0123456789", photographs=3007)
+    sentence = "Compared with the shipped weights: homographies better; precision and recall equal."
+    assert report.more_verdict(results) == sentence
+    (differs,) = report.compare_trainings(results)
+    assert differs == "SuperGlue started from the shipped weights: 200 steps on 8 more photographs."
+    printed = report.summary(results).split("\n\n")
+    assert printed[0].startswith(BETTER) and printed[1].startswith(sentence)
+    assert sentence in render(results) and sentence in report.note(results, "test")
+    # two photographs decide nothing here either
+    few = make_results([1.0] * 2, [2.0] * 2, further=["shipped"])
+    few = few._replace(protocol=results.protocol)
+    assert report.more_verdict(few) == ""
+
+
 @pytest.mark.parametrize(
     "value, written",
     [(0.55622749, 0.5562), (0.00004999, 0.0), (217.84, 217.8), (math.inf, math.inf)],
