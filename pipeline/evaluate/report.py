@@ -52,10 +52,7 @@ CALLED = {
     INITIAL: "the initial weights",
 }
 # What the metric of `recall_of` means, in plain words
-RECALLED = {
-    "recall": "found of all true matches",
-    "matching_score": "keypoints with a correct match",
-}
+RECALLED = {"recall": "true matches found", "matching_score": "of keypoints"}
 # The clause of each verdict in a sentence about metrics, in the order of the sentence
 CLAUSES = {
     "better": "{} better",
@@ -93,7 +90,7 @@ STYLE: Any = {
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
-FULL_TRAINING = "`make repro PRESET=coco2017-val`"  # the shortest one from scratch on COCO
+FULL_TRAINING = "make repro PRESET=coco2017-val"  # the shortest one from scratch on COCO
 Chart = Tuple[Markup, str]  # a chart and its caption
 
 
@@ -181,10 +178,10 @@ def duels(results: Results, other: str = RATIO_TEST) -> List[Dict[str, Any]]:
     recall = recall_of(results.table)
     # each row has a label, a detail, a metric and an estimator
     asked = (
-        ("precision", "correct of all matches", "precision", ""),
+        ("precision", "correct matches", "precision", ""),
         (recall.replace("_", " "), RECALLED[recall], recall, ""),
-        (what, f"error of at most {WITHIN} {unit}", f"within_{WITHIN}", lead),
-        (f"AUC of {what}", f"up to {WITHIN} {unit}", "auc_5", lead),
+        (what, f"within {WITHIN} {unit}", f"within_{WITHIN}", lead),
+        (what, "AUC@5", "auc_5", lead),
     )
     return [
         {
@@ -236,15 +233,14 @@ def compare_trainings(results: Results) -> List[str]:
     if None in counts:
         return []
     ours, theirs = counts
-    trained = f"{models[OURS]['steps']:,} steps on"
+    name = CALLED.get(other, other)
+    steps = f"with {models[OURS]['steps']:,} steps " if models[OURS]["steps"] else ""
     # the photographs of a model include those of the weights that it started from
     if start_of(models):
-        name = CALLED.get(other, other)
-        return [f"SuperGlue started from {name}: {trained} {ours - theirs:,} more photographs."]
-    # the steps of weights that started from others are a part of their training
-    if models[OURS]["initial_weights"] or not models[OURS]["steps"]:
-        trained = "on"
-    lines = [f"SuperGlue: {trained} {ours:,} photographs; {title(other)}: on {theirs:,}."]
+        return [f"SuperGlue started from {name}, {steps}on {ours - theirs:,} more photographs."]
+    # the steps of a model that started from other weights are only a part of its training
+    steps = "" if models[OURS]["initial_weights"] else steps
+    lines = [f"SuperGlue was trained {steps}on {ours:,} photographs, {name} on {theirs:,}."]
     if ours < theirs:
         lines.append(f"A full training on COCO, for a GPU: {FULL_TRAINING}")
     return lines
@@ -343,7 +339,8 @@ def duels_table(results: Results, other: str = RATIO_TEST) -> pd.DataFrame:
         )
         for duel in duels(results, other)
     }
-    name = "ratio test" if other == RATIO_TEST else title(other)
+    # the only other matcher is what a fine-tuned model was before
+    name = "ratio test" if other == RATIO_TEST else "before"
     heads = ["SuperGlue", name, "difference", "95 % interval", ""]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
     return table.rename_axis(columns="in %")

@@ -268,7 +268,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     assert len(short) == 10 and {f"test/{name}": short[name] for name in short} == values
     title, note = sent.describe.call_args[0]
     assert title == f"AUC@5 {area:.1f}"
-    assert "\n| precision, correct of all matches | " in note and "test/index.html" in note
+    assert "\n| precision, correct matches | " in note and "test/index.html" in note
     sent.artifact.assert_any_call(work / "out", "test")
     sent.compare_with_champion.assert_called_once_with(work / "out/pairs.csv")
 
