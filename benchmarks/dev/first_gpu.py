@@ -1,7 +1,7 @@
 """Run everything that waits for a GPU, in one call that can be repeated.
 
     python -m benchmarks.dev.first_gpu --images packed/train --val-images packed/val [--budget 9]
-    python -m benchmarks.dev.first_gpu ... --device cpu    the same parts, a thousandth of the steps
+    python -m benchmarks.dev.first_gpu ... --device cpu    the same parts with fewer steps
 
 The first parts train the weights of preset `pretrained` from scratch on the photographs that
 `benchmarks.dev.pack` packed, and evaluate them beside the shipped weights. The next parts run tests
@@ -38,12 +38,28 @@ from superglue_sift.files import write_atomic
 from superglue_sift.network.weights import shipped_weights
 from superglue_sift.torch_compat import no_compiler
 
-CLONE = Path(__file__).resolve().parents[1]
+CLONE = Path(__file__).resolve().parents[2]
 GRACE = 60  # seconds to save after SIGTERM
 # A rehearsal on a CPU gets this many times the limits, since other work may keep the CPU busy
 PATIENCE = 8
 # What stays on the machine; the rest of OUT is copied to OUT/back
 LARGE = shutil.ignore_patterns("back", "data", "step-*", "mlflow*", "*.jsonl", "*.png", "*.jpg")
+
+# A rehearsal trains preset `pretrained` with fewer and smaller pairs. It saves after each step.
+REHEARSED: Dict[str, Any] = {
+    "fetch.limit": 8,
+    "keypoints.max_keypoints": 256,
+    "train.batch": 4,
+    "train.steps": 12,
+    "train.max_keypoints": 256,
+    "train.warmup_steps": 2,
+    "train.decay_start": 4,
+    "train.val_pairs": 4,
+    "train.val_every": 6,
+    "run.save_every": 1,
+    "evaluate.max_keypoints": 256,
+    "evaluate.pairs_per_image": 2,
+}
 
 
 class Part(NamedTuple):
@@ -108,7 +124,7 @@ def write_params(
     """Write OUT/NAME/params.yaml of each training.
 
     `weights` is preset `pretrained`. The others are preset `sample` with a larger network. A
-    rehearsal has preset `ci` for all of them.
+    rehearsal has preset `ci` for these, and a few steps of a few pairs for the weights.
     """
     # by the same kernels on each device: `portable` is slower on a CPU
     curve: Dict[str, Any] = {"train.precision": "float32", "run.log_every": 1, "run.save_every": 10}
@@ -137,10 +153,10 @@ def write_params(
             "fetch.source": "folder",
             "fetch.path": str(images.resolve()),
             "fetch.val_path": str(val_images.resolve()) if val_images else "",
-            "fetch.limit": 8 if small else 0,
-            "run.save_every": 10 if small else 100,
+            "run.save_every": 100,
         }
-        write(out / "weights", "ci" if small else "pretrained", weights)
+        weights.update(REHEARSED if small else {})
+        write(out / "weights", "pretrained", weights)
 
 
 def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:

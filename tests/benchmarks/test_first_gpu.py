@@ -7,6 +7,7 @@ from reading import read_json
 
 from benchmarks.dev import first_gpu
 from benchmarks.dev.first_gpu import Part
+from pipeline import params
 
 # a program that saves and ends with 143 when it is stopped
 SAVING = """
@@ -16,6 +17,16 @@ print("on", flush=True)
 open(sys.argv[1], "w").close()
 time.sleep(60)
 """
+
+
+def test_parts_run_in_the_clone_and_rehearse_preset_pretrained(tmp_path):
+    assert (first_gpu.CLONE / "pyproject.toml").is_file()
+    first_gpu.write_params(tmp_path, True, tmp_path, None)
+    rehearsed = params.load(tmp_path / "weights" / "params.yaml")
+    assert rehearsed.train.steps < 20 and rehearsed.train.rotary and rehearsed.train.layers == 9
+    first_gpu.write_params(tmp_path, False, tmp_path, None)
+    whole = params.load(tmp_path / "weights" / "params.yaml")
+    assert whole.train.batch == 128 and whole.train.steps > 2000
 
 
 @pytest.mark.slow
