@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from superglue_sift import environment
 
 if TYPE_CHECKING:
+    from superglue_sift.apps.folder import FolderReport, match_folder
     from superglue_sift.errors import RequestError
     from superglue_sift.features.features import Features
     from superglue_sift.features.sift import extract as extract_sift
@@ -47,6 +48,8 @@ environment.prepare_opencv()  # before any module imports OpenCV
 _HOMES = {
     "Matcher": "matcher",
     "MatchResult": "match_result",
+    "match_folder": "apps.folder",
+    "FolderReport": "apps.folder",
     "Features": "features.features",
     "RequestError": "errors",
     "SuperGlue": "network.superglue",
@@ -61,6 +64,7 @@ _HOMES = {
 
 __all__ = [
     "Features",
+    "FolderReport",
     "MatchResult",
     "Matcher",
     "Pair",
@@ -72,6 +76,7 @@ __all__ = [
     "extract_sift",
     "from_pairs",
     "load_model",
+    "match_folder",
     "mutual_matches",
 ]
 

@@ -17,11 +17,14 @@ In --out-dir each pair has a file A_B_matches.npz. It holds keypoints0 (M, 2) an
 matches (M,), which is -1 for a keypoint without a match, match_confidence (M,), frame and turned.
 Refined matches also have their positions aligned0 and aligned1 (M, 2), deviations (M,) in px, which
 are NaN where refinement failed, and correlations (M,). With --scene there is also pair_score.
+image0, image1 and made_from name the photographs, and what the matches were made from.
 
-A pair whose file exists is done. The same command resumes where it was stopped, and --overwrite
-matches the pairs again. Images that cannot be read are listed in bad_images.csv, the others are
-matched, and the exit code is 1. Files that end in _matches.jpg are pictures of matches, not
-photographs.
+A pair is done if its file was made from the same photographs and masks, with the same model and
+settings. Other pairs are matched again, and a line says how many and why. So the same command goes
+on where it was stopped. --overwrite matches all pairs again. If A_B_matches.json would be too long
+for a file name, A and B are cut, and a digest follows them. Images that cannot be read are listed
+in bad_images.csv, the others are matched, and the exit code is 1. Files that end in _matches.jpg
+are pictures of matches, not photographs.
 
 Keypoints are in pixels of the images, rotated upright according to EXIF or, with --frame stored, as
 in the file. x is to the right and y down, and (0, 0) is the centre of the first pixel. Each result
@@ -33,147 +36,230 @@ from __future__ import annotations
 import argparse
 import glob
 import inspect
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from superglue_sift import __version__
-from superglue_sift.apps import folder, pairing
-from superglue_sift.apps.pairing import DATABASE, FILES, FOLDER, LIST, PAGE, TWO
-from superglue_sift.errors import Parser, RequestError, check_range, import_extra
+from superglue_sift.apps import folder, pairing, results
+from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
 from superglue_sift.features.features import ENLARGED_TO
 from superglue_sift.features.images import FRAMES, find_mask
-from superglue_sift.files import check_writable, name_below, write_atomic
+from superglue_sift.files import FileName, check_writable, name_below, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
 from superglue_sift.network.weights import shipped_weights
 from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
+
+# Uses of the command. Each has a parser of its own, with the options that it needs (`make_parser`).
+TWO = "two images without --out-dir"
+FILES = "images with --out-dir"
+FOLDER = "a folder"
+LIST = "--pairs"
+DATABASE = "--colmap of an existing database"
+PAGE = "--serve"
+USES = (TWO, FILES, FOLDER, LIST, DATABASE, PAGE)
+TO_FOLDER = (FILES, FOLDER, LIST)
+OF_PHOTOS = (TWO, *TO_FOLDER)
+
 # Kinds of options
 A_FILE: Dict[str, Any] = {"metavar": "FILE", "type": Path}
 A_FOLDER: Dict[str, Any] = {"metavar": "DIR", "type": Path}
 A_NUMBER: Dict[str, Any] = {"metavar": "N", "type": int}
 A_PROBABILITY: Dict[str, Any] = {"metavar": "P", "type": float}
 A_FLAG: Dict[str, Any] = {"action": "store_true"}
-# Each of these options needs one of the sources or options in its line.
-GOES_WITH = {
-    "out": (TWO,),
-    "json": (TWO,),
-    "out_dir": (TWO, FILES, FOLDER, LIST),
-    **dict.fromkeys(("pairing", "k"), (FOLDER, FILES, DATABASE)),
-    "root": (LIST,),
-    "frame": (TWO, FILES, FOLDER, LIST),  # the page shows photographs upright
-    "colmap": (FOLDER, LIST, DATABASE),
-    "dry_run": (DATABASE,),
-    "refine": (TWO, FILES, FOLDER, LIST, PAGE),  # a database has no pixels
-    "camera_per": ("--colmap",),
-    "masks": (TWO, FILES, FOLDER, LIST),
-    **dict.fromkeys(("features", "pictures", "json_files", "overwrite"), ("--out-dir",)),
-    **dict.fromkeys(("accept", "likely"), ("--scene",)),
-}
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; return the exit code."""
-    args = parse(argv)
+    use, settings, options = parse(argv)
     # An existing database may need no matcher, so this function loads one itself if it must.
-    if args.source == DATABASE:
-        return match_database(args)
-    if args.source == PAGE:
+    if use == DATABASE:
+        return match_database(settings, **options)
+    matcher = Matcher.load(**settings)
+    if use == PAGE:
         from superglue_sift.apps import serve
 
-        return serve.run(load(args))
-    return folder.match_folder(args, load(args)) if args.out_dir else match_two(args)
+        return serve.run(matcher)
+    if use == TWO:
+        return match_two_images(matcher, settings["path"], **options)
+    return match_photos(matcher, **options)
 
 
-def load(args: argparse.Namespace) -> Matcher:
-    """Load the matcher that the options ask for.
-
-    Raises RequestError if the model needs an extractor that is not allowed.
-    """
-    # Options with the name of a setting are passed on. Without them, the defaults hold.
-    settings = inspect.signature(Matcher.load).parameters.keys() & vars(args).keys()
-    given = {name: getattr(args, name) for name in settings}
-    asked = {name: value for name, value in given.items() if value is not None}
-    matcher = Matcher.load(args.model, **asked)
-    # Without this check, each photograph would be listed as one that cannot be read.
-    if matcher.extractor is None:
-        name = matcher.model.config.extractor
-        reason = "required, since the model needs this code to find keypoints"
-        raise RequestError(f"--extractor {name}: {reason}")
-    return matcher
-
-
-def match_two(args: argparse.Namespace) -> int:
+def match_two_images(
+    matcher: Matcher,
+    model: Optional[Path],
+    images: Sequence[Path],
+    masks: Optional[Path],
+    out: Optional[Path],
+    json: Optional[Path],
+) -> int:
     """Match two images, print a summary and write the requested files; return the exit code."""
-    matcher = load(args)
     started = time.perf_counter()
-    images = args.inputs
-    if args.masks:
-        root = pairing.root_of(args)
-        folder.check_masks(images, args.masks, root)
-        masks = [find_mask(args.masks, name_below(path, root)) for path in images]
-        images = list(map(matcher.extract, images, masks))
-    features = matcher.extract_all(images)
+    if masks:
+        root = common_folder(images)
+        folder.check_masks(images, masks, root)
+        mask_files = [find_mask(masks, name_below(path, root)) for path in images]
+        features = matcher.extract_all(list(map(matcher.extract, images, mask_files)))
+    else:
+        features = matcher.extract_all(images)
     extracted = time.perf_counter()
     # Match, say what the matches fit, and write what is asked for.
-    found = matcher.match(*features)
+    result = matcher.match(*features)
     matched = time.perf_counter()
-    print(found.summarize())
+    print(result.summarize())
     print(f"keypoints {extracted - started:.2f} s, matching {matched - extracted:.2f} s")
-    if args.out:
-        found.show().save(args.out)
-        print(f"written {args.out}")
-    if args.json:
-        about = {"image0": str(args.inputs[0]), "image1": str(args.inputs[1])}
-        about["model"] = str(args.model or shipped_weights())
-        write_atomic(args.json, folder.json_of(found, about))
-        print(f"written {args.json}")
+    if out:
+        result.show().save(out)
+        print(f"written {out}")
+    if json:
+        names = {"image0": str(images[0]), "image1": str(images[1])}
+        write_atomic(json, results.json_of(result, **names, model=str(model or shipped_weights())))
+        print(f"written {json}")
     return 0
 
 
-def match_database(args: argparse.Namespace) -> int:
+def match_photos(matcher: Matcher, out_dir: Path, **options: Any) -> int:
+    """Match pairs of photographs into a folder, and say what was done; return the exit code.
+
+    options: further arguments of `match_folder`.
+
+    Raises WorkError if some photographs cannot be read, after the others are matched.
+    """
+    report = folder.match_folder(matcher, out=out_dir, **options)
+    print(f"{report.matched} pairs matched: {out_dir}")
+    if report.unchanged:
+        unchanged = f"{report.unchanged} pairs were matched before with these settings"
+        print(f"{unchanged}, and are kept; --overwrite matches them again")
+    if report.others:
+        print(f"{report.others} results of other pairs are in {out_dir}, and stay as they are")
+    if options.get("colmap"):
+        print(f"{options['colmap']}: in pixels as stored in the files, as COLMAP reads them")
+    if report.bad_images:
+        count = len(report.bad_images)
+        images = f"{count} of {report.photos + count} images"
+        has_pairs = report.matched + report.unchanged
+        rest = "the others are matched" if has_pairs else "no pair is left to match"
+        raise WorkError(f"{images} cannot be read, {rest}; see {out_dir / folder.BAD_IMAGES}")
+    return 0
+
+
+def match_database(
+    settings: Dict[str, Any], colmap: Path, pairing_name: str, k: Optional[int], dry_run: bool
+) -> int:
     """Match the features of an existing COLMAP database, and write the matches into it.
+
+    settings: arguments of `Matcher.load`.
 
     Returns the exit code. Raises RequestError as `StoredFeatures`.
     """
     from superglue_sift.interop.colmap import StoredFeatures
 
     # The matcher is loaded later, if at all, so its default number is taken here.
-    default = verification.MAX_KEYPOINTS if args.scene else MAX_KEYPOINTS
-    with StoredFeatures(args.colmap, args.max_keypoints or default) as stored:
+    default = verification.MAX_KEYPOINTS if settings["scene"] else MAX_KEYPOINTS
+    with StoredFeatures(colmap, settings.get("max_keypoints") or default) as stored:
         # Choose pairs as for a folder, and leave out those that have matches.
-        pairs, total = pairing.choose_pairs(stored.photos, stored, args.pairing, args.k)
+        pairs = pairing.choose_pairs(stored.photos, stored, pairing_name, k)
         waiting = [pair for pair in pairs if not stored.has_matches(*pair)]
-        of = f"{len(stored.photos)} images with features, {total} pairs"
-        print(f"{args.colmap}: {of}, {len(waiting)} of them without matches")
+        counts = f"{len(stored.photos)} images with features, {len(pairs)} pairs"
+        print(f"{colmap}: {counts}, {len(waiting)} of them without matches")
+        if len(waiting) < len(pairs):
+            print("matches that the database has are kept, whatever they were made from")
         if stored.without:
             print(f"without features, left out: {', '.join(stored.without)}", file=sys.stderr)
-        if args.dry_run or not waiting:
+        # Features that cannot be matched show here, before hours of work.
+        stored.check(waiting)
+        if dry_run or not waiting:
             print("nothing is written")
             return 0
-        matcher = load(args)
+        matcher = Matcher.load(**settings)
         matcher.use_one_core_per_pair()
         # The database has no pixels, so positions cannot be refined.
         features = ((stored(photo0), stored(photo1)) for photo0, photo1 in waiting)
-        results = matcher.match_batch(features)
-        accepted = 0
+        matched = matcher.match_batch(features)
+        with_matches = 0
         # Each pair is written at once, so that a stopped command goes on after it.
-        shown = Progress(results, total=len(waiting), desc="matching", unit="pairs")
-        for found, pair in zip(shown, waiting):
-            stored.add(*pair, found)
-            accepted += len(found.matches) > 0
-    print(f"{len(waiting)} pairs matched, {accepted} of them with matches: {args.colmap}")
+        shown = Progress(matched, total=len(waiting), desc="matching", unit="pairs")
+        for result, pair in zip(shown, waiting):
+            stored.add(*pair, result)
+            with_matches += len(result.matches) > 0
+    print(f"{len(waiting)} pairs matched, {with_matches} of them with matches: {colmap}")
     return 0
 
 
-def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
-    """Parse the command line. `source` of the result is one of the sources of `pairing`.
+# --- the command line
 
-    Raises RequestError for invalid options.
+
+def parse(argv: Optional[Sequence[str]]) -> Tuple[str, Dict[str, Any], Dict[str, Any]]:
+    """Parse the command line, and check it, so that a mistake is reported before a model loads.
+
+    Returns:
+        The use of the command, the arguments of `Matcher.load`, and those of the function of this
+        use.
+
+    Raises:
+        RequestError: The options are invalid.
     """
+    # The parser of all options says what is matched. That of this use refuses the others.
+    args = make_parser(None).parse_args(argv)
+    inputs = [path for pattern in args.inputs for path in _expand(pattern)]
+    use = _find_use(inputs, args.pairs, args.colmap, args.serve, args.out_dir)
+    args = make_parser(use).parse_args(argv)
+    options = vars(args)
+    del options["inputs"]
+    _check_options(use, **options)
+    # Photographs for COLMAP show one place, unless --no-scene says otherwise.
+    if args.scene is None:
+        options["scene"] = bool(options.get("colmap"))
+    outputs = (options.get(name) for name in ("out", "json", "colmap"))
+    _check_outputs(inputs, [path for path in outputs if path])
+    # Options with the name of a setting are passed on. Without them, the defaults hold.
+    names = inspect.signature(Matcher.load).parameters.keys() & options.keys()
+    refine = options.get("refine")
+    settings = {name: options.pop(name) for name in names}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    return use, {"path": options.pop("model"), **settings}, _arguments(use, inputs, refine, options)
+
+
+def _arguments(
+    use: str, inputs: List[Path], refine: Optional[bool], options: Dict[str, Any]
+) -> Dict[str, Any]:
+    """Return the arguments of the function of a use, and check files, folders and packages."""
+    if use == PAGE:
+        import_extra("flask", "serve")
+        return {}
+    if use == DATABASE:
+        import_extra("pycolmap", "colmap")
+        pairing.check_pairing(options["pairing"], options["k"])
+        return {"pairing_name": options.pop("pairing"), **options}
+    if use == TWO:
+        out = options["out"]
+        if out and out.suffix.lower() not in PICTURES:
+            raise RequestError(f"--out {out}: must end in .png, .jpg or .webp")
+        folder.check_request(masks=options["masks"])
+        return {"images": inputs, **options}
+    # Photographs are named below one folder.
+    if use == LIST:
+        root = options.pop("root")
+        options["folder"] = options["pairs"].parent if root is None else root
+    elif use == FOLDER:
+        options["folder"] = inputs[0]
+    else:
+        options.update(folder=common_folder(inputs), images=inputs)
+    if options.get("colmap"):
+        options["refine_keypoints"] = refine is not False
+    checked = ("features", "masks", "colmap", "pairing", "k")
+    chosen = {name: options[name] for name in checked if name in options}
+    folder.check_request(out=options["out_dir"], **chosen)
+    return options
+
+
+def make_parser(use: Optional[str]) -> Parser:
+    """Return the parser of the options of a use. If it is None, it has the options of all uses."""
     # The help text is the docstring of this module.
     title, _, examples = str(__doc__).partition("\n\n")
     parser = Parser("superglue-match", description=title)
@@ -181,125 +267,156 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("inputs", nargs="*", type=Path, help="two or more images, or a folder")
     parser.add_argument("--version", action="version", version=f"superglue-sift {__version__}")
-    _add_inputs_and_outputs(parser)
-    _add_settings(parser)
-    # Complete what was given, then check it, so that a mistake is reported before the model loads.
-    args = parser.parse_args(argv)
-    args.inputs = [path for given in args.inputs for path in _expand(given)]
-    # Photographs for COLMAP show one place, unless --no-scene says otherwise.
-    args.scene = args.colmap is not None if args.scene is None else args.scene
-    args.source = _source(args)
-    _check_options(args)
-    _check_files(args)
-    return args
+    _add_inputs(_OptionGroup(parser, "what to match", use))
+    _add_outputs(_OptionGroup(parser, "what to write", use))
+    _add_settings(_OptionGroup(parser, "how to match", use))
+    page = "a page for the browser (pip install 'superglue-sift[serve]')"
+    group = _OptionGroup(parser, page, use)
+    group.add("--serve", (PAGE,), **A_FLAG, help="drop two images and move the threshold")
+    return parser
 
 
-def _add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what to match and what to write."""
-    add = parser.add_argument_group("what to match").add_argument
+class _OptionGroup:
+    """A group of options. The parser of one use has those of this use, and refuses the others."""
+
+    def __init__(self, parser: Parser, title: str, use: Optional[str]) -> None:
+        self._group = parser.add_argument_group(title)
+        self._use = use
+
+    def add(self, name: str, uses: Sequence[str] = USES, **options: Any) -> None:
+        """Add an option of some uses. options: arguments of argparse's `add_argument`."""
+        if self._use is None or self._use in uses:
+            self._group.add_argument(name, **options)
+            return
+        message = f"{name} goes with {' or '.join(uses)}, not with {self._use}"
+        names = [name, name.replace("--", "--no-")]
+        self._group.add_argument(*names, action=_Refusal, default=argparse.SUPPRESS, help=message)
+
+
+class _Refusal(argparse.Action):
+    """An option that does not go with the others. Its help says why."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(nargs="?", **options)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_values: Any) -> None:
+        parser.error(str(self.help))
+
+
+def _add_inputs(group: _OptionGroup) -> None:
+    """Add the options that say what to match."""
     names = 'text file, `a b` in each line; names with spaces in "quotes"'
-    add("--pairs", **A_FILE, help=names)
-    add("--root", **A_FOLDER, help="folder of the images in --pairs (default: that of the file)")
-    add(
+    group.add("--pairs", (LIST,), **A_FILE, help=names)
+    root = "folder of the images in --pairs (default: that of the file)"
+    group.add("--root", (LIST,), **A_FOLDER, help=root)
+    group.add(
         "--masks",
+        OF_PHOTOS,
         **A_FOLDER,
         help="folder of masks, NAME.jpg.png for NAME.jpg as in COLMAP: black pixels give no"
         " keypoint",
     )
-    add(
+    group.add(
         "--pairing",
-        choices=("auto", "exhaustive", "sequential", "nearest"),
+        (FILES, FOLDER, DATABASE),
+        choices=pairing.PAIRINGS,
+        default=pairing.AUTO,
         help="pairs of a folder: all; each image with the K before it by name, or with the K most"
         f" similar; or auto (default): all pairs of up to {pairing.MAX_EXHAUSTIVE} images, else the"
         " K most similar",
     )
     k = "for sequential (default 5) and nearest (default 20); with auto: nearest"
-    add("--k", **A_NUMBER, help=k)
+    group.add("--k", (FILES, FOLDER, DATABASE), **A_NUMBER, help=k)
 
-    add = parser.add_argument_group("what to write").add_argument
-    add("--out", **A_FILE, help="for two images: picture of the matches (png, jpg or webp)")
-    add("--json", **A_FILE, help="for two images: keypoints and matches")
+
+def _add_outputs(group: _OptionGroup) -> None:
+    """Add the options that say what to write."""
+    out = "for two images: picture of the matches (png, jpg or webp)"
+    group.add("--out", (TWO,), **A_FILE, help=out)
+    group.add("--json", (TWO,), **A_FILE, help="for two images: keypoints and matches")
     out_dir = "for any number of images: A_B_matches.npz for each pair"
-    add("--out-dir", **A_FOLDER, help=out_dir)
-    add("--overwrite", **A_FLAG, help="with --out-dir: match pairs again whose file exists")
-    add("--pictures", **A_FLAG, help="with --out-dir: also A_B_matches.jpg")
-    add("--json-files", **A_FLAG, help="with --out-dir: also A_B_matches.json")
-    add("--features", **A_FOLDER, help="folder of the features (default: OUT-DIR/features)")
-    add(
+    group.add("--out-dir", TO_FOLDER, **A_FOLDER, help=out_dir)
+    overwrite = "with --out-dir: also match pairs again whose files fit"
+    group.add("--overwrite", TO_FOLDER, **A_FLAG, help=overwrite)
+    group.add("--pictures", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.jpg")
+    group.add("--json-files", TO_FOLDER, **A_FLAG, help="with --out-dir: also A_B_matches.json")
+    features = "folder of the features (default: OUT-DIR/features)"
+    group.add("--features", TO_FOLDER, **A_FOLDER, help=features)
+    group.add(
         "--colmap",
+        (FOLDER, LIST, DATABASE),
         **A_FILE,
         help="for a folder or --pairs: also a COLMAP database, ready to map (pip install"
         " 'superglue-sift[colmap]'). Without photographs: match the features of an existing"
         " database, only pairs that have no matches yet",
     )
-    add(
+    group.add(
         "--camera-per",
+        (FOLDER, LIST),
         choices=("folder", "image"),
         help="with --colmap: one camera for each folder or image (default: as COLMAP does, one for"
         " all images whose EXIF data name the same camera, and one for each of the others)",
     )
     dry_run = "with an existing database: say what would be matched, and write nothing"
-    add("--dry-run", **A_FLAG, help=dry_run)
+    group.add("--dry-run", (DATABASE,), **A_FLAG, help=dry_run)
 
 
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how to match, and that of the page."""
-    add = parser.add_argument_group("how to match").add_argument
-    add("--model", **A_FILE, help="model file (default: the shipped weights)")
-    add(
+def _add_settings(group: _OptionGroup) -> None:
+    """Add the options that say how to match."""
+    group.add("--model", **A_FILE, help="model file (default: the shipped weights)")
+    group.add(
         "--max-keypoints",
         **A_NUMBER,
         help=f"maximum number of keypoints per image (default {MAX_KEYPOINTS}, with --scene"
         f" {verification.MAX_KEYPOINTS})",
     )
-    add(
+    group.add(
         "--network-keypoints",
         **A_NUMBER,
         help="maximum number of them that the network sees, selected for each pair (default"
         f" {NETWORK_KEYPOINTS}, with --scene {verification.NETWORK_KEYPOINTS})",
     )
     threshold = "minimum probability of a match (default: the model's own, else 0.2)"
-    add("--threshold", **A_PROBABILITY, help=threshold)
-    add(
+    group.add("--threshold", **A_PROBABILITY, help=threshold)
+    group.add(
         "--resize",
         **A_NUMBER,
         help="reduce images to this longer side (default 1024, with --scene 1600), and enlarge"
         f" those below {ENLARGED_TO} px; 0 does neither",
     )
-    add(
+    group.add(
         "--scene",
         action=argparse.BooleanOptionalAction,
         help="photographs of one place: accept or reject each pair, then add guided matches"
         " (default with --colmap, else --no-scene)",
     )
     accept = f"minimum probability that both images show one place (default {verification.ACCEPT})"
-    add("--accept", **A_PROBABILITY, help=f"with --scene: {accept}")
-    add(
+    group.add("--accept", **A_PROBABILITY, help=f"with --scene: {accept}")
+    group.add(
         "--likely",
         **A_NUMBER,
         help="with --scene: skip pairs with fewer classical matches of one geometry (default"
         f" {verification.LIKELY}); 0 skips none",
     )
     extractor = "required for non-SIFT models: allows this code to run"
-    add("--extractor", metavar="MODULE:FUNCTION", help=extractor)
+    group.add("--extractor", metavar="MODULE:FUNCTION", help=extractor)
     device = "auto (default: a GPU if there is one), cpu, cuda or cuda:N"
-    add("--device", metavar="NAME", default="auto", help=device)
-    add(
+    group.add("--device", metavar="NAME", default="auto", help=device)
+    group.add(
         "--frame",
+        OF_PHOTOS,
         choices=FRAMES,
         help="frame of coordinates: upright (default), rotated according to EXIF, like cv2.imread;"
         " or stored, as in the file. Pictures are always upright, a COLMAP database is always of"
         " stored pixels",
     )
-    add(
+    group.add(
         "--refine",
+        (*OF_PHOTOS, PAGE),
         action=argparse.BooleanOptionalAction,
         help="refine positions by the pixels of the images: those of matches (default without"
         " --scene), and those of keypoints of --colmap (default)",
     )
-    page = "a page for the browser (pip install 'superglue-sift[serve]')"
-    add = parser.add_argument_group(page).add_argument
-    add("--serve", **A_FLAG, help="drop two images and move the threshold")
 
 
 def _expand(path: Path) -> Sequence[Path]:
@@ -307,82 +424,66 @@ def _expand(path: Path) -> Sequence[Path]:
     expand.
     """
     # A file may have brackets or stars in its name, and is then no pattern.
-    found = [] if path.exists() else sorted(glob.glob(str(path)))
-    return [*map(Path, found)] or [path]
+    matches = [] if path.exists() else sorted(glob.glob(str(path)))
+    return [*map(Path, matches)] or [path]
 
 
-def _spell(name: str) -> str:
-    """Return an option as the user types it."""
-    return f"--{name.replace('_', '-')}"
+def common_folder(paths: Sequence[FileName]) -> Path:
+    """Return the folder that holds all files, at any depth."""
+    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths]))
 
 
-def _source(args: argparse.Namespace) -> str:
-    """Say what is matched. Raises RequestError if it is nothing, or more than one thing."""
-    # List what is given, which must be exactly one source.
-    sources = [LIST] * bool(args.pairs) + [PAGE] * args.serve + [FILES] * bool(args.inputs)
+def _find_use(
+    inputs: Sequence[Path],
+    pairs: Optional[Path],
+    colmap: Optional[Path],
+    serve: bool,
+    out_dir: Optional[Path],
+) -> str:
+    """Say which use of the command is meant.
+
+    Raises RequestError if nothing is to be matched, or more than one thing.
+    """
+    uses = [LIST] * bool(pairs) + [PAGE] * serve + [FILES] * bool(inputs)
     # --colmap alone reads a database. With photographs it writes one.
-    if not sources and args.colmap:
+    if not uses and colmap:
         return DATABASE
-    if len(sources) != 1:
+    if len(uses) != 1:
         wanted = "two images, a folder, --pairs FILE, --colmap FILE or --serve"
         raise RequestError(f"name {wanted}; see --help for examples")
-    if sources != [FILES]:
-        return sources[0]
-    folders = [path for path in args.inputs if path.is_dir()]
-    if folders and len(args.inputs) > 1:
+    if uses != [FILES]:
+        return uses[0]
+    folders = [path for path in inputs if path.is_dir()]
+    if folders and len(inputs) > 1:
         raise RequestError(f"{folders[0]}: is a folder; name one folder alone, or only images")
-    if len(args.inputs) > 1:
-        return TWO if len(args.inputs) == 2 else FILES
+    if len(inputs) > 1:
+        return TWO if len(inputs) == 2 and not out_dir else FILES
     if folders:
         return FOLDER
-    reason = "is one image" if args.inputs[0].exists() else "no such folder"
-    raise RequestError(f"{args.inputs[0]}: {reason}; name two images or a folder")
+    reason = "is one image" if inputs[0].exists() else "no such folder"
+    raise RequestError(f"{inputs[0]}: {reason}; name two images or a folder")
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise RequestError for an option without those that it needs.
+def _check_options(use: str, **options: Any) -> None:
+    """Raise RequestError for an option of this use without another one that it needs.
 
-    `Matcher` checks the ranges of its settings.
+    `Matcher` and `match_folder` check the ranges of their arguments.
     """
-    if args.k is not None:
-        check_range("--k", args.k, 1)
-        if args.pairing == "exhaustive":
-            raise RequestError("--k goes with --pairing sequential, nearest or auto")
-    if not args.out_dir and args.source in (FILES, FOLDER, LIST):
+    if use in TO_FOLDER and not options["out_dir"]:
         raise RequestError("--out-dir DIR: name the folder for the results")
-    if args.out_dir and (args.out or args.json):
-        fix = "with --out-dir, use --pictures --json-files"
-        raise RequestError(f"--out and --json are for two images; {fix}")
-    if args.camera_per and args.source == DATABASE:
-        raise RequestError("--camera-per: an existing database has cameras; leave it out")
-    # 0 is also a value that was given.
-    given = {name for name, value in vars(args).items() if value is not None and value is not False}
-    known = {args.source, *map(_spell, given)}
-    for name in GOES_WITH:
-        if name in given and known.isdisjoint(GOES_WITH[name]):
-            raise RequestError(f"{_spell(name)} goes with {' or '.join(GOES_WITH[name])}")
+    if options.get("camera_per") and not options["colmap"]:
+        raise RequestError("--camera-per goes with --colmap")
+    is_scene = options["scene"] or (options["scene"] is None and options.get("colmap"))
+    for name in ("accept", "likely"):
+        if options[name] is not None and not is_scene:
+            raise RequestError(f"--{name} goes with --scene")
 
 
-def _check_files(args: argparse.Namespace) -> None:
-    """Check the files to write, and optional packages, before any work. Raises RequestError."""
-    if args.out and args.out.suffix.lower() not in PICTURES:
-        raise RequestError(f"--out {args.out}: must end in .png, .jpg or .webp")
-    if args.masks and not args.masks.is_dir():
-        raise RequestError(f"--masks {args.masks}: no such folder")
-    # An earlier database would get its images twice.
-    if args.colmap and args.colmap.exists() and args.source != DATABASE:
-        fix = "name another, or leave out the photographs to match the features that it holds"
-        raise RequestError(f"--colmap {args.colmap}: exists already; {fix}")
-    # Results must not overwrite photographs, and their folders must be writable.
-    inputs = [path.resolve() for path in args.inputs]
-    for path in filter(None, (args.out, args.json, args.colmap)):
-        if path.resolve() in inputs:
+def _check_outputs(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
+    """Check the files to write before any work. Raises RequestError."""
+    photos = [path.resolve() for path in inputs]
+    for path in outputs:
+        # Results must not overwrite photographs, and their folders must be writable.
+        if path.resolve() in photos:
             raise RequestError(f"{path}: is an input, and would be overwritten; name another")
         check_writable(path)
-    for directory in filter(None, (args.features, args.out_dir)):
-        check_writable(directory / folder.BAD_IMAGES, named=directory)
-    # The plain installation does not have these packages.
-    if args.colmap:
-        import_extra("pycolmap", "colmap")
-    if args.serve:
-        import_extra("flask", "serve")

@@ -1,46 +1,48 @@
 """Match the photographs of a folder, of many files or of a list, and write each result to a file.
 
+    from superglue_sift import Matcher, match_folder
+
+    report = match_folder(Matcher.load(), "photos", "found")  # writes found/A_B_matches.npz
+
 The features of each photograph are computed once and kept on disk. A pair is done if its
-`A_B_matches.npz` exists. This file is written last and atomically, so the same command goes on
-where it was stopped. Memory holds the names of all images, but features of only the last 256,
-pixels of the last 32, and one batch of pairs. With --colmap it also holds all matches.
+`A_B_matches.npz` was made from the same photographs with the same settings (`results`). This file
+is written last and atomically, so that a call that was stopped is resumed by the same call. Memory
+holds the names of all photographs, but features of only the last 256, pixels of the last 32, and
+one batch of pairs. For a COLMAP database it also holds all matches.
 """
 
 from __future__ import annotations
 
-import argparse
+import collections
 import contextlib
-import dataclasses
-import io
 import itertools
-import json
+import logging
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
-
-import numpy as np
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 from superglue_sift.apps.pairing import (
+    AUTO,
+    EXHAUSTIVE,
     PICTURE,
-    ItemPair,
+    ExhaustivePairs,
+    PhotoPair,
+    check_pairing,
     choose_pairs,
     listed_pairs,
-    named_inputs,
-    root_of,
+    name_images,
+    name_pairs,
 )
-from superglue_sift.errors import RequestError, WorkError
-from superglue_sift.features.images import find_mask
-from superglue_sift.features.store import FeatureStore, Item, read_npz
-from superglue_sift.files import name_below, write_atomic, write_csv
+from superglue_sift.apps.results import JSON, MATCHES, MISSING, PairFiles
+from superglue_sift.errors import RequestError, import_extra
+from superglue_sift.features.images import find_mask, list_photos
+from superglue_sift.features.store import FeatureStore, PhotoFile
+from superglue_sift.files import FileName, check_writable, name_below, write_csv
 from superglue_sift.geometry import verification
-from superglue_sift.match_result import REFINED, MatchResult
+from superglue_sift.match_result import MatchResult
 from superglue_sift.matcher import Matcher, groups
-from superglue_sift.matches import Matches
 from superglue_sift.progress import Progress
-
-# Endings of the files of a pair, besides PICTURE
-MATCHES = "matches.npz"
-JSON = "matches.json"
 
 PAIR_LIST = "pairs.csv"  # table of the pairs of a scene
 PAIR_COLUMNS = ("image0", "image1", "matches", "pair_score", "accepted", "reason")
@@ -48,78 +50,136 @@ BAD_IMAGES = "bad_images.csv"
 BATCH_ON_GPU = 8
 PAIRS_OF_A_WORKER = 2  # in a batch on a CPU, where workers wait for the last pair of a batch
 
-# --- the pairs are matched
+Pairs = Union[List[PhotoPair], ExhaustivePairs]
+
+logger = logging.getLogger(__name__)
 
 
-def match_folder(args: argparse.Namespace, matcher: Matcher) -> int:
-    """Match any number of pairs into --out-dir; return the exit code.
+@dataclass(frozen=True)
+class FolderReport:
+    """What `match_folder` did.
 
-    Raises WorkError if some photographs cannot be read, after the others are matched.
+    matched: number of pairs that were matched.
+    unchanged: number of pairs whose results were there, fit and were kept.
+    matched_again: number of pairs whose results were there and did not fit, by the reason. They are
+        also counted in `matched`.
+    others: number of results in the folder that are of other pairs.
+    photos: number of photographs that can be read.
+    bad_images: the reason for each file that cannot be read.
     """
-    # Extract the features of all photographs, which are kept, and choose the pairs to match.
-    root = root_of(args)
-    store = FeatureStore(matcher, args.features or args.out_dir / "features", args.masks, root)
-    photos, bad, pairs, total = _prepare(args, store)
-    # pycolmap is an extra, so it is imported only for a database.
-    database: Any = contextlib.nullcontext()
-    if args.colmap:
-        from superglue_sift.interop.colmap import database_of
 
-        refine = args.refine is not False
-        database = database_of(args.colmap, root, photos, store, refine, args.camera_per)
-    # Match the pairs. The table and the database get each of them.
-    rows: List[Sequence[Any]] = [PAIR_COLUMNS]
-    before = 0
-    with database as add:
-        for pair, found, is_new in match_pairs(args, store, pairs, total):
-            before += not is_new
-            if matcher.rules and found is not None:
-                rows.append(_row(root, *pair, found))
-            if args.colmap:
-                add(*pair, found)
-    if matcher.rules:
-        write_csv(args.out_dir / PAIR_LIST, rows)
-    # Say what was done, and which photographs are bad.
-    print(f"{total - before} pairs matched: {args.out_dir}")
-    if before:
-        print(f"{before} pairs were there before, and are kept; --overwrite matches them again")
-    if args.colmap:
-        print(f"{args.colmap}: in pixels as stored in the files, as COLMAP reads them")
-    # The list of an earlier command may name photographs that are repaired now.
-    path = args.out_dir / BAD_IMAGES
-    path.unlink(missing_ok=True)
-    if bad:
-        write_csv(path, [("image", "reason"), *bad.items()])
-        images = f"{len(bad)} of {len(photos) + len(bad)} images"
-        rest = "the others are matched" if total else "no pair is left to match"
-        raise WorkError(f"{images} cannot be read, {rest}; see {path}")
-    return 0
+    matched: int
+    unchanged: int
+    matched_again: Mapping[str, int]
+    others: int
+    photos: int
+    bad_images: Mapping[str, str]
 
 
-def _prepare(
-    args: argparse.Namespace, store: FeatureStore
-) -> Tuple[List[Item], Dict[str, str], Iterable[ItemPair], int]:
-    """Extract all features, and choose the pairs.
+def match_folder(
+    matcher: Matcher,
+    folder: FileName,
+    out: FileName,
+    *,
+    images: Optional[Sequence[FileName]] = None,
+    pairs: Union[FileName, Sequence[Tuple[FileName, FileName]], None] = None,
+    pairing: str = AUTO,
+    k: Optional[int] = None,
+    masks: Optional[FileName] = None,
+    features: Optional[FileName] = None,
+    pictures: bool = False,
+    json_files: bool = False,
+    overwrite: bool = False,
+    colmap: Optional[FileName] = None,
+    camera_per: Optional[str] = None,
+    refine_keypoints: bool = True,
+) -> FolderReport:
+    """Match pairs of photographs, and write `A_B_matches.npz` of each pair (`results.npz_of`).
 
-    Returns the photographs that can be read, the reason for each path that cannot be read, the
-    pairs, and the number of pairs. Raises RequestError for a list that cannot be read, and for
-    pairs by similarity without SIFT.
+    A pair whose file was made from the same photographs and masks, by the same weights with the
+    same settings, is kept. So the same call goes on after a stop. Results that do not fit are made
+    again, and a warning counts them.
+
+    Args:
+        matcher: the matcher. On a CPU it will match one pair per core (`use_one_core_per_pair`).
+        folder: folder of the photographs, which are named by their paths below it.
+        out: folder of the results. `bad_images.csv` lists files that cannot be read, and
+            `pairs.csv` the pairs of a matcher of scenes.
+        images: files to match instead of all photographs at or below `folder`.
+        pairs: pairs of names below `folder`, or a text file with `a.jpg b.jpg` in each line.
+        pairing: how to choose pairs: "exhaustive" for all pairs, "sequential" or "nearest" for each
+            photograph with the `k` before it or with the `k` most similar ones, or "auto":
+            "nearest" with `k` or for more than 200 photographs, else "exhaustive".
+        k: number of others. If None, it is 5 for "sequential" and 20 for "nearest".
+        masks: folder of masks, `NAME.jpg.png` for `NAME.jpg`. Black pixels give no keypoints.
+        features: folder of the features, which calls may share. If None, it is in `out`.
+        pictures: also write `A_B_matches.jpg`.
+        json_files: also write `A_B_matches.json`.
+        overwrite: match all pairs again.
+        colmap: COLMAP database to write, which must not exist.
+        camera_per: "folder" or "image": what has one camera in the database. If None, photographs
+            whose EXIF data name the same camera share one, and each of the others has its own.
+        refine_keypoints: refine keypoints of the database by the pixels of all their pairs.
+
+    Raises:
+        RequestError: An argument is wrong, or a photograph was replaced while it was matched.
+        OSError: A file cannot be written.
     """
-    if args.pairs:
-        listed = listed_pairs(args.pairs, root_of(args))
-        photos, bad = extract_photos(list(dict.fromkeys(itertools.chain(*listed))), store)
-        # Leave out pairs with a photograph that cannot be read.
-        readable = set(photos)
-        pairs = [pair for pair in listed if readable.issuperset(pair)]
-        return photos, bad, pairs, len(pairs)
-    kind = args.pairing or "auto"
-    if not store.is_sift and kind in ("auto", "nearest"):
-        if kind == "nearest" or args.k:
-            fix = "use exhaustive or sequential"
-            raise RequestError(f"--pairing nearest compares SIFT features; {fix}")
-        kind = "exhaustive"
-    photos, bad = extract_photos(named_inputs(args), store)
-    return photos, bad, *choose_pairs(photos, store, kind, args.k)
+    folder, out = Path(folder), Path(out)
+    check_request(out, features, masks, colmap, pairing, k)
+    store = FeatureStore(matcher, Path(features or out / "features"), masks, folder)
+    _check_matcher(store, out, pairs, pairing, k)
+    photos, bad_images, photo_pairs = _prepare(store, images, pairs, pairing, k)
+    database = _database(colmap, photos, store, refine_keypoints, camera_per)
+    endings = [JSON] * json_files + [PICTURE] * pictures
+    counts = _match_all(store, PairFiles(out, store), photo_pairs, overwrite, endings, database)
+    _write_bad_images(out / BAD_IMAGES, bad_images)
+    return FolderReport(*counts, len(photos), bad_images)
+
+
+# --- what is asked for
+
+
+def check_request(
+    out: Optional[FileName] = None,
+    features: Optional[FileName] = None,
+    masks: Optional[FileName] = None,
+    colmap: Optional[FileName] = None,
+    pairing: str = AUTO,
+    k: Optional[int] = None,
+) -> None:
+    """Check arguments of `match_folder` before any work. Raises RequestError for a wrong one."""
+    check_pairing(pairing, k)
+    if masks and not Path(masks).is_dir():
+        raise RequestError(f"--masks {masks}: no such folder")
+    for directory in filter(None, (features, out)):
+        check_writable(Path(directory) / BAD_IMAGES, named=directory)
+    if colmap:
+        # An earlier database would get its images twice.
+        if Path(colmap).exists():
+            fix = "name another, or leave out the photographs to match the features that it holds"
+            raise RequestError(f"--colmap {colmap}: exists already; {fix}")
+        check_writable(colmap)
+        import_extra("pycolmap", "colmap")
+
+
+def _check_matcher(
+    store: FeatureStore, out: Path, pairs: Any, pairing: str, k: Optional[int]
+) -> None:
+    """Raise RequestError if the matcher does not fit the other arguments of `match_folder`."""
+    extractor = store.matcher.extractor
+    # Without this check, each photograph would be listed as one that cannot be read.
+    if extractor is None:
+        name = store.matcher.model.config.extractor
+        reason = f"the model needs this code to find keypoints: extractor='{name}'"
+        raise RequestError(f"--extractor {name}: required, since {reason}")
+    if not store.is_sift and (pairing == "nearest" or (pairing == AUTO and k)):
+        fix = "use exhaustive or sequential"
+        raise RequestError(f"--pairing nearest compares SIFT features; {fix}")
+    table = out / PAIR_LIST
+    is_file = isinstance(pairs, (str, Path))
+    if store.matcher.rules and is_file and Path(pairs).resolve() == table.resolve():
+        raise RequestError(f"{pairs}: is an input, and would be overwritten; name another folder")
 
 
 def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
@@ -130,38 +190,162 @@ def check_masks(images: Sequence[Path], masks: Path, root: Path) -> None:
         raise RequestError(f"--masks {masks}: holds no mask of any image; {name}.png would be one")
 
 
+def _prepare(
+    store: FeatureStore,
+    images: Optional[Sequence[FileName]],
+    pairs: Union[FileName, Sequence[Tuple[FileName, FileName]], None],
+    pairing: str,
+    k: Optional[int],
+) -> Tuple[List[PhotoFile], Dict[str, str], Pairs]:
+    """Extract all features, and choose the pairs. The arguments are those of `match_folder`.
+
+    Returns the photographs that can be read, the reason for each path that cannot be read, and the
+    pairs. Raises RequestError for a list or a folder that cannot be read.
+    """
+    if pairs is None:
+        paths = list_photos(store.root) if images is None else images
+        photos, bad_images = extract_photos(name_images(paths, store.root), store)
+        # The similarity of photographs is that of their SIFT.
+        if pairing == AUTO and not store.is_sift:
+            pairing = EXHAUSTIVE
+        return photos, bad_images, choose_pairs(photos, store, pairing, k)
+    if isinstance(pairs, (str, Path)):
+        named_pairs = listed_pairs(Path(pairs), store.root)
+    else:
+        named_pairs = name_pairs(pairs, store.root)
+    named_photos = list(dict.fromkeys(itertools.chain.from_iterable(named_pairs)))
+    photos, bad_images = extract_photos(named_photos, store)
+    # Leave out pairs with a photograph that cannot be read.
+    readable = set(photos)
+    return photos, bad_images, [pair for pair in named_pairs if readable.issuperset(pair)]
+
+
 def extract_photos(
-    photos: Sequence[Item], store: FeatureStore
-) -> Tuple[List[Item], Dict[str, str]]:
-    """Extract missing features. Return the photographs that can be read, and, for each path that
-    cannot be read, the reason. Raises RequestError if there are masks, but none of a photograph.
+    photos: Sequence[PhotoFile], store: FeatureStore
+) -> Tuple[List[PhotoFile], Dict[str, str]]:
+    """Extract missing features.
+
+    Returns the photographs that can be read, and, for each path that cannot be read, the reason.
+    Raises RequestError if there are masks, but none of a photograph.
     """
     if store.masks:
-        check_masks([photo.image for photo in photos], store.masks, store.root)
+        check_masks([photo.path for photo in photos], store.masks, store.root)
 
-    def reason(photo: Item) -> str:
+    def extract(photo: PhotoFile) -> str:
         """Extract one photograph; return why it cannot be read, or ""."""
         try:
             store.prepare(photo)
         except RequestError as error:
-            return str(error).replace(f"{photo.image}: ", "", 1)
+            return str(error).replace(f"{photo.path}: ", "", 1)
         return ""
 
     # One of two threads can read a file while SIFT of the other one runs.
     with ThreadPoolExecutor(2) as pool:
-        reasons = pool.map(reason, photos)
-        shown = list(Progress(reasons, total=len(photos), desc="features", unit="images"))
-    bad = {str(photo.image): why for photo, why in zip(photos, shown) if why}
-    return [photo for photo in photos if str(photo.image) not in bad], bad
+        reasons = pool.map(extract, photos)
+        reasons = list(Progress(reasons, total=len(photos), desc="features", unit="images"))
+    bad_images = {str(photo.path): reason for photo, reason in zip(photos, reasons) if reason}
+    return [photo for photo in photos if str(photo.path) not in bad_images], bad_images
 
 
-def match_pairs(
-    args: argparse.Namespace, store: FeatureStore, pairs: Iterable[ItemPair], total: int
-) -> Iterator[Tuple[ItemPair, Optional[MatchResult], bool]]:
-    """Match and write each pair that is not done.
+# --- pairs are matched
 
-    Yields, for each pair in order, its matches and whether they are new. The matches of a pair that
-    was done are None, unless a scene, a database or a further file needs them.
+
+def _database(
+    path: Optional[FileName],
+    photos: Sequence[PhotoFile],
+    store: FeatureStore,
+    refine_keypoints: bool,
+    camera_per: Optional[str],
+) -> Any:
+    """Return the context manager of a new COLMAP database, or None without a path."""
+    if not path:
+        return None
+    # pycolmap is an extra, so it is imported only for a database.
+    from superglue_sift.interop.colmap import database_of
+
+    return database_of(Path(path), store.root, photos, store, refine_keypoints, camera_per)
+
+
+def _match_all(
+    store: FeatureStore,
+    files: PairFiles,
+    pairs: Pairs,
+    overwrite: bool,
+    endings: Sequence[str],
+    database: Any,
+) -> Tuple[int, int, Dict[str, int], int]:
+    """Match the pairs into their files, into the table of a scene, and into the database, if any.
+
+    Returns the first four numbers of a FolderReport.
+    """
+    fits, matched_again, others = _check_results(files, pairs, overwrite)
+    rules = store.matcher.rules
+    needs_all = rules is not None or database is not None
+    rows: List[Sequence[Any]] = [PAIR_COLUMNS]
+    with database or contextlib.nullcontext() as add:
+        for pair, result in _match_pairs(store, files, pairs, fits, endings, needs_all):
+            if rules and result is not None:
+                rows.append(_row(store.root, *pair, result))
+            if add:
+                add(*pair, result)
+    table = files.folder / PAIR_LIST
+    if rules:
+        write_csv(table, rows)
+    # The table of an earlier call lists results of a scene, which are there no more.
+    elif table.is_file() and table.read_bytes().startswith(",".join(PAIR_COLUMNS).encode()):
+        table.unlink()
+    return len(fits) - sum(fits), sum(fits), matched_again, others
+
+
+def _check_results(
+    files: PairFiles, pairs: Pairs, overwrite: bool
+) -> Tuple[bytearray, Dict[str, int], int]:
+    """Find the pairs whose results are there and fit.
+
+    Returns whether each pair fits (0 or 1), how many do not fit by the reason, and the number of
+    results in the folder that are of other pairs.
+    """
+    names = files.existing()
+    fits = bytearray(len(pairs))
+    reasons: Dict[str, int] = collections.Counter()
+    is_quick = overwrite or not names
+    shown = Progress(pairs, total=len(pairs), desc="checking", unit="pairs", disable=is_quick)
+    for number, pair in enumerate(shown):
+        name = files.path(pair, MATCHES).name
+        if name not in names:
+            continue
+        names.remove(name)
+        reason = None if overwrite else files.misfit(pair)
+        fits[number] = reason is None and not overwrite
+        if reason not in (None, MISSING):
+            reasons[reason] += 1
+    if reasons:
+        counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        logger.warning("%d pairs are matched again: %s", sum(reasons.values()), counts)
+    return fits, dict(reasons), len(names)
+
+
+def _match_pairs(
+    store: FeatureStore,
+    files: PairFiles,
+    pairs: Pairs,
+    fits: Sequence[int],
+    endings: Sequence[str],
+    needs_all: bool,
+) -> Iterator[Tuple[PhotoPair, Optional[MatchResult]]]:
+    """Match and write each pair that is not done, and write missing files of the others.
+
+    Args:
+        store: the features, and the matcher.
+        files: the files of the pairs.
+        pairs: the pairs.
+        fits: whether the result of each pair is there and fits.
+        endings: JSON and PICTURE, if they are asked for.
+        needs_all: yield the results of all pairs.
+
+    Yields:
+        Each pair in order with its result, or with None for a pair that was done, unless
+        `needs_all`.
     """
     matcher = store.matcher
     matcher.use_one_core_per_pair()
@@ -170,174 +354,51 @@ def match_pairs(
     # A batch keeps all workers busy on a CPU, or the GPU.
     on_gpu = matcher.device.startswith("cuda")
     size = BATCH_ON_GPU if on_gpu else PAIRS_OF_A_WORKER * matcher.workers
-    with Progress(total=total, desc="matching", unit="pairs") as shown:
+    with Progress(total=len(pairs), desc="matching", unit="pairs") as shown:
         # `pairs` may be millions, and are read group by group.
-        for group in groups(pairs, size):
-            # Match the pairs of the group that have no file yet.
-            kept = [] if args.overwrite else [p for p in group if _file(args, p, MATCHES).is_file()]
-            new = [pair for pair in group if pair not in kept]
+        for group in groups(zip(pairs, fits), size):
+            new = [pair for pair, is_done in group if not is_done]
             features = ((features_of(photo0), features_of(photo1)) for photo0, photo1 in new)
             results = dict(zip(new, matcher.match_batch(features, size)))
-            for pair in group:
-                yield pair, _write_pair(args, store, pair, results.get(pair)), pair in results
-                shown.initial += pair in kept  # pairs that the pace does not count
+            for pair, is_done in group:
+                if is_done:
+                    yield pair, _complete(files, pair, endings, needs_all)
+                else:
+                    files.write(pair, results[pair], endings)
+                    yield pair, results[pair]
+                shown.initial += is_done  # pairs that the pace does not count
                 shown.update(1)
 
 
-def _file(args: argparse.Namespace, pair: ItemPair, ending: str) -> Path:
-    """Return the path OUT-DIR/A_B_ENDING of a file of a pair."""
-    return args.out_dir / f"{pair[0].name}_{pair[1].name}_{ending}"
-
-
-def _write_pair(
-    args: argparse.Namespace, store: FeatureStore, pair: ItemPair, new: Optional[MatchResult]
+def _complete(
+    files: PairFiles, pair: PhotoPair, endings: Sequence[str], is_needed: bool
 ) -> Optional[MatchResult]:
-    """Write the missing files of a pair; return its matches if they are needed.
-
-    new: its matches, or None if the pair is done.
-    """
-    path = _file(args, pair, MATCHES)
-    if new:
-        path.unlink(missing_ok=True)  # earlier matches, until all files are new
-    wanted = [JSON] * args.json_files + [PICTURE] * args.pictures
-    missing = [each for each in wanted if new or not _file(args, pair, each).is_file()]
-    # A pair that is done is read again only if something needs its matches.
-    if not (new or missing or store.matcher.rules or args.colmap):
+    """Write the missing files of a pair that was done; return its result if it was read."""
+    missing = [ending for ending in endings if files.lacks(pair, ending)]
+    if not missing and not is_needed:
         return None
-    found = new or read_pair(path, store, pair)
-    found = dataclasses.replace(found, images=(pair[0].image, pair[1].image))
-    if JSON in missing:
-        about = {"image0": pair[0].name, "image1": pair[1].name}
-        write_atomic(_file(args, pair, JSON), json_of(found, about))
-    if PICTURE in missing:
-        found.show().save(_file(args, pair, PICTURE))
-    # The matches are written last, since a pair counts as done if they are there.
-    if new:
-        write_atomic(path, npz_of(new))
-    return found
+    result = files.read(pair)
+    for ending in missing:
+        files.write_more(pair, result, ending)
+    return result
 
 
-def _row(root: Path, item0: Item, item1: Item, found: MatchResult) -> Tuple[Any, ...]:
+def _row(root: Path, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> Tuple[Any, ...]:
     """Return the row of pairs.csv for one pair of a scene. Its columns are PAIR_COLUMNS."""
-    score = f"{found.pair_score:.4f}"
-    reason = "" if found.accepted else "not accepted"
+    score = f"{result.pair_score:.4f}"
+    reason = "" if result.accepted else "not accepted"
     # A pair that the first look skipped was never judged, so it has no score.
-    if found.pair_score == verification.SKIPPED:
+    if result.pair_score == verification.SKIPPED:
         score = ""
         reason = "skipped: too few classical matches"
-    names = (name_below(item.image, root) for item in (item0, item1))
-    return (*names, len(found.matches), score, int(found.accepted), reason)
+    names = (name_below(photo.path, root) for photo in (photo0, photo1))
+    return (*names, len(result.matches), score, int(result.accepted), reason)
 
 
-# --- the files of a pair
-
-
-def npz_of(found: MatchResult) -> bytes:
-    """Return the bytes of a `.npz` of a result, in the common layout.
-
-    keypoints0, keypoints1: (M, 2) and (N, 2) float32 px.
-    matches: (M,) int64, -1 without a match.
-    match_confidence: (M,) float32.
-    frame, turned: () and (2,), see `MatchResult`.
-
-    Refined matches also have aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
-    (M,), float32, which are NaN without a match. Pairs of a scene also have pair_score ().
+def _write_bad_images(path: Path, bad_images: Mapping[str, str]) -> None:
+    """Write the table of bad images. Without any, delete that of an earlier call, since they may
+    be repaired now.
     """
-    matches, scores = found.dense()
-    arrays: Dict[str, Any] = {
-        "keypoints0": found.keypoints0,
-        "keypoints1": found.keypoints1,
-        "matches": matches,
-        "match_confidence": scores,
-        "frame": found.frame,
-        "turned": found.turned,
-    }
-    if found.pair_score is not None:
-        arrays["pair_score"] = found.pair_score
-    for name in REFINED if found.aligned1 is not None else ():
-        refined = getattr(found, name)
-        # (K, ...) of the matches -> (M, ...) of the keypoints of image 0
-        arrays[name] = np.full((len(matches), *refined.shape[1:]), np.nan, np.float32)
-        arrays[name][found.matches[:, 0]] = refined
-    # Write the archive to memory, so that the file appears whole.
-    data = io.BytesIO()
-    np.savez_compressed(data, **arrays)
-    return data.getvalue()
-
-
-def read_pair(path: Path, store: FeatureStore, pair: ItemPair) -> MatchResult:
-    """Read a pair that was matched before.
-
-    Raises RequestError for a damaged file, or a file that was made with other settings or images.
-    """
-    arrays = read_npz(path) or {}
-    features0, features1 = map(store, pair)
-    of_scene = "pair_score" in arrays
-    # The indices of the matches mean nothing with other keypoints.
-    same = {"keypoints0": features0.keypoints, "keypoints1": features1.keypoints}
-    same["frame"] = np.array(features0.frame)
-    reason = ""
-    if not {*same, "matches", "match_confidence"} <= arrays.keys():
-        reason = "is damaged, or of another program"
-    elif of_scene != (store.matcher.rules is not None):
-        how = "with --scene" if of_scene else "without --scene, which --colmap implies"
-        reason = f"was made {how}"
-    elif not all(np.array_equal(arrays[name], value) for name, value in same.items()):
-        reason = "was made with other images or settings"
-    if reason:
-        raise RequestError(f"{path}: {reason}; --overwrite matches the pair again")
-    matches = Matches.from_dense(arrays["matches"], arrays["match_confidence"])
-    # (M, ...) of the keypoints of image 0 -> (K, ...) of the matches
-    index0 = matches.indices[:, 0]
-    refined: Dict[str, Any] = {name: arrays[name][index0] for name in REFINED if name in arrays}
-    if of_scene:
-        refined["pair_score"] = float(arrays["pair_score"])
-    return dataclasses.replace(MatchResult.of(features0, features1, matches), **refined)
-
-
-def json_of(found: MatchResult, about: Mapping[str, Any]) -> bytes:
-    """Return JSON of a result, with the common names, and with `about`, such as the names of the
-    files.
-
-    matches: a list of [index0, index1, score].
-    frame, turned0, turned1: see `MatchResult`.
-    inliers, supported, H_0to1, F_0to1: from `MatchResult.fits`. A model that is not supported fits
-        as wrong matches would.
-    aligned0, aligned1, deviations, correlations: in the order of the matches. An entry is null
-        where refinement failed. All are null if the matches were not refined.
-    """
-
-    def rounded(values: Optional[np.ndarray], digits: int) -> Any:
-        """Return a list, with null for numbers that are not finite."""
-        if values is None:
-            return None
-        values = values.astype(float).round(digits)
-        # JSON has no NaN.
-        return np.where(np.isfinite(values), values, None).tolist()  # pyright: ignore
-
-    fits = found.fits()
-    matches0, scores0 = found.dense()
-    record: Dict[str, Any] = {
-        **about,
-        "frame": found.frame,
-        "turned0": found.turned[0],
-        "turned1": found.turned[1],
-        "image_size0": found.size0,
-        "image_size1": found.size1,
-        "keypoints0": rounded(found.keypoints0, 3),
-        "keypoints1": rounded(found.keypoints1, 3),
-        "matches0": matches0.tolist(),
-        "matching_scores0": rounded(scores0, 6),
-        "matches": [
-            [*pair, score] for pair, score in zip(found.matches.tolist(), rounded(found.scores, 6))
-        ],
-        "pair_score": found.pair_score,
-        "accepted": found.accepted,
-        "inliers": {name: int(fit.inliers.sum()) for name, fit in fits.items()},
-        "supported": {name: fit.supported for name, fit in fits.items()},
-        **{name: rounded(getattr(found, name), 4) for name in REFINED},
-    }
-    for name, key in (("H_0to1", "homography"), ("F_0to1", "fundamental")):
-        model = fits[key].model
-        record[name] = None if model is None else model.tolist()
-    return (json.dumps(record) + "\n").encode()
+    path.unlink(missing_ok=True)
+    if bad_images:
+        write_csv(path, [("image", "reason"), *bad_images.items()])

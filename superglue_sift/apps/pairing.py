@@ -8,78 +8,56 @@ and Zisserman 2013), and images are compared by cosine.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import csv
 import itertools
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
 import cv2
 import numpy as np
 
-from superglue_sift.errors import RequestError
+from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features.features import Features
-from superglue_sift.features.images import list_photos
 from superglue_sift.features.sift import root_sift_of
-from superglue_sift.features.store import Item
-from superglue_sift.files import read_lines, spelled_as_file
+from superglue_sift.features.store import PhotoFile
+from superglue_sift.files import FileName, read_lines, spelled_as_file
 from superglue_sift.matcher import groups
-
-# Values of `args.source`, which says what is matched
-TWO = "two images"
-FILES = "more than two images"
-FOLDER = "a folder"
-LIST = "--pairs"
-PAGE = "--serve"
-DATABASE = "--colmap of an existing database"
 
 PICTURE = "matches.jpg"  # ending of pictures of matches, which are no photographs
 MAX_EXHAUSTIVE = 200  # all pairs of so many images, 19,900, are matched by default
 BLOCK = 16  # number of images of a block, half of those whose pixels stay in memory
 NEIGHBOURS = {"sequential": 5, "nearest": 20}  # default number of others for each image
+AUTO = "auto"
+EXHAUSTIVE = "exhaustive"
+PAIRINGS = (AUTO, EXHAUSTIVE, *NEIGHBOURS)
 WORDS = 64
 SAMPLE = 20_000  # number of descriptors for the vocabulary, equally many of each image
 
-ItemPair = Tuple[Item, Item]
+PhotoPair = Tuple[PhotoFile, PhotoFile]
 
-# --- the images of a command, and their names
-
-
-def root_of(args: argparse.Namespace) -> Path:
-    """Return the folder below which images are named.
-
-    It is the folder of the command or of its list, or the one that holds all its files.
-    """
-    if args.source == LIST:
-        return args.root or args.pairs.parent
-    if args.source == FOLDER:
-        return args.inputs[0]
-    return Path(os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in args.inputs]))
+# --- names of photographs
 
 
-def named_inputs(args: argparse.Namespace) -> List[Item]:
-    """Return the images of a folder, or those of the command line, without pictures of matches.
+def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
+    """Name the files to match by their paths below `root`. Pictures of matches are left out.
 
     Raises RequestError if there are fewer than two.
     """
-    root = root_of(args)
-    # The shell has listed the files, or the folder is searched.
-    paths = list_photos(root) if args.source == FOLDER else args.inputs
     # An earlier command may have written pictures of matches into the folder.
-    kept = [path for path in paths if not path.name.endswith(f"_{PICTURE}")]
-    given = {Path(os.path.abspath(path)): path for path in kept}  # a file named twice counts once
-    if len(given) < 2:
-        count = "no image" if not given else "only one image"
+    photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE}")]
+    by_path = {Path(os.path.abspath(path)): path for path in photos}  # a file counts once
+    if len(by_path) < 2:
+        count = "only one image" if by_path else "no image"
         reason = f"{count} to match, two or more are needed (*_{PICTURE} does not count)"
-        raise RequestError(f"{args.inputs[0]}: {reason}")
-    items = name_photos(list(given), Path(os.path.abspath(root)))
-    return [item._replace(image=given[item.image]) for item in items]
+        raise RequestError(f"{root}: {reason}")
+    named = name_photos(list(by_path), Path(os.path.abspath(root)))
+    return [photo._replace(path=by_path[photo.path]) for photo in named]
 
 
-def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
+def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
     """Name photographs by their path below `root`, without extension if every A_B stays unique.
 
     Raises RequestError if two results would have one name.
@@ -93,21 +71,35 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[Item]:
     # A and a are one file name on Windows and macOS. If there are images a and a_b, then a_b_c
     # could be the pair of a with b_c, or of a_b with c.
     taken = {name.casefold() for name in plain}
-    clear = len(taken) == len(plain) and not any(
-        name[: found.start()].casefold() in taken
+    is_unique = len(taken) == len(plain) and not any(
+        name[: separator.start()].casefold() in taken
         for name in plain
-        for found in re.finditer("_", name)
+        for separator in re.finditer("_", name)
     )
-    names = plain if clear else whole
+    names = plain if is_unique else whole
     for name, count in collections.Counter(names).items():
         if count > 1:
             raise RequestError(
                 f"{name}: the results of two images would have this name; rename one"
             )
-    return [Item(name, path) for name, path in zip(names, paths)]
+    return [PhotoFile(name, path) for name, path in zip(names, paths)]
 
 
-def listed_pairs(file: Path, root: Path) -> List[ItemPair]:
+# --- pairs that the caller names
+
+
+def name_pairs(pairs: Iterable[Tuple[FileName, FileName]], root: Path) -> List[PhotoPair]:
+    """Name the photographs of pairs of files below `root`. Each pair is returned once, in order.
+
+    Raises RequestError if there is no pair, or one of a photograph with itself.
+    """
+    pairs_of_paths = [_paths_of_pair(pair, root) for pair in pairs]
+    if not pairs_of_paths:
+        raise RequestError("pairs: there are none; name at least one")
+    return _name_pairs(pairs_of_paths, root)
+
+
+def listed_pairs(file: Path, root: Path) -> List[PhotoPair]:
     """Read pairs from a text file, `a b` in each line, which name images below `root`.
 
     Names with spaces stand in double quotes, or have a tab between them. Lines that start with `#`
@@ -115,23 +107,40 @@ def listed_pairs(file: Path, root: Path) -> List[ItemPair]:
     rotations, two camera matrices and a pose. Raises RequestError for an unreadable file or a line
     without two names.
     """
-    pairs: Dict[Tuple[Path, Path], None] = {}  # keeps each pair once, in the list's order
+    pairs = []
     for number, line in read_lines(file):
-        words = _names(line)
-        if len(words) != 2:
+        names = _names(line)
+        if len(names) != 2:
             fix = "put names with spaces in double quotes, or a tab between the two"
             raise RequestError(f"{file}:{number}: needs two names, has {line!r:.80}; {fix}")
-        # A name that is not found stays as it is, and is reported as a bad image.
-        spelled = (spelled_as_file(root, word) or word for word in words)
-        path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
-        if path0 == path1:
-            raise RequestError(f"{file}:{number}: {words[0]} with itself; name two images")
-        pairs[path0, path1] = None
+        try:
+            pairs.append(_paths_of_pair((names[0], names[1]), root))
+        except RequestError as error:
+            raise RequestError(f"{file}:{number}: {error}") from None
     if not pairs:
         raise RequestError(f"{file}: has no pairs; a line is `a.jpg b.jpg`")
-    paths = list(dict.fromkeys(itertools.chain.from_iterable(pairs)))
-    photo = dict(zip(paths, name_photos(paths, root)))
-    return [(photo[a], photo[b]) for a, b in pairs]
+    return _name_pairs(pairs, root)
+
+
+def _name_pairs(pairs: Iterable[Tuple[Path, Path]], root: Path) -> List[PhotoPair]:
+    """Name the photographs of pairs by their paths below `root`, each pair once, in order."""
+    unique = dict.fromkeys(pairs)
+    paths = list(dict.fromkeys(itertools.chain.from_iterable(unique)))
+    photos = dict(zip(paths, name_photos(paths, root)))
+    return [(photos[path0], photos[path1]) for path0, path1 in unique]
+
+
+def _paths_of_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, Path]:
+    """Return the paths of a pair of files below `root`.
+
+    Raises RequestError if both are one file.
+    """
+    # A name that is not found stays as it is, and is reported as a bad image.
+    spelled = (spelled_as_file(root, str(name)) or name for name in names)
+    path0, path1 = (Path(os.path.normpath(root / name)) for name in spelled)
+    if path0 == path1:
+        raise RequestError(f"{names[0]} with itself; name two images")
+    return path0, path1
 
 
 def _names(line: str) -> List[str]:
@@ -153,40 +162,71 @@ def _names(line: str) -> List[str]:
 
 
 def choose_pairs(
-    photos: Sequence[Item],
-    features_of: Callable[[Item], Features],
-    pairing: Optional[str] = None,
+    photos: Sequence[PhotoFile],
+    features_of: Callable[[PhotoFile], Features],
+    pairing: str = AUTO,
     k: Optional[int] = None,
-) -> Tuple[Iterable[ItemPair], int]:
-    """Choose pairs of photographs; return them and their number.
+) -> Union[List[PhotoPair], ExhaustivePairs]:
+    """Choose pairs of photographs.
 
-    pairing: "exhaustive", or "sequential" or "nearest" with `k` others for each photograph. If None
-        or "auto", it is "nearest" with `k` or for many photographs, and otherwise "exhaustive".
-    k: number of others. If None, it is the number in NEIGHBOURS.
-
-    Only "nearest" needs the features, which must be SIFT.
+    Args:
+        photos: the photographs.
+        features_of: returns the features of a photograph, which must be SIFT. Only "nearest" calls
+            it.
+        pairing: "exhaustive", or "sequential" or "nearest" with `k` others for each photograph, or
+            "auto" (`resolve_pairing`).
+        k: number of others. If None, it is the number in NEIGHBOURS.
     """
     count = len(photos)
-    if pairing in (None, "auto"):
-        pairing = "nearest" if k or count > MAX_EXHAUSTIVE else "exhaustive"
-    # All pairs may be millions, so they are not made into a list.
-    if pairing == "exhaustive":
-        return exhaustive(photos), count * (count - 1) // 2
-    k = k or NEIGHBOURS[str(pairing)]
+    pairing = resolve_pairing(pairing, k, count)
+    if pairing == EXHAUSTIVE:
+        return ExhaustivePairs(photos)
+    k = k or NEIGHBOURS[pairing]
     if pairing == "sequential":
-        chosen = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
+        indices = [(i, j) for j in range(count) for i in range(max(0, j - k), j)]
     else:
-        chosen = nearest_pairs(photos, lambda item: features_of(item).records["descriptor"], k)
-    return [(photos[i], photos[j]) for i, j in chosen], len(chosen)
+        indices = nearest_pairs(photos, lambda photo: features_of(photo).records["descriptor"], k)
+    return [(photos[i], photos[j]) for i, j in indices]
 
 
-def exhaustive(items: Sequence[Item]) -> Iterator[ItemPair]:
-    """Yield all pairs, block by block, so that most pairs need no image read again."""
-    for block, other in itertools.combinations_with_replacement(groups(items, BLOCK), 2):
-        if other is block:
-            yield from itertools.combinations(block, 2)
-        else:
-            yield from itertools.product(block, other)
+def check_pairing(pairing: str, k: Optional[int]) -> None:
+    """Raise RequestError for a pairing that does not exist, or a number that it does not take."""
+    if pairing not in PAIRINGS:
+        raise RequestError(f"--pairing {pairing}: must be {', '.join(PAIRINGS)}")
+    if k is not None:
+        check_range("--k", k, 1)
+        if pairing == EXHAUSTIVE:
+            raise RequestError("--k goes with --pairing sequential, nearest or auto")
+
+
+def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:
+    """Return the pairing that "auto" stands for: "nearest" with `k` or for more than
+    MAX_EXHAUSTIVE photographs, else "exhaustive". Other pairings are returned as they are.
+    """
+    if pairing != AUTO:
+        return pairing
+    return "nearest" if k or count > MAX_EXHAUSTIVE else EXHAUSTIVE
+
+
+class ExhaustivePairs:
+    """All pairs of photographs, block by block, so that most pairs need no image read again.
+
+    They may be millions, so they are made as they are iterated over.
+    """
+
+    def __init__(self, photos: Sequence[PhotoFile]) -> None:
+        self._photos = photos
+
+    def __len__(self) -> int:
+        return len(self._photos) * (len(self._photos) - 1) // 2
+
+    def __iter__(self) -> Iterator[PhotoPair]:
+        blocks = groups(self._photos, BLOCK)
+        for block, other in itertools.combinations_with_replacement(blocks, 2):
+            if other is block:
+                yield from itertools.combinations(block, 2)
+            else:
+                yield from itertools.product(block, other)
 
 
 def nearest_pairs(

@@ -19,7 +19,8 @@ import threading
 from pathlib import Path
 from typing import Any, Dict, Iterator, Sequence
 
-from superglue_sift.apps import folder
+from superglue_sift.apps import results
+from superglue_sift.apps.pairing import PICTURE
 from superglue_sift.errors import RequestError, check_range, import_extra
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import UPRIGHT, decode_color
@@ -73,9 +74,9 @@ def make_app(matcher: Matcher) -> Any:
                 features.append(extract(data, name))
             yield {"step": "Matching", "done": 2, "of": 4}
             # The copy shares the network with the matcher.
-            found = dataclasses.replace(matcher, threshold=threshold).match(*features)
+            result = dataclasses.replace(matcher, threshold=threshold).match(*features)
             yield {"step": "Drawing", "done": 3, "of": 4}
-            yield {**answer_of(found), "threshold": threshold}
+            yield {**answer_of(result), "threshold": threshold}
 
     @app.get("/")
     def page() -> str:
@@ -127,16 +128,16 @@ def _extract(matcher: Matcher, data: bytes, name: str) -> Features:
     return features._replace(image=decode_color(data, name, UPRIGHT))
 
 
-def answer_of(found: MatchResult) -> Dict[str, Any]:
+def answer_of(result: MatchResult) -> Dict[str, Any]:
     """Return the answer for the page: a summary, a caption, and the files of the command by name.
 
     The files are in base64.
     """
-    picture = found.show(captions=False)
+    picture = result.show(captions=False)
     files = {
-        folder.JSON: folder.json_of(found, {}),
-        folder.MATCHES: folder.npz_of(found),
-        folder.PICTURE: picture.encode(),
+        results.JSON: results.json_of(result),
+        results.MATCHES: results.npz_of(result),
+        PICTURE: picture.encode(),
     }
     encoded = {name: base64.b64encode(data).decode() for name, data in files.items()}
-    return {"summary": found.summarize(), "caption": picture.legend, "files": encoded}
+    return {"summary": result.summarize(), "caption": picture.legend, "files": encoded}

@@ -1,6 +1,7 @@
-"""Compute the features of many images once, and keep them on disk.
+"""Compute the features of many photographs once, and keep them on disk.
 
-The name of a file is a digest of the content of the image and its mask, and of the settings.
+The name of a file is a digest of the content of the photograph and its mask, and of the settings.
+So a photograph that was replaced under its name has other features.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ import functools
 import hashlib
 import io
 from pathlib import Path
-from typing import Dict, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
 
 from superglue_sift import __version__
+from superglue_sift.errors import RequestError
 from superglue_sift.features.extractors import DEFAULT
 from superglue_sift.features.features import REFINED_AT, Features
-from superglue_sift.features.images import find_mask, read, read_gray, reduce_image
+from superglue_sift.features.images import decode_gray, find_mask, read, reduce_image
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
-MAX_FEATURES = 256  # number of images whose features stay in memory
-MAX_GRAYS = 32  # number of images whose pixels stay in memory
+MAX_FEATURES = 256  # number of photographs whose features stay in memory
+MAX_GRAYS = 32  # number of photographs whose pixels stay in memory
+ARRAYS = ("records", "size", "turned", "found_at")  # attributes of `Features` that a file holds
 
 
 def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
@@ -34,74 +37,111 @@ def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
         return None
 
 
-class Item(NamedTuple):
-    """An image to match. name: stem of its output files. image: its file."""
+class PhotoFile(NamedTuple):
+    """A photograph to match. name: stem of its output files. path: its file."""
 
     name: str
-    image: Path
+    path: Path
 
 
 class FeatureStore:
-    """The features of images. All are kept on disk, and those that were used last in memory."""
+    """The features of photographs. All are kept on disk, and those used last also in memory."""
 
     def __init__(
-        self, matcher: Matcher, folder: Path, masks: Optional[Path] = None, root: Path = Path()
+        self, matcher: Matcher, folder: Path, masks: Optional[FileName] = None, root: Path = Path()
     ) -> None:
         """Create a store of features that `matcher` extracts.
 
-        folder: folder for the files, which is created with the first one.
-        masks: folder of masks, named after the photographs below the folder `root`
-            (`images.find_mask`). A photograph without a mask is used whole. If None, there are no
-            masks.
+        Args:
+            matcher: extracts the features.
+            folder: folder for the files, which is created with the first one.
+            masks: folder of masks, named after the photographs below `root` (`images.find_mask`). A
+                photograph without a mask is used whole. If None, there are no masks.
+            root: folder of the photographs.
         """
         self.matcher = matcher
         self.folder = folder
-        self.masks = masks
+        self.masks = Path(masks) if masks else None
         self.root = root
         extractor = matcher.extractor or DEFAULT
         self.is_sift = extractor.name == DEFAULT.name
+        self._dtype = extractor.dtype
         self._settings = (
             f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
             f" {__version__} {cv2.__version__}"
             f" {extractor.name}{extractor.code} {extractor.dtype.descr}"
         )
+        self._digests: Dict[PhotoFile, str] = {}
         # Memory holds the last ones. `prepare` alone fills only the disk.
         self._features = functools.lru_cache(MAX_FEATURES)(self.prepare)
         self._pixels = functools.lru_cache(MAX_GRAYS)(self._read_pixels)
 
-    def __call__(self, item: Item) -> Features:
-        """Return the features of an image. Raises RequestError if it cannot be read."""
-        return self._features(item)
+    def __call__(self, photo: PhotoFile) -> Features:
+        """Return the features of a photograph.
 
-    def with_pixels(self, item: Item) -> Features:
-        """Return the features with the gray pixels for refinement. Raises RequestError."""
-        return self(item)._replace(gray=self._pixels(item))
+        Raises:
+            RequestError: The photograph cannot be read, or was replaced since it was first read.
+        """
+        return self._features(photo)
 
-    def _read_pixels(self, item: Item) -> np.ndarray:
-        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for refinement."""
-        return reduce_image(
-            read_gray(item.image, self.matcher.frame), REFINED_AT * self.matcher.resize
-        )
+    def with_pixels(self, photo: PhotoFile) -> Features:
+        """Return the features with the gray pixels for refinement. Raises as calling the store."""
+        return self(photo)._replace(gray=self._pixels(photo))
 
-    def prepare(self, item: Item) -> Features:
+    def digest(self, photo: PhotoFile) -> str:
+        """Return the digest of a photograph and its mask, 16 hexadecimal digits.
+
+        It is that of the bytes that were read first. Raises RequestError if they cannot be read.
+        """
+        if photo not in self._digests:
+            self._read(photo)
+        return self._digests[photo][:16]
+
+    def prepare(self, photo: PhotoFile) -> Features:
         """Read the features from disk, or compute and write them. Thread-safe."""
-        content = read(item.image)
-        # The mask belongs to the content: with another one, other keypoints are found.
-        mask = self.masks and find_mask(self.masks, name_below(item.image, self.root))
+        content, mask = self._read(photo)
         # Other settings or another content give another file.
-        digest = hashlib.sha256(self._settings.encode() + content)
+        key = hashlib.sha256(f"{self._settings} {self._digests[photo]}".encode()).hexdigest()
+        path = self.folder / f"{key[:32]}.npz"
+        features = self._load(path)
+        if features is not None:
+            return features
+        features = self.matcher.extract_file(content, str(photo.path), mask)
+        # Keep the features, without pixels, for the next time.
+        file = io.BytesIO()
+        np.savez(file, **{name: getattr(features, name) for name in ARRAYS})
+        write_atomic(path, file.getvalue())
+        return features._replace(gray=None, image=None)
+
+    def _read(self, photo: PhotoFile) -> Tuple[bytes, Optional[Path]]:
+        """Read the bytes of a photograph; return them and the file of its mask.
+
+        Raises RequestError if the photograph or the mask changed since they were first read. Their
+        features and their results would be of two different photographs.
+        """
+        content = read(photo.path)
+        digest = hashlib.sha256(content)
+        mask = self.masks and find_mask(self.masks, name_below(photo.path, self.root))
         if mask:
             digest.update(b"mask" + read(mask))
-        path = self.folder / f"{digest.hexdigest()[:32]}.npz"
-        kept = read_npz(path)
-        if kept is not None:
-            size, found_at = (tuple(kept[name].tolist()) for name in ("size", "found_at"))
-            features = Features(kept["records"], size, found_at=found_at)
-            return features._replace(frame=self.matcher.frame, turned=int(kept["turned"]))
-        features = self.matcher.extract_file(content, str(item.image), mask)
-        # Keep the features, without pixels, for the next time.
-        data = io.BytesIO()
-        names = ("records", "size", "turned", "found_at")
-        np.savez(data, **{name: getattr(features, name) for name in names})
-        write_atomic(path, data.getvalue())
-        return features._replace(gray=None, image=None)
+        if self._digests.setdefault(photo, digest.hexdigest()) != digest.hexdigest():
+            changed = "the photograph or its mask was replaced while it was matched"
+            raise RequestError(f"{photo.path}: {changed}; match it again")
+        return content, mask
+
+    def _load(self, path: Path) -> Optional[Features]:
+        """Read a file of features. Return None if it is missing, damaged or foreign."""
+        arrays = read_npz(path)
+        if arrays is None or not arrays.keys() >= set(ARRAYS):
+            return None
+        if arrays["records"].dtype != self._dtype:
+            return None
+        size, found_at = (tuple(arrays[name].tolist()) for name in ("size", "found_at"))
+        features = Features(arrays["records"], size, found_at=found_at)
+        return features._replace(frame=self.matcher.frame, turned=int(arrays["turned"]))
+
+    def _read_pixels(self, photo: PhotoFile) -> np.ndarray:
+        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for refinement."""
+        content, _ = self._read(photo)
+        gray = decode_gray(content, str(photo.path), self.matcher.frame)
+        return reduce_image(gray, REFINED_AT * self.matcher.resize)

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -27,7 +28,7 @@ from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import inverse, to_upright
 from superglue_sift.features.sift import root_sift_of
-from superglue_sift.features.store import FeatureStore, Item
+from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import name_below, real_path, replace_file
 from superglue_sift.geometry import tracks, two_view, verification
 from superglue_sift.match_result import MatchResult
@@ -52,7 +53,7 @@ Entry = Tuple[int, Any, np.ndarray]
 def database_of(
     path: Path,
     root: Path,
-    photos: Sequence[Item],
+    photos: Sequence[PhotoFile],
     store: FeatureStore,
     refine: bool,
     camera_per: Optional[str] = None,
@@ -69,11 +70,11 @@ def database_of(
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = {photo: name_below(photo.image, root) for photo in photos}
-    keypoints: Dict[Item, np.ndarray] = {}
-    pairs: List[Tuple[Item, Item, MatchResult]] = []
+    names = {photo: name_below(photo.path, root) for photo in photos}
+    keypoints: Dict[PhotoFile, np.ndarray] = {}
+    pairs: List[Tuple[PhotoFile, PhotoFile, MatchResult]] = []
 
-    def add(photo0: Item, photo1: Item, result: MatchResult) -> None:
+    def add(photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
         # Keep the keypoints of a photograph once, not for each of its pairs, and no rejected pair.
         result = replace(
             result,
@@ -171,10 +172,10 @@ def _write_pair(database: Any, entry0: Entry, entry1: Entry, matches: np.ndarray
 
 
 def refine_keypoints(
-    keypoints: Mapping[Item, np.ndarray],
-    pairs: Sequence[Tuple[Item, Item, MatchResult]],
+    keypoints: Mapping[PhotoFile, np.ndarray],
+    pairs: Sequence[Tuple[PhotoFile, PhotoFile, MatchResult]],
     store: FeatureStore,
-) -> Dict[Item, np.ndarray]:
+) -> Dict[PhotoFile, np.ndarray]:
     """Refine the keypoints (N, 2) px of each photograph by the pixels of all its pairs."""
     # `tracks` knows photographs by number.
     number = {photo: at for at, photo in enumerate(keypoints)}
@@ -200,7 +201,7 @@ class StoredFeatures:
     Use it as a context manager, which closes the database. Only pairs without matches are added, so
     that the same command goes on where it was stopped.
 
-    photos: an Item for each image with features. Its `image` is the path that the database states.
+    photos: the images with features. Their paths are those that the database states.
     without: names of the images without features.
     """
 
@@ -232,7 +233,7 @@ class StoredFeatures:
                 self.without.append(image.name)
         if not self._images:
             raise RequestError(f"{path}: has no features; {EXTRACT}")
-        self.photos = [Item(name, Path(name)) for name in self._images]
+        self.photos = [PhotoFile(name, Path(name)) for name in self._images]
         self._read = functools.lru_cache(MAX_FEATURES)(self._read_image)
 
     def __enter__(self) -> StoredFeatures:
@@ -241,25 +242,33 @@ class StoredFeatures:
     def __exit__(self, *_error: Any) -> None:
         self._database.close()
 
-    def __call__(self, photo: Item) -> Features:
+    def __call__(self, photo: PhotoFile) -> Features:
         """Return the features of an image, the largest first. Raises RequestError unless they are
         SIFT.
         """
         return self._read(photo)[0]
 
-    def has_matches(self, photo0: Item, photo1: Item) -> bool:
+    def check(self, pairs: Iterable[Tuple[PhotoFile, PhotoFile]]) -> None:
+        """Read the features of all images of these pairs, to find those that cannot be matched.
+
+        Raises RequestError unless they are SIFT.
+        """
+        for photo in dict.fromkeys(itertools.chain.from_iterable(pairs)):
+            self(photo)
+
+    def has_matches(self, photo0: PhotoFile, photo1: PhotoFile) -> bool:
         """Say whether the database has matches of this pair, or their geometry."""
         ids = [self._images[photo.name].image_id for photo in (photo0, photo1)]
         return self._database.exists_matches(*ids) or self._database.exists_two_view_geometry(*ids)
 
-    def add(self, photo0: Item, photo1: Item, result: MatchResult) -> None:
+    def add(self, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) -> None:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
         _, order0, entry0 = self._read(photo0)
         _, order1, entry1 = self._read(photo1)
         matches = result.found.renumber(order0, order1).indices
         _write_pair(self._database, entry0, entry1, matches)
 
-    def _read_image(self, photo: Item) -> Tuple[Features, np.ndarray, Entry]:
+    def _read_image(self, photo: PhotoFile) -> Tuple[Features, np.ndarray, Entry]:
         """Read the features of an image.
 
         Returns the features, their rows in the database, and the entry of all rows.

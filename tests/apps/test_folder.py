@@ -2,17 +2,21 @@
 
 import functools
 import itertools
+import os
+import re
 import unicodedata
 from pathlib import Path, PureWindowsPath
 
 import cv2
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_scenes import TURN, write_model
 from reading import read_files, read_json
 
-from superglue_sift import Matcher, RequestError, errors
-from superglue_sift.apps import cli, pairing
+from superglue_sift import Matcher, RequestError, errors, match_folder
+from superglue_sift.apps import cli, pairing, results
 
 
 @pytest.fixture
@@ -90,17 +94,15 @@ def test_features_are_computed_once_and_damaged_ones_again(work, monkeypatch):
     assert read_files(work / "one") == read_files(work / "two") == read_files(work / "three")
 
 
-def test_a_pair_whose_file_exists_is_done(work, capsys):
+def test_a_pair_whose_file_fits_is_done(work, capsys, caplog):
     assert run("photos --out-dir found") == 0
     before = read_files(work / "found")
     (work / "found/cup0_cup1_matches.npz").unlink()
     capsys.readouterr()
     assert run("photos --out-dir found") == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "1 pairs matched: found",
-        "5 pairs were there before, and are kept; --overwrite matches them again",
-    ]
-    assert read_files(work / "found") == before
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 pairs matched: found" and lines[1].startswith("5 pairs were matched")
+    assert read_files(work / "found") == before and caplog.messages == []
 
 
 def test_overwrite_matches_again_and_leaves_nothing_of_before(work, capsys):
@@ -121,32 +123,130 @@ def test_files_asked_for_later_are_made_of_the_matches_that_are_there(work, monk
     assert read_files(work / "found") == read_files(work / "whole")
 
 
+def write_masks():
+    mask = np.full((400, 600), 255, np.uint8)
+    mask[:, :300] = 0
+    Path("masks").mkdir()
+    cv2.imwrite("masks/cup1.png.png", mask)
+
+
+def rotate(name):
+    cv2.imwrite(name, np.ascontiguousarray(np.rot90(cv2.imread(name), 2)))
+
+
+def cut(name):
+    Path(name).write_bytes(Path(name).read_bytes()[:100])
+
+
+RESULT = "found/cup0_cup1_matches.npz"
+CHANGES = {
+    "threshold": (6, results.OTHER_SETTINGS, "--threshold 0.9", None),
+    "keypoints": (6, results.OTHER_SETTINGS, "--max-keypoints 200", None),
+    "model": (6, results.OTHER_SETTINGS, "", lambda: write_model("model.safetensors", layers=2)),
+    "scene": (6, results.OTHER_SETTINGS, "--scene", None),
+    "photograph": (3, results.OTHER_PHOTOS, "", lambda: rotate("photos/cup1.png")),
+    "mask": (3, results.OTHER_PHOTOS, "--masks masks", write_masks),
+    "cut": (1, results.DAMAGED, "", lambda: cut(RESULT)),
+    "foreign": (
+        1, results.OTHER_PROGRAM, "", lambda: np.savez(RESULT, matches=np.zeros((0, 2)))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_results_that_do_not_fit_are_made_again_with_all_their_files(work, caplog, change):
+    assert run("photos --out-dir found --pictures --json-files") == 0
+    count, reason, words, act = CHANGES[change]
+    if act:
+        act()
+    assert run(f"photos --out-dir found {words}") == 0  # the pictures are not asked for again
+    assert caplog.messages == [f"{count} pairs are matched again: {count} {reason}"]
+    assert run(f"photos --out-dir new --pictures --json-files {words}") == 0
+    files = [read_files(work / name) for name in ("found", "new")]
+    assert {name: data for name, data in files[0].items() if "features" not in name} == {
+        name: data for name, data in files[1].items() if "features" not in name
+    }
+
+
+def test_an_accepted_pair_is_judged_again_by_another_limit(work):
+    words = "photos/cup0.png photos/cup1.png --out-dir found --scene --network-keypoints 300"
+    for limit, accepted in (("0", "1"), ("1", "0")):
+        assert run(f"{words} --likely 0 --accept {limit}") == 0
+        assert Path("found/pairs.csv").read_text().splitlines()[1].split(",")[4] == accepted
+    # A table of a scene does not stay beside results that are of none.
+    assert run(words.replace(" --scene", "")) == 0
+    assert not Path("found/pairs.csv").exists()
+
+
+def test_a_damaged_picture_or_json_file_is_made_again_of_the_matches(work, monkeypatch):
+    assert run("photos --out-dir found --pictures --json-files") == 0
+    before = read_files(work / "found")
+    for ending in ("jpg", "json"):
+        cut(f"found/cup0_cup1_matches.{ending}")
+    forbid_matching(monkeypatch)
+    assert run("photos --out-dir found --pictures --json-files") == 0
+    assert read_files(work / "found") == before
+
+
+def test_results_of_other_pairs_are_counted_and_stay(work, capsys):
+    assert run("photos --out-dir found") == 0
+    before = read_files(work / "found")
+    capsys.readouterr()
+    assert run("photos/cup0.png photos/cup1.png --out-dir found") == 0
+    assert "5 results of other pairs are in found" in capsys.readouterr().out
+    assert before.items() <= read_files(work / "found").items()
+
+
+def test_a_photograph_that_is_replaced_during_the_work_ends_it_in_one_line(work, monkeypatch):
+    matcher = Matcher.load("model.safetensors", "cpu", max_keypoints=300)
+    match_batch = matcher.match_batch
+
+    def replace_then_match(*arguments):
+        rotate("photos/cup1.png")
+        yield from match_batch(*arguments)
+
+    monkeypatch.setattr(matcher, "match_batch", replace_then_match)
+    with pytest.raises(RequestError, match=r"photos/cup1\.png: .* replaced while it was matched"):
+        match_folder(matcher, "photos", "found")
+
+
+def test_a_folder_is_matched_from_python_as_by_the_command(work):
+    matcher = Matcher.load("model.safetensors", "cpu", max_keypoints=300)
+    assert run("photos --out-dir command --pairing sequential --k 2") == 0
+    report = match_folder(matcher, "photos", "python", pairing="sequential", k=2)
+    assert report.matched == 5 and report.bad_images == {}
+    assert read_files(work / "command") == read_files(work / "python")
+    again = match_folder(matcher, "photos", "python", pairing="sequential", k=2)
+    assert (again.matched, again.unchanged) == (0, 5)
+    pairs = [("cup0.png", "cup1.png"), ("cup0.png", "gone.png"), ("cup0.png", "cup1.png")]
+    report = match_folder(matcher, "photos", "listed", pairs=pairs, pictures=True)
+    assert report.matched == 1 and list(report.bad_images) == ["photos/gone.png"]
+    assert Path("listed/cup0_cup1_matches.jpg").exists()
+
+
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("arguments", "message"),
     [
-        ("torn", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
-        ("foreign", "cup0_cup1_matches.npz: is damaged, or of another program; --overwrite"),
-        ("image", "_cup1_matches.npz: was made with other images or settings; --overwrite matches"),
-        (
-            "--scene --max-keypoints 300 --resize 1024",
-            "was made without --scene, which --colmap implies",
-        ),
+        ({"pairing": "nearby"}, "pairing nearby: must be auto, exhaustive, sequential, nearest"),
+        ({"pairing": "exhaustive", "k": 3}, "k goes with"),
+        ({"k": 0}, "k 0: must be a whole number, 1 or more"),
+        ({"pairs": []}, "pairs: there are none"),
+        ({"pairs": [("cup0.png", "./cup0.png")]}, "cup0.png with itself"),
+        ({"images": ["photos/cup0.png"]}, "photos: only one image to match"),
+        ({"masks": "nowhere"}, "masks nowhere: no such folder"),
+        ({"masks": "model.safetensors"}, "masks model.safetensors: no such folder"),
+        ({"masks": "empty"}, "masks empty: holds no mask"),
     ],
 )
-def test_matches_that_do_not_fit_the_command_are_said_in_one_line(
-    work, photo, capsys, change, reason
-):
-    assert run("photos --out-dir found") == 0
-    path = work / "found/cup0_cup1_matches.npz"
-    if change == "image":
-        cv2.imwrite("photos/cup1.png", np.ascontiguousarray(np.rot90(photo, 2)))
-    elif change == "torn":
-        path.write_bytes(path.read_bytes()[:200])
-    elif change == "foreign":
-        np.savez(path, matches=np.zeros((0, 2)))
-    words = change if change.startswith("--") else ""
-    assert run(f"photos --out-dir found --json-files {words}") == 2
-    assert reason in capsys.readouterr().err
+def test_wrong_arguments_are_one_line_before_any_work(work, arguments, message):
+    matcher = Matcher.load("model.safetensors", "cpu")
+    Path("empty").mkdir()
+    with pytest.raises(RequestError, match=re.escape(message)):
+        match_folder(matcher, "photos", "found", **arguments)
+    assert not Path("found").exists()
+
+
+# --- pictures, pairs and names
 
 
 def test_pictures_of_matches_are_never_matched(work):
@@ -163,13 +263,14 @@ def test_nearest_finds_the_other_view_of_each_scene(work, words):
 
 @pytest.mark.parametrize("k, count", [(1, 3), (2, 5), (9, 6)])
 def test_sequential_pairs_each_with_those_before_it(k, count):
-    pairs, total = pairing.choose_pairs("abcd", None, "sequential", k)
-    assert len(set(pairs)) == total == count
+    pairs = pairing.choose_pairs("abcd", None, "sequential", k)
+    assert len(set(pairs)) == len(pairs) == count
 
 
 @pytest.mark.parametrize("count", [2, 16, 17, 40])
 def test_exhaustive_pairs_are_each_two_once_and_seldom_far_apart(count):
-    pairs = list(pairing.exhaustive(range(count)))
+    pairs = list(pairing.ExhaustivePairs(range(count)))
+    assert len(pairs) == len(pairing.ExhaustivePairs(range(count)))
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     store = functools.lru_cache(32)(lambda item: item)
     for item in itertools.chain.from_iterable(pairs):
@@ -204,8 +305,38 @@ def test_names_of_windows_have_neither_drives_nor_backslashes():
     assert [photo.name for photo in pairing.name_photos(paths, root)] == ["cats-a", "b"]
 
 
+names = st.text(st.characters(blacklist_characters="/\0"), min_size=1, max_size=300)
+
+
+@given(names, names, st.integers(60, 255))
+def test_the_names_of_a_pair_fit_any_limit(name0, name1, limit):
+    name0, name1 = (os.fsdecode(name.encode("utf-8", "surrogatepass")) for name in (name0, name1))
+    stem = results.pair_stem(name0, name1, limit)
+    assert len(f"{stem}_matches.json".encode("utf-8", "surrogateescape")) <= limit
+    assert results.pair_stem(name0, name1, limit) == stem
+    plain = f"{name0}_{name1}"
+    assert stem == plain or len(plain.encode("utf-8", "surrogateescape")) > limit - 13
+
+
+def test_long_names_that_begin_alike_are_different_pairs():
+    stems = {results.pair_stem("a" * 200 + tail, "b" * 200) for tail in ("1", "2", "")}
+    assert len(stems) == 3
+
+
+def test_photographs_with_long_names_are_matched(work, photo):
+    for letter in "ab":
+        cv2.imwrite(f"photos/{letter * 200}é.png", photo)
+    assert run("photos --out-dir found --pairing sequential --k 1 --pictures --json-files") == 0
+    (path,) = Path("found").glob("aaa*_bbb*.npz")
+    with np.load(path) as arrays:
+        assert [str(arrays["image0"]), str(arrays["image1"])] == ["a" * 200 + "é", "b" * 200 + "é"]
+    assert path.with_suffix(".jpg").exists() and path.with_suffix(".json").exists()
+    assert run("photos --out-dir found --pairing sequential --k 1") == 0
+    assert len(npz_names("found")) == 5
+
+
 def names_of(pairs):
-    return [[item.image.name for item in pair] for pair in pairs]
+    return [[photo.path.name for photo in pair] for pair in pairs]
 
 
 def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
@@ -239,7 +370,7 @@ def test_a_name_from_a_mac_is_the_file_of_the_same_letters(tmp_path, on_disk, in
     text = unicodedata.normalize(in_list, "café.jpg b.jpg")
     (tmp_path / "pairs.txt").write_text(text, encoding="utf-8")
     ((photo, _),) = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
-    assert photo.image.exists()
+    assert photo.path.exists()
 
 
 def test_photographs_without_keypoints_look_like_none():

@@ -15,7 +15,7 @@ import pytest
 from made_scenes import TURN
 from waiting import wait_until
 
-from superglue_sift.apps import folder, serve
+from superglue_sift.apps import results, serve
 
 pytest.importorskip("flask", reason="needs Flask")
 HOME = "http://127.0.0.1:8010"
@@ -54,7 +54,7 @@ def test_two_images_give_the_steps_and_the_files_of_the_command(client, untraine
     assert answer["threshold"] == 0.5 and answer["summary"] == expected.summarize()
     files = {name: base64.b64decode(text) for name, text in answer["files"].items()}
     record = json.loads(files["matches.json"])
-    assert record["matches"] == json.loads(folder.json_of(expected, {}))["matches"]
+    assert record["matches"] == json.loads(results.json_of(expected))["matches"]
     with np.load(io.BytesIO(files["matches.npz"])) as arrays:
         assert (arrays["matches"] >= 0).sum() == len(expected.matches)
     picture = expected.show(*map(gray, views), captions=False)

@@ -15,7 +15,7 @@ from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.features.features import extract, gray_of
 from superglue_sift.features.sift import positions
-from superglue_sift.features.store import FeatureStore, Item
+from superglue_sift.features.store import FeatureStore, PhotoFile
 
 
 @pytest.fixture(scope="module")
@@ -122,12 +122,12 @@ def test_a_mask_of_an_image_is_an_array_or_a_file_and_transparency_is_one(
 def test_kept_features_follow_their_mask(matcher, photo, half, tmp_path):
     (tmp_path / "photos/sub").mkdir(parents=True)
     (tmp_path / "masks/sub").mkdir(parents=True)
-    item = Item("a", tmp_path / "photos/sub/a.png")
-    cv2.imwrite(str(item.image), photo)
+    photo_file = PhotoFile("a", tmp_path / "photos/sub/a.png")
+    cv2.imwrite(str(photo_file.path), photo)
 
     def left_most():
         settings = matcher, tmp_path / "kept", tmp_path / "masks", tmp_path / "photos"
-        return FeatureStore(*settings)(item).keypoints[:, 0].min()
+        return FeatureStore(*settings)(photo_file).keypoints[:, 0].min()
 
     assert left_most() < 290
     cv2.imwrite(str(tmp_path / "masks/sub/a.png.png"), half)
