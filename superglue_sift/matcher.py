@@ -180,14 +180,13 @@ class Matcher:
                 raise RequestError(f"compile: {missing}; install it, or leave out compile")
             network.compile_layers()
         # Sizes that are not given are those of scenes, or the defaults of this class.
-        usual = SIZES_OF_SCENES if scene else {}
         sizes = _given(
             max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
         )
         matcher = cls(
             network,
             device,
-            **{**usual, **sizes},
+            **{**(SIZES_OF_SCENES if scene else {}), **sizes},
             threshold=match_threshold(info) if threshold is None else threshold,
             extractor=_extractor_of(model.config.extractor, extractor),
             refine=refine,
