@@ -37,13 +37,13 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="a picture, or an animation that ends in .gif")
     parser.add_argument("--model", help="model file (default: the shipped weights)")
     args = parser.parse_args()
-    found = Matcher.load(args.model).match(args.image0, args.image1)
-    fit = found.homography()
-    print(f"{int(fit.inliers.sum())} of {len(found.matches)} matches fit one homography")
+    result = Matcher.load(args.model).match(args.image0, args.image1)
+    fit = result.homography()
+    print(f"{int(fit.inliers.sum())} of {len(result.matches)} matches fit one homography")
     if fit.model is None:
         raise SystemExit("error: no homography, so no overlay")
     # both upright and in colour, as the coordinates of the matches are
-    image0, image1 = (photo.pixels[..., ::-1] for photo in found.photos())
+    image0, image1 = (photo.pixels[..., ::-1] for photo in result.photos())
     laid = warp(np.ascontiguousarray(image0), image1, fit.model)
     if args.out.suffix.lower() == ".gif":
         shown, under = (Image.fromarray(image) for image in (laid, np.ascontiguousarray(image1)))

@@ -52,10 +52,12 @@ def main() -> None:
     for number, frame in read_frames(args.source, args.every, args.frames):
         features = matcher.extract(frame)
         if before is not None:
-            found = matcher.match(before, features)
-            moved = np.median(found.points1 - found.points0, axis=0) if len(found.matches) else None
-            print(f"frame {number}: {len(found.matches)} matches, moved by {moved} px")
-            found.show().save(args.folder / f"frame{number:06d}.jpg")
+            result = matcher.match(before, features)
+            moved = (
+                np.median(result.points1 - result.points0, axis=0) if len(result.matches) else None
+            )
+            print(f"frame {number}: {len(result.matches)} matches, moved by {moved} px")
+            result.show().save(args.folder / f"frame{number:06d}.jpg")
         before = features
 
 

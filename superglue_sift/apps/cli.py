@@ -253,8 +253,8 @@ def _arguments(
     if options.get("colmap"):
         options["refine_keypoints"] = refine is not False
     checked = ("features", "masks", "colmap", "pairing", "k")
-    chosen = {name: options[name] for name in checked if name in options}
-    folder.check_request(out=options["out_dir"], **chosen)
+    arguments = {name: options[name] for name in checked if name in options}
+    folder.check_request(out=options["out_dir"], **arguments)
     return options
 
 

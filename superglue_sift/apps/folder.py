@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import itertools
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+
+import torch
 
 from superglue_sift.apps.pairing import (
     AUTO,
@@ -55,7 +57,7 @@ Pairs = Union[List[PhotoPair], ExhaustivePairs]
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FolderReport:
     """What `match_folder` did.
 
@@ -101,7 +103,7 @@ def match_folder(
     again, and a warning counts them.
 
     Args:
-        matcher: the matcher. On a CPU it will match one pair per core (`use_one_core_per_pair`).
+        matcher: the matcher. On a CPU, a copy matches one pair per core.
         folder: folder of the photographs, which are named by their paths below it.
         out: folder of the results. `bad_images.csv` lists files that cannot be read, and
             `pairs.csv` the pairs of a matcher of scenes.
@@ -121,12 +123,16 @@ def match_folder(
             whose EXIF data name the same camera share one, and each of the others has its own.
         refine_keypoints: refine keypoints of the database by the pixels of all their pairs.
 
+    Returns:
+        A report of what was done.
+
     Raises:
         RequestError: An argument is wrong, or a photograph was replaced while it was matched.
         OSError: A file cannot be written.
     """
     folder, out = Path(folder), Path(out)
     check_request(out, features, masks, colmap, pairing, k)
+    matcher = dataclasses.replace(matcher)  # a copy, since it changes to one core per pair
     store = FeatureStore(matcher, Path(features or out / "features"), masks, folder)
     _check_matcher(store, out, pairs, pairing, k)
     photos, bad_images, photo_pairs = _prepare(store, images, pairs, pairing, k)
@@ -282,7 +288,7 @@ def _match_all(
     rules = store.matcher.rules
     needs_all = rules is not None or database is not None
     rows: List[Sequence[Any]] = [PAIR_COLUMNS]
-    with database or contextlib.nullcontext() as add:
+    with _one_core_per_pair(store.matcher), database or contextlib.nullcontext() as add:
         for pair, result in _match_pairs(store, files, pairs, fits, endings, needs_all):
             if rules and result is not None:
                 rows.append(_row(store.root, *pair, result))
@@ -295,6 +301,17 @@ def _match_all(
     elif table.is_file() and table.read_bytes().startswith(",".join(PAIR_COLUMNS).encode()):
         table.unlink()
     return len(fits) - sum(fits), sum(fits), matched_again, others
+
+
+@contextlib.contextmanager
+def _one_core_per_pair(matcher: Matcher) -> Iterator[None]:
+    """Match one pair per core on a CPU, and give torch its threads back at the end."""
+    threads = torch.get_num_threads()
+    matcher.use_one_core_per_pair()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _check_results(
@@ -348,7 +365,6 @@ def _match_pairs(
         `needs_all`.
     """
     matcher = store.matcher
-    matcher.use_one_core_per_pair()
     # Read pixels only if positions are refined by them.
     features_of = store.with_pixels if matcher.refine else store
     # A batch keeps all workers busy on a CPU, or the GPU.
@@ -361,19 +377,25 @@ def _match_pairs(
             features = ((features_of(photo0), features_of(photo1)) for photo0, photo1 in new)
             results = dict(zip(new, matcher.match_batch(features, size)))
             for pair, is_done in group:
-                if is_done:
-                    yield pair, _complete(files, pair, endings, needs_all)
-                else:
-                    files.write(pair, results[pair], endings)
-                    yield pair, results[pair]
+                yield pair, _finish(files, pair, results.get(pair), endings, needs_all)
                 shown.initial += is_done  # pairs that the pace does not count
                 shown.update(1)
 
 
-def _complete(
-    files: PairFiles, pair: PhotoPair, endings: Sequence[str], is_needed: bool
+def _finish(
+    files: PairFiles,
+    pair: PhotoPair,
+    result: Optional[MatchResult],
+    endings: Sequence[str],
+    is_needed: bool,
 ) -> Optional[MatchResult]:
-    """Write the missing files of a pair that was done; return its result if it was read."""
+    """Write the missing files of a pair; return its result, or None if it was not read.
+
+    result: the new result, or None for a pair that was done.
+    """
+    if result is not None:
+        files.write(pair, result, endings)
+        return result
     missing = [ending for ending in endings if files.lacks(pair, ending)]
     if not missing and not is_needed:
         return None

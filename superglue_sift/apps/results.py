@@ -35,8 +35,8 @@ FORMAT = 1
 # Why a result does not fit
 MISSING = "missing"
 DAMAGED = "damaged"
-OTHER_PROGRAM = "of another program or version"
-OTHER_SETTINGS = "with other settings or another model"
+OTHER_PROGRAM = "of another program or an old version"
+OTHER_SETTINGS = "with another model, version or settings"
 OTHER_PHOTOS = "with a photograph or mask that changed"
 
 NAME_BYTES = 255  # length of a file's name that most file systems allow

@@ -125,5 +125,5 @@ def from_lightglue_matches(
         for name in ("matches0", "matching_scores0")
     )
     # (M,) partners -> (K, 2) indices
-    found = Matches.from_dense(matches0.long().numpy(), scores0.float().numpy())
-    return MatchResult.of(features0, features1, found)
+    matches = Matches.from_dense(matches0.long().numpy(), scores0.float().numpy())
+    return MatchResult.of(features0, features1, matches)

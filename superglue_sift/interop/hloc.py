@@ -3,13 +3,16 @@
 This needs `pip install 'superglue-sift[hloc]'`, which brings h5py, and hloc from its sources.
 
     write_features("features.h5", "a.jpg", features)               a group for each image
-    write_matches("matches.h5", "a.jpg", "b.jpg", found)           a group for each pair
+    write_matches("matches.h5", "a.jpg", "b.jpg", result)          a group for each pair
 
 In a program that uses hloc, `register()` adds the matcher `superglue_sift` to
 `hloc.match_features`:
 
     match_features.main({"output": "matches-superglue-sift", "model": {"name": "superglue_sift"}},
     pairs, ...)
+
+hloc keeps the pairs that its file has, whatever they were made from. For other settings, name
+another `output`. `write_features` and `write_matches` replace earlier groups.
 
 hloc reads pixels as they are stored, as COLMAP does. For photographs with EXIF data, use
 `Matcher.load(frame="stored")`. With `"scene": True` in the model's settings, pairs are matched as
@@ -63,13 +66,13 @@ def write_features(path: FileName, name: str, features: Features) -> None:
     _write(path, Path(name).as_posix(), arrays)
 
 
-def write_matches(path: FileName, name0: str, name1: str, found: MatchResult) -> None:
+def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -> None:
     """Add the matches of a pair to a file.
 
     The group of the pair gets matches0 (M,) int64, -1 without a match, and matching_scores0 (M,)
     float32.
     """
-    output = convert.to_lightglue_matches(found)
+    output = convert.to_lightglue_matches(result)
     # hloc names the group of a/b.jpg and c.jpg a-b.jpg/c.jpg.
     pair = "/".join(Path(name).as_posix().replace("/", "-") for name in (name0, name1))
     _write(path, pair, {name: output[name][0].numpy() for name in MATCHES})

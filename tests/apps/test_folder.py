@@ -1,5 +1,6 @@
 """Which pairs are matched, what their files are called and hold, and how stopped work goes on."""
 
+import doctest
 import functools
 import itertools
 import os
@@ -10,6 +11,7 @@ from pathlib import Path, PureWindowsPath
 import cv2
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from made_scenes import TURN, write_model
@@ -86,8 +88,11 @@ def test_bad_images_are_listed_by_their_paths_as_given(work, capsys):
 def test_features_are_computed_once_and_damaged_ones_again(work, monkeypatch):
     run("photos --out-dir one --features features")
     assert len(list((work / "features").iterdir())) == 4
-    for path in (work / "features").iterdir():
-        path.write_bytes(path.read_bytes()[:100])
+    for number, path in enumerate((work / "features").iterdir()):
+        if number % 2:
+            path.write_bytes(path.read_bytes()[:100])
+        else:
+            np.savez(path, records=np.zeros(3))
     assert run("photos --out-dir two --features features") == 0
     monkeypatch.setattr("superglue_sift.matcher.extract", lambda *_: pytest.fail("computed twice"))
     assert run("photos --out-dir three --features features") == 0
@@ -200,13 +205,13 @@ def test_results_of_other_pairs_are_counted_and_stay(work, capsys):
 
 def test_a_photograph_that_is_replaced_during_the_work_ends_it_in_one_line(work, monkeypatch):
     matcher = Matcher.load("model.safetensors", "cpu", max_keypoints=300)
-    match_batch = matcher.match_batch
+    match_batch = Matcher.match_batch
 
     def replace_then_match(*arguments):
         rotate("photos/cup1.png")
         yield from match_batch(*arguments)
 
-    monkeypatch.setattr(matcher, "match_batch", replace_then_match)
+    monkeypatch.setattr(Matcher, "match_batch", replace_then_match)
     with pytest.raises(RequestError, match=r"photos/cup1\.png: .* replaced while it was matched"):
         match_folder(matcher, "photos", "found")
 
@@ -214,8 +219,10 @@ def test_a_photograph_that_is_replaced_during_the_work_ends_it_in_one_line(work,
 def test_a_folder_is_matched_from_python_as_by_the_command(work):
     matcher = Matcher.load("model.safetensors", "cpu", max_keypoints=300)
     assert run("photos --out-dir command --pairing sequential --k 2") == 0
+    threads = torch.get_num_threads()
     report = match_folder(matcher, "photos", "python", pairing="sequential", k=2)
     assert report.matched == 5 and report.bad_images == {}
+    assert matcher.workers == 1 and torch.get_num_threads() == threads
     assert read_files(work / "command") == read_files(work / "python")
     again = match_folder(matcher, "photos", "python", pairing="sequential", k=2)
     assert (again.matched, again.unchanged) == (0, 5)
@@ -317,6 +324,10 @@ def test_the_names_of_a_pair_fit_any_limit(name0, name1, limit):
     assert results.pair_stem(name0, name1, limit) == stem
     plain = f"{name0}_{name1}"
     assert stem == plain or len(plain.encode("utf-8", "surrogateescape")) > limit - 13
+
+
+def test_the_examples_of_docstrings_are_right():
+    assert doctest.testmod(results).failed == 0
 
 
 def test_long_names_that_begin_alike_are_different_pairs():

@@ -144,6 +144,12 @@ def test_what_cannot_be_matched_is_said_in_one_line(database, command, said):
         run("--no-scene")
 
 
+def test_an_image_that_cannot_be_matched_is_found_before_the_work(database):
+    database("UPDATE descriptors SET type = 2 WHERE image_id = 3")
+    with pytest.raises(RequestError, match=r"c\.png has descriptors of ALIKED_N32"):
+        run("--no-scene --dry-run")
+
+
 def test_no_database_and_a_locked_one_are_said_in_one_line(database):
     with contextlib.closing(sqlite3.connect("x.db")) as other:
         other.execute("BEGIN IMMEDIATE")
