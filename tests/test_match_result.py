@@ -11,6 +11,7 @@ from made_scenes import MILD
 
 from superglue_sift import RequestError, drawing
 from superglue_sift.features.features import Features
+from superglue_sift.features.images import STORED, UPRIGHT
 from superglue_sift.geometry import two_view
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
@@ -164,3 +165,13 @@ def test_features_without_their_image_are_shown_with_one_that_is_named(untrained
     with pytest.raises(RequestError, match=r"pass them, show\(image0, image1\)"):
         found.show()
     assert found.show(photo).pixels.any()
+
+
+def test_a_result_of_stored_and_upright_features_is_of_stored_pixels():
+    """In either order: the pixels of an image without EXIF rotation are both."""
+    upright = Features(records_at([[1, 2]]), SIZE)
+    stored = upright._replace(frame=STORED)
+    none = Matches(np.zeros((0, 2), np.int64), np.zeros(0, np.float32))
+    for pair in ((upright, stored), (stored, upright), (stored, stored)):
+        assert MatchResult.of(*pair, none).frame == STORED
+    assert MatchResult.of(upright, upright, none).frame == UPRIGHT

@@ -45,6 +45,13 @@ def test_killed_anywhere_the_weights_are_the_same_bytes(bench, phase):
 
 
 @SLOW
+def test_killed_again_and_again_also_while_resuming(bench):
+    kills = ("rank=1,step=3,phase=backward", "rank=0,step=5,phase=ckpt_replace")
+    kills += ("rank=0,step=4,phase=opt_step", "rank=1,step=7,phase=eval")
+    assert len(carry_out(bench, 2, ";".join(f"kill:{kill}" for kill in kills))) == 5
+
+
+@SLOW
 def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     fault = "usr1:rank=1,step=3,phase=backward"
     assert carry_out(bench, 2, fault) == [[143, 143], [0, 0]]

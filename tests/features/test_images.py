@@ -4,6 +4,7 @@ import importlib.util
 import io
 import struct
 import sys
+import tracemalloc
 
 import cv2
 import numpy as np
@@ -440,3 +441,21 @@ def test_a_larger_jpeg_is_read_at_a_smaller_scale(monkeypatch, size):
     for other in (encode(whole, ".jpg", cv2.IMWRITE_JPEG_PROGRESSIVE, 1), encode(whole, ".png")):
         assert "too large" in reason(other)
     assert not images.is_plain_jpeg(data, "a.jpg")  # other decoders leave it to Pillow
+
+
+def test_a_tiff_of_huge_tiles_is_refused_before_they_need_memory():
+    fields = {256: 64, 257: 64, 258: 8, 259: 8, 262: 1, 277: 1}  # a gray picture of 64x64 pixels
+    tiles = {322: 60_000, 323: 60_000, 324: 8, 325: 100}  # of 3.6 GB each
+    entries = [
+        struct.pack("<HHII", *(tag, 4, 1, value)) for tag, value in {**fields, **tiles}.items()
+    ]
+    data = b"II*\0\x08\0\0\0" + struct.pack("<H", len(entries)) + b"".join(entries) + bytes(200)
+    tracemalloc.start()
+    assert "damaged TIFF" in reason(data)
+    assert tracemalloc.get_traced_memory()[1] < 1e8
+    tracemalloc.stop()
+
+
+def test_a_name_with_a_null_byte_cannot_be_read():
+    with pytest.raises(RequestError, match="cannot be read: embedded null byte"):
+        images.read("a\0.png")

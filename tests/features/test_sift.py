@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from superglue_sift.features.extractors import record_dtype
-from superglue_sift.features.sift import CONTRAST, GEOMETRY, ORIENTED, extract, rank
+from superglue_sift.features.sift import CONTRAST, GEOMETRY, ORIENTED, extract, rank, root_sift_of
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
@@ -89,3 +89,11 @@ def test_any_picture_gives_valid_records(gray, limit):
     records = extract(gray, limit)
     assert len(records) <= limit and (records["scale"] > 0).all()
     assert all(np.isfinite(records[name]).all() for name in GEOMETRY)
+
+
+def test_root_sift_of_known_descriptors():
+    descriptors = np.zeros((2, 128), np.uint8)
+    descriptors[0, [0, 127]] = 4, 12
+    expected = np.zeros((2, 128), np.float32)
+    expected[0, [0, 127]] = np.sqrt([0.25, 0.75])  # zeros stay zeros
+    np.testing.assert_allclose(root_sift_of(descriptors), expected, rtol=2**-23)

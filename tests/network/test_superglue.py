@@ -5,16 +5,28 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from made_pairs import RAGGED, masks, of_pair, pairs_of, related, rounding, roundings_of, scrambled
+from made_pairs import (
+    RAGGED,
+    SIZE,
+    masks,
+    of_pair,
+    pairs_of,
+    records,
+    related,
+    rounding,
+    roundings_of,
+    scrambled,
+)
 
 from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
 from superglue_sift.network import batch as batches
 from superglue_sift.network import superglue
-from superglue_sift.network.batch import Images, from_pairs
-from superglue_sift.network.superglue import SuperGlueConfig, mutual_matches
+from superglue_sift.network.batch import Images, Pair, from_pairs
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference
 
 pytestmark = pytest.mark.cu111
@@ -153,3 +165,28 @@ def test_known_features_of_neighbours():
     expected = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(found[[0, 1, 5], :4], expected, atol=1e-12)
     assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+
+
+def test_an_untrained_network_is_a_nearest_neighbour_matcher():
+    rng = np.random.default_rng(1)
+    keypoints = records(rng, 30)
+    order = rng.permutation(30)
+    batch = from_pairs([Pair(keypoints, keypoints[order], SIZE, SIZE)])
+    matches0 = mutual_matches(SuperGlue(SuperGlueConfig(layers=1)).eval()(batch))[0]
+    assert np.array_equal(order[matches0[0].numpy()], np.arange(30))
+
+
+def test_swapping_the_images_transposes_the_assignment():
+    """Sinkhorn's iterations reach their limit, because half of one more is not symmetric."""
+    (pair,) = pairs_of((15, 12), seed=3)
+    swapped = Pair(*pair[1::-1], *pair[3:1:-1])
+    model = scrambled(SuperGlueConfig(dim=32, layers=2, sinkhorn_iterations=3000)).double()
+    with torch.no_grad():
+        one, other = (model(from_pairs([each]))[0] for each in (pair, swapped))
+    assert torch.allclose(one, other.T, atol=1e-6)
+
+
+def test_every_weight_receives_a_gradient():
+    model = scrambled(SuperGlueConfig(dim=32, layers=2, rotary=True)).train()
+    MatchingObjective(model)(related(pairs_of((20, 20))))[0].sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.grad is None] == []

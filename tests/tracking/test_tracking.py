@@ -345,6 +345,26 @@ def test_a_dead_server_gets_nothing_and_resend_sends_all(
     assert gate.requests == before  # nothing is left
 
 
+def test_attach_without_a_run_and_other_ranks_do_nothing(tmp_path):
+    runs = tracking.attach(tmp_path / "log.jsonl", "identity"), open_run(tmp_path, enabled=False)
+    for run in runs:
+        log_steps(run, 0, 2)
+        assert run.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_does_not_wait_for_the_answer_of_a_server_that_hangs(gate, tmp_path, monkeypatch):
+    """Its answer may take as long as the request may: the thread stays in it, the run does not."""
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(PATIENCE))
+    gate.start()
+    run = open_run(tmp_path)
+    wait_until(lambda: run._sender._offset)
+    run._sender.error = "as after a request that was not answered"
+    gate.mode = "hang"
+    sender = run._sender
+    assert run.close() is False and sender.is_alive()
+
+
 @pytest.mark.parametrize("fault", ["error", "hang", "deaf"])
 def test_a_server_that_fails_in_the_middle_gets_every_point_once(
     gate, mlflow_store, tmp_path, fault

@@ -179,3 +179,34 @@ def test_the_digests_of_a_state_hold_all_that_ranks_share():
         change()
         after = state.digests()
         assert [part for part in before if before[part] != after[part]] == [name]
+
+
+class Scaler:
+    """A loss scale, as torch's for float16: it refuses to load nothing."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def state_dict(self):
+        return dict(self.values)
+
+    def load_state_dict(self, values):
+        if not values:
+            raise RuntimeError("The source state dict is empty")
+        self.values = values
+
+
+@pytest.mark.parametrize(("before", "after"), [({}, 65536.0), ({"scale": 4.0}, 4.0)])
+def test_a_checkpoint_without_a_loss_scale_is_resumed_with_the_usual_one(before, after):
+    """With `auto`, another machine may resume in float16 what was saved in bfloat16."""
+
+    def state_of(values):
+        model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return checkpoint.TrainState(model, optimizer, Scaler(values))
+
+    saved = state_of(before)
+    resumed = state_of({"scale": 65536.0})
+    resumed.restore(saved.tensors(), saved.info())
+    assert resumed.scaler.values == {"scale": after}
+    assert torch.equal(resumed.model.dustbin, saved.model.dustbin)
