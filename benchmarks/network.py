@@ -24,7 +24,7 @@ from superglue_sift.network.superglue import SuperGlue, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference, load_model, shipped_weights
 
 PRECISIONS = ("float32", "bfloat16")
-ITERATIONS = 100  # of Sinkhorn alone
+ITERATIONS = 100  # Of Sinkhorn alone
 SINKHORN_PAIRS = 8
 
 
@@ -33,7 +33,7 @@ def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
 
     way: "plain", or the precision of the project's network.
     """
-    # all parameters are updated in one pass
+    # All parameters are updated in one pass
     optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **torch_compat.fused_adam())
     objective = MatchingObjective(model, way)
 
@@ -59,7 +59,7 @@ def step(setting: Setting) -> Iterator[str]:
         f"plain network, {norm} norm": training_call(setting.model(norm=norm), batch, "plain")
         for norm in ("layer", "batch")
     }
-    ways = {each: training_call(setting.model(), batch, each) for each in PRECISIONS}
+    ways = {name: training_call(setting.model(), batch, name) for name in PRECISIONS}
     taken = setting.time({**plains, **ways}, 2)
     fastest = min(plains, key=lambda way: np.median(taken[way]))
     for precision in PRECISIONS:
@@ -71,8 +71,8 @@ def latency(setting: Setting) -> Iterator[str]:
     """Compare one pair through the network with the plain network of the same weights."""
     batch = make_batch(setting.keypoints, 1).to(setting.device)
     model = setting.model().eval()
-    # the plain network keeps its layers as they are trained
-    ways = {each: functools.partial(fuse_for_inference(model, each), batch) for each in PRECISIONS}
+    # The plain network keeps its layers as they are trained
+    ways = {name: functools.partial(fuse_for_inference(model, name), batch) for name in PRECISIONS}
     ways["plain"] = functools.partial(plain.assign, model, batch)
     with torch.no_grad():
         taken = setting.time(ways)
@@ -116,7 +116,7 @@ def parity(setting: Setting) -> Iterator[str]:
 
     exact = matches("float32")
     for precision in ("bfloat16", "float16"):
-        found = matches(precision)
-        # of the keypoints that have a match in one of both
-        equal = (exact == found)[(exact >= 0) | (found >= 0)].double().mean()
+        rounded = matches(precision)
+        # Of the keypoints that have a match in one of both
+        equal = (exact == rounded)[(exact >= 0) | (rounded >= 0)].double().mean()
         yield f"parity: {precision} to float32, share of equal matches {equal:.4f}"

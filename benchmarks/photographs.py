@@ -24,7 +24,7 @@ def photographs(count: int) -> List[np.ndarray]:
 def _cut(image: np.ndarray) -> np.ndarray:
     gray = image if image.ndim == 2 else cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
     height, width = gray.shape
-    # enlarge what is smaller, then cut to the middle
+    # Enlarge what is smaller, then cut to the middle
     scale = max(SIZE[0] / width, SIZE[1] / height, 1.0)
     gray = cv2.resize(gray, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
     return cv2.getRectSubPix(gray, SIZE, ((gray.shape[1] - 1) / 2, (gray.shape[0] - 1) / 2))
@@ -40,7 +40,7 @@ def make_batch(keypoints: int, count: int) -> PairBatch:
     pairs: List[Pair] = []
     maps: List[np.ndarray] = []
     for image in photographs(count):
-        # up to 5 % of scale and shear, some 15 px of shift, and a little perspective
+        # Up to 5 % of scale and shear, some 15 px of shift, and a little perspective
         H = np.eye(3) + rng.normal(0, [[0.05, 0.05, 15], [0.05, 0.05, 15], [5e-5, 5e-5, 0]])
         warped = cv2.warpPerspective(image, H, SIZE, borderMode=cv2.BORDER_REFLECT)
         noisy = np.stack([image, warped]) + rng.normal(0, 8, (2, *image.shape))

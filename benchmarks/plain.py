@@ -32,11 +32,11 @@ from superglue_sift.network.superglue import (
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
     """Compute the log assignment (B, M + 1, N + 1) from scores (B, M, N) by equation 9."""
     _, m, n = scores.shape
-    # the dustbins: a column of image 0's unmatched keypoints, and a row of image 1's
+    # The dustbins: a column of image 0's unmatched keypoints, and a row of image 1's
     right = dustbin.expand(len(scores), m, 1)
     below = dustbin.expand(len(scores), 1, n + 1)
     Z = torch.cat([torch.cat([scores, right], 2), below], 1)
-    # each keypoint has the mass 1, and a dustbin that of all keypoints of the other image
+    # Each keypoint has the mass 1, and a dustbin that of all keypoints of the other image
     norm = -math.log(m + n)
     log_mu = scores.new_tensor([0.0] * m + [math.log(n)]) + norm
     log_nu = scores.new_tensor([0.0] * n + [math.log(m)]) + norm
@@ -62,7 +62,7 @@ def perceptron(mlp: nn.Sequential, x: Tensor) -> Tensor:
             means = module.running_mean, module.running_var
             x = functional.batch_norm(x, *means, module.weight, module.bias, module.training)
         elif isinstance(module, nn.LayerNorm):
-            # contiguous, because the next layer would copy it at more cost
+            # Contiguous, because the next layer would copy it at more cost
             x = module(x.transpose(1, 2)).transpose(1, 2).contiguous()
         else:
             x = module(x)
@@ -97,7 +97,7 @@ def assign(model: SuperGlue, batch: PairBatch) -> Tensor:
         for unit, position in zip(*map(images.split, (units, positions)))
     )
     for within, across in zip(model.self_attention, model.cross_attention):
-        # self-attention, then cross-attention of both views at a time
+        # Self-attention, then cross-attention of both views at a time
         x0 = x0 + update(within, x0, x0)
         x1 = x1 + update(within, x1, x1)
         x0, x1 = x0 + update(across, x0, x1), x1 + update(across, x1, x0)

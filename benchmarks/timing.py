@@ -16,7 +16,7 @@ import torch
 
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
-ROUNDS = 7  # of a comparison, at most
+ROUNDS = 7  # Of a comparison, at most
 RESAMPLES = 2000
 
 Call = Callable[[], object]
@@ -54,7 +54,7 @@ class Setting:
         for number in range(ROUNDS):
             if number >= 2 and time.perf_counter() - begun > self.seconds:
                 break
-            # garbage of earlier rounds must not be collected while a way is timed
+            # Garbage of earlier rounds must not be collected while a way is timed
             gc.collect()
             for name in names:
                 taken[name].append(self.time_once(ways[name]) / count)
@@ -66,7 +66,7 @@ class Setting:
         begun = time.perf_counter()
         way()
         if self.device.type == "cuda":
-            torch.cuda.synchronize()  # the call has only queued its kernels
+            torch.cuda.synchronize()  # The call has only queued its kernels
         return time.perf_counter() - begun
 
 
@@ -85,7 +85,7 @@ def row(name: str, seconds: np.ndarray, base: Optional[np.ndarray] = None, other
 
 def speed_up(slow: np.ndarray, fast: np.ndarray) -> str:
     """Return the median of `slow` over `fast`, round by round, with its 95 % interval."""
-    # ways of one round met the same load, so their ratio is steadier than either
+    # Ways of one round met the same load, so their ratio is steadier than either
     ratios = slow / fast
     draws = np.random.default_rng(0).choice(ratios, (RESAMPLES, len(ratios)))
     low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])

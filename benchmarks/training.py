@@ -31,8 +31,8 @@ from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
 from superglue_sift.torch_compat import no_compiler
 
-CLONE = Path(__file__).resolve().parents[1]  # ranks import `benchmarks` from here
-PAIRS = {"cuda": 64, "cpu": 2}  # of a step, for each process
+CLONE = Path(__file__).resolve().parents[1]  # Ranks import `benchmarks` from here
+PAIRS = {"cuda": 64, "cpu": 2}  # Of a step, for each process
 # Keys of `train` and `run` that differ from the plain ones, or parallel: dp for DataParallel
 Changes = Dict[str, Any]
 
@@ -54,7 +54,7 @@ def list_modes(device: str) -> Dict[str, Tuple[Changes, int, str]]:
         "gradient accumulation, 2 parts": ({"accumulate": 2}, 1, ""),
         "deterministic": ({"deterministic": True}, 1, ""),
         "torch.compile": ({"compile": True}, 1, no_compiler(device)),
-        "plain once more": ({}, 1, ""),  # shows how far the machine has changed meanwhile
+        "plain once more": ({}, 1, ""),  # Shows how far the machine has changed meanwhile
     }
 
 
@@ -82,14 +82,14 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     options = launch.torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
-    # as many threads in all as the machine has cores
+    # As many threads in all as the machine has cores
     threads = {"OMP_NUM_THREADS": str(usable_cores() // processes or 1)}
     environment = {**launch.VARIABLES, **threads, **os.environ}
     if setting.device.type == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, env=environment, cwd=CLONE, capture_output=True, text=True)
     if done.returncode:
-        # the first error of a rank, not torchrun's summary
+        # The first error of a rank, not torchrun's summary
         said = re.findall(r"\w*Error: .*", done.stderr)
         raise RuntimeError((said or ["a rank failed"])[0])
     return np.array(json.loads(done.stdout.splitlines()[-1]))
@@ -101,7 +101,7 @@ def run_rank(work: str) -> int:
     with distributed.process_group() as context:
         devices = torch.cuda.device_count() if changes.get("parallel") == "dp" else 1
         pairs = PAIRS[context.device.type] * devices
-        # every rank has to make the same number of rounds, so there is no limit of time
+        # Every rank has to make the same number of rounds, so there is no limit of time
         setting = Setting(context.device, SuperGlueConfig(**config), keypoints, float("inf"))
         step = training_step(setting, pairs, context, changes)
         taken = setting.time({"step": step}, pairs * context.world_size)["step"]
@@ -114,7 +114,7 @@ def training_step(
     setting: Setting, pairs: int, context: distributed.Context, changes: Changes
 ) -> Call:
     """Return a step of the stage `train`, with `pairs` of each rank, which are always the same."""
-    # the preset `sample`, with the network of `setting` and the changes
+    # The preset `sample`, with the network of `setting` and the changes
     model = setting.config.to_dict()
     values = {name: model[name] for name in model if name in TrainParams.model_fields}
     values.update(optimizer="adam", precision="float32", max_keypoints=setting.keypoints)
@@ -122,7 +122,6 @@ def training_step(
     several = values.pop("parallel", "") == "dp"
     run = RunParams(**{name: values.pop(name) for name in {*values} & {*RunParams.model_fields}})
     train = params.load(presets.FOLDER / "sample.yaml").train.model_copy(update=values)
-    # the parts of the stage
     precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
     network = make_network(train, run, context)
     objective, wrapped, state = build(network, train, run, context, precision)

@@ -5,7 +5,12 @@ import importlib
 
 import pytest
 
-MODULES = ("superglue_sift.network.superglue",)
+MODULES = (
+    "superglue_sift.network.batch",
+    "superglue_sift.network.sinkhorn",
+    "superglue_sift.network.superglue",
+    "superglue_sift.network.weights",
+)
 
 
 @pytest.mark.cu111

@@ -37,10 +37,10 @@ FORMAT = "superglue-sift-keypoints"
 VERSION = 2
 TITLE = f"{FORMAT} {VERSION}"
 INDEX = "store.json"
-# number of shards to hash with verify="sample"
+# Number of shards to hash with verify="sample"
 SAMPLED_SHARDS = 3
 
-Row = Dict[str, Any]  # a row of store.json, which describes a shard
+Row = Dict[str, Any]  # A row of store.json, which describes a shard
 
 _DTYPES = {"U8": np.uint8, "I32": np.int32, "I64": np.int64, "F64": np.float64}
 
@@ -53,7 +53,7 @@ class ImageViews(NamedTuple):
     """All views of one image."""
 
     name: str
-    size: Tuple[int, int]  # width, height of the image
+    size: Tuple[int, int]  # Width, height of the image
     homographies: np.ndarray  # (views, 3, 3) float64, image to view
     records: List[np.ndarray]  # (n,) keypoint records of each view
     view_sizes: np.ndarray  # (views, 2) int, width, height of each view
@@ -64,7 +64,7 @@ class View(NamedTuple):
 
     records: np.ndarray  # (n,) of the store's dtype, read-only, in mapped memory
     H_image_to_view: np.ndarray  # (3, 3) float64
-    size: Tuple[int, int]  # width, height of the view
+    size: Tuple[int, int]  # Width, height of the view
     # (3, 3) float64, maps pixels of the image to the unit square: see `PairBatch.cells`
     cell: np.ndarray = EVERYWHERE
 
@@ -179,10 +179,8 @@ class KeypointStore:
             for name in shard.get("photographs", [""] * len(shard["images"]))
         ]
         mapped = [map_shard(self.path / shard["file"]) for shard in shards]
-        # each image has the tensors of its shard and its place there
-        self._places = [
-            (tensors, place) for tensors in mapped for place in range(len(tensors["sizes"]))
-        ]
+        # Each image has the tensors of its shard and its row there
+        self._rows = [(tensors, row) for tensors in mapped for row in range(len(tensors["sizes"]))]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
         self.counts = np.concatenate([np.empty((0, views), np.int64), *counts])
@@ -201,18 +199,18 @@ class KeypointStore:
         """Return view `view` of image `image`. Raises IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
-        tensors, place = self._places[image]
-        at = place * self.views_per_image + view
+        tensors, row = self._rows[image]
+        at = row * self.views_per_image + view
         begin, end = tensors["offsets"][at : at + 2]
         # (n, R) bytes become (n,) records, without a copy
         records = tensors["records"][begin:end].reshape(-1).view(self.dtype)
-        width, height = tensors["view_sizes"][place, view].tolist()
-        return View(records, tensors["homographies"][place, view], (width, height))
+        width, height = tensors["view_sizes"][row, view].tolist()
+        return View(records, tensors["homographies"][row, view], (width, height))
 
 
 def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
     """Check a file by its row. Raises RequestError, which names the file."""
-    # compare the size first, because a hash reads the whole file
+    # Compare the size first, because a hash reads the whole file
     size = path.stat().st_size if path.is_file() else 0
     if size != shard["bytes"] or (hashed and file_sha256(path) != shard["sha256"]):
         raise RequestError(
@@ -225,13 +223,13 @@ def read_index(folder: Path) -> Dict[str, Any]:
     """Read store.json. Raises RequestError if it is missing, damaged or of another version."""
     path = folder / INDEX
     content = read_json(path, "no keypoint store here; run `dvc repro keypoints` first")
-    found = "of another program"
+    title = "of another program"
     with contextlib.suppress(KeyError, TypeError):
-        found = f"{content['format']} {content['version']}"
-        if found == TITLE and _digest(content["shards"]) == content["digest"]:
+        title = f"{content['format']} {content['version']}"
+        if title == TITLE and _digest(content["shards"]) == content["digest"]:
             return content
     raise RequestError(
-        f"{path}: damaged, or {found}, this program reads {TITLE}; run `dvc repro -f keypoints`"
+        f"{path}: damaged, or {title}, this program reads {TITLE}; run `dvc repro -f keypoints`"
     )
 
 
@@ -242,7 +240,7 @@ def map_shard(path: Path) -> Dict[str, np.ndarray]:
     """
     try:
         with path.open("rb") as stream:
-            # the file begins with the length of its header, which says where each tensor lies
+            # The file begins with the length of its header, which says where each tensor lies
             length = struct.unpack("<Q", stream.read(8))[0]
             header = json.loads(stream.read(length))
         data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]

@@ -43,11 +43,11 @@ from superglue_sift.geometry.two_view import (
 # this number does not.
 VERSION = 2
 
-MILD_SCALE_MIN = 0.9  # view 0 is at least this fraction of the largest crop
-_TRIES = 20  # number of random views that may be rejected before a mild view is taken
-SHRINK_BELOW = 0.7  # view pixels per image pixel; above it bilinear sampling hardly aliases
-JPEG_QUALITY = (40, 95)  # the range from which the quality of a JPEG is drawn
-TILE = 1024  # side of the noise tile in px
+MILD_SCALE_MIN = 0.9  # View 0 is at least this fraction of the largest crop
+_TRIES = 20  # Number of random views that may be rejected before a mild view is taken
+SHRINK_BELOW = 0.7  # View pixels per image pixel; above it bilinear sampling hardly aliases
+JPEG_QUALITY = (40, 95)  # The range from which the quality of a JPEG is drawn
+TILE = 1024  # Side of the noise tile in px
 _MIN_BLUR = 0.2  # px; a weaker blur is invisible and is skipped
 
 
@@ -74,7 +74,6 @@ def gray_views(
     records = []
     view_sizes = []
     for index in range(settings.views_per_image):
-        # draw the size and the geometry of the view
         rng = generator(settings.seed, name, index)
         factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
         view_size = (round(settings.width * factor), round(settings.height * factor))
@@ -82,7 +81,7 @@ def gray_views(
             H = mild_view(rng, size, view_size)
             view = render(gray, H, view_size)
         else:
-            # the strength grows linearly from `difficulty_first` at view 1 to 1 at the last view
+            # The strength grows linearly from `difficulty_first` at view 1 to 1 at the last view
             fraction = (index - 1) / max(settings.views_per_image - 2, 1)
             strength = settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
             H = sample_view(rng, size, view_size, settings.views.homography, strength)
@@ -125,7 +124,7 @@ def sample_view(
         difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
-        strength = difficulty * (1.0 - attempt / _TRIES)  # it is weaker after each rejection
+        strength = difficulty * (1.0 - attempt / _TRIES)  # It is weaker after each rejection
         H = _try_view(rng, image_size, view_size, limits, strength)
         if H is not None:
             return H
@@ -159,7 +158,7 @@ def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
     """Sample one view as `sample_view` does, or return None if it must be rejected."""
-    # move, rotate and tilt the corners of the view, a quadrilateral (4, 2)
+    # Move, rotate and tilt the corners of the view, a quadrilateral (4, 2)
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -169,7 +168,7 @@ def _try_view(
     if not _convex(quad):
         return None
     largest = largest_crop(image_size, view_size)
-    # bound the scale: the quadrilateral fits into the image, and is not magnified too much
+    # Bound the scale: the quadrilateral fits into the image, and is not magnified too much
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
         magnification(through_four_points(quad, corners(view_size)), view_size).max()
@@ -180,7 +179,7 @@ def _try_view(
     min_scale = min(
         max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
     )
-    # draw a log-uniform scale within the bounds, and a random place
+    # Draw a log-uniform scale within the bounds, and a random place
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
@@ -216,7 +215,7 @@ def _place(
     low = quad.min(0)
     high = quad.max(0)
     last = np.array(image_size) - 1.0
-    # room that the bounding box leaves in the image, (2,) px
+    # Room that the bounding box leaves in the image, (2,) px
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + margin * position, 0.0, last)
@@ -265,7 +264,7 @@ def render(
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
-    # a much smaller view averages areas first, and its homography is from the smaller image
+    # A much smaller view averages areas first, and its homography is from the smaller image
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
@@ -281,7 +280,7 @@ def _scale(H: np.ndarray, view_size: Size) -> float:
 
     It is the square root of the ratio of areas.
     """
-    # find the corners of the view in the image, and the area of that quadrilateral
+    # Find the corners of the view in the image, and the area of that quadrilateral
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
@@ -299,7 +298,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         view,
         _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
     )
-    # light has changed; lens, sensor and file follow
+    # Light has changed; lens, sensor and file follow
     if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
@@ -340,7 +339,7 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     rows = (int(y * TILE) + np.arange(height)) % TILE
     columns = (int(x * TILE) + np.arange(width)) % TILE
     noise = np.ascontiguousarray(_tile()[rows][:, columns])
-    # the noise has the deviation 16 in the tile
+    # The noise has the deviation 16 in the tile
     noisy = cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
     return noisy.clip(0, 255).astype(np.uint8)
 

@@ -23,13 +23,13 @@ from superglue_sift.network.superglue import TYPICAL_SCORE
 # A function that draws another view of the store. It returns None if it draws an image of the pair.
 Others = Callable[[np.random.Generator], Optional[View]]
 
-NO_AUGMENTATION = -1  # the seed of a pair that is shown as it is stored
+NO_AUGMENTATION = -1  # The seed of a pair that is shown as it is stored
 # Smallest and largest factors by which one view of a zoomed pair shrinks (docs/recipe.md), and the
 # factors of the pairs that `zoom_far` selects
 ZOOM = (1.5, 10.0)
 FAR_ZOOM = (5.0, 12.0)
-MAX_NEIGHBOURS = 8  # largest number of views of other images around the shrunk one
-MAX_BEYOND = 0.25  # fraction of each side of the shrunk view that may lie outside the canvas
+MAX_NEIGHBOURS = 8  # Largest number of views of other images around the shrunk one
+MAX_BEYOND = 0.25  # Fraction of each side of the shrunk view that may lie outside the canvas
 
 # Numbers of separate streams of random numbers
 _NEGATIVE = 0
@@ -97,7 +97,7 @@ class Augmentation(NamedTuple):
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
         random = np.random.default_rng((*seed, _COUNTS))
-        # log-uniform: as often between 100 and 200 as between 1,000 and 2,000
+        # Log-uniform: as often between 100 and 200 as between 1,000 and 2,000
         n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
@@ -117,10 +117,10 @@ class Augmentation(NamedTuple):
         # The generator is created only if it is needed, because that is slow
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, which))
-        # the fraction itself is random, from 0 to keypoint_drop
+        # The fraction itself is random, from 0 to keypoint_drop
         if self.keypoint_drop > 0:
-            kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
-            view = view._replace(records=_keep(view.records, kept))
+            is_kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
+            view = view._replace(records=_keep(view.records, is_kept))
         zoomed, factor = _zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
         if factor > 1.0 and which == zoomed:
             # The zoom draws from its own stream, so the rotation is the same with and without zoom
@@ -139,7 +139,7 @@ class Augmentation(NamedTuple):
 NO_CHANGE = Augmentation()
 
 
-@functools.lru_cache(maxsize=1024)  # it is called for both views of a pair
+@functools.lru_cache(maxsize=1024)  # It is called for both views of a pair
 def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
     """Draw which view of the pair shrinks, and its factor. With a factor of 1 neither shrinks."""
     random = np.random.default_rng((seed, _ZOOM))
@@ -150,9 +150,9 @@ def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
     return which, math.exp(random.uniform(math.log(least), math.log(most)))
 
 
-def _keep(records: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return `records[chosen]`. Copying opaque bytes is eight times as fast as copying fields."""
-    return records.view(f"V{records.itemsize}")[chosen].view(records.dtype)
+def _keep(records: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Return `records[index]`. Copying opaque bytes is eight times as fast as copying fields."""
+    return records.view(f"V{records.itemsize}")[index].view(records.dtype)
 
 
 def _copy(records: np.ndarray) -> np.ndarray:
@@ -166,7 +166,7 @@ def _rotate(view: View, degrees: float) -> View:
     size = view.size
     c = math.cos(math.radians(degrees))
     s = math.sin(math.radians(degrees))
-    # find the smallest canvas (width, height) for the rotated view, and the shift of its centre
+    # Find the smallest canvas (width, height) for the rotated view, and the shift of its centre
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
@@ -195,29 +195,29 @@ def make_mosaic(
     because its homography also maps points onto the other photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
-    # place the shrunk view in a cell (width, height) with its upper left corner at `corner`
+    # Place the shrunk view in a cell (width, height) with its upper left corner at `corner`
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrink(view, factor, min_scale, corner, cell)]
-    # fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images
+    # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
     columns, rows = (range(-int(a), int(b) + 1) for a, b in zip(before, after))
-    around = [place for place in itertools.product(columns, rows) if place != (0, 0)]
-    for place in random.permutation(len(around))[:MAX_NEIGHBOURS]:
+    around = [cell_xy for cell_xy in itertools.product(columns, rows) if cell_xy != (0, 0)]
+    for index in random.permutation(len(around))[:MAX_NEIGHBOURS]:
         other = others(random)
         if other is not None:
-            records.append(_shrink(other, factor, min_scale, corner + around[place] * cell, cell))
-    # keep the keypoints on the canvas, ordered by falling rank
+            records.append(_shrink(other, factor, min_scale, corner + around[index] * cell, cell))
+    # Keep the keypoints on the canvas, ordered by falling rank
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     seen = _keep(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
-    # make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
+    # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
@@ -233,11 +233,11 @@ def _shrink(
     `corner` is the upper left corner of the cell, and `cell` its width and height, all in px.
     """
     records = view.records
-    kept = _keep(records, records["scale"] >= min_scale * factor)
-    inside = np.ones(len(kept), bool)
+    large = _keep(records, records["scale"] >= min_scale * factor)
+    inside = np.ones(len(large), bool)
     for name, start, length in zip("xy", corner, cell):
-        place = (kept[name].astype(np.float64) + 0.5) / factor
-        inside &= place <= length
-        kept[name] = place - 0.5 + start
-    kept["scale"] /= factor
-    return _keep(kept, inside)
+        coordinate = (large[name].astype(np.float64) + 0.5) / factor
+        inside &= coordinate <= length
+        large[name] = coordinate - 0.5 + start
+    large["scale"] /= factor
+    return _keep(large, inside)

@@ -38,7 +38,7 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 # Largest number of processes that load batches for a GPU. Each holds a few steps in shared memory,
 # for which 1 GiB is enough.
 MAX_PROCESSES = 4
-SHARED = "/dev/shm"  # folder of shared memory
+SHARED = "/dev/shm"  # Folder of shared memory
 # Environment variable: the number of loading processes of each rank. 0 means that a thread loads.
 # "auto" or unset means up to MAX_PROCESSES for a GPU, and a thread for a CPU.
 NUMBER = "SG_LOADER_PROCESSES"
@@ -61,9 +61,8 @@ def training_pairs(seed: int, images: int, views: int, start: int, stop: int) ->
     """
     samples = []
     for position in range(start, stop):
-        # draw an image of the shuffled epoch, then two of its views
-        epoch, place = divmod(position, images)
-        image = int(_shuffle(seed, epoch, images)[place])
+        epoch, index = divmod(position, images)
+        image = int(_shuffle(seed, epoch, images)[index])
         draw = _generator(seed, _DRAW, epoch, image)
         view0, view1 = draw.choice(views, size=2, replace=False)
         samples.append(Sample(image, int(view0), int(view1), int(draw.integers(2**31))))
@@ -84,8 +83,8 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
         image = i * images // count if count < images else i % images
         # An image may give pairs in several rounds. Over the rounds it has both kinds of pairs.
         augmented = (i % images + i // images) % 2 == 1
-        own = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
-        samples.append(Sample(image, int(view0), int(view1), own))
+        pair_seed = int(draw.integers(2**31)) if augmented else NO_AUGMENTATION
+        samples.append(Sample(image, int(view0), int(view1), pair_seed))
     return samples
 
 
@@ -94,7 +93,7 @@ def _generator(*key: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
-@functools.lru_cache(maxsize=1)  # keeps the order of the latest epoch only
+@functools.lru_cache(maxsize=1)  # Keeps the order of the latest epoch only
 def _shuffle(seed: int, epoch: int, images: int) -> np.ndarray:
     """Return the indices of all images in the order of this epoch, (images,) int64."""
     return _generator(seed, _SHUFFLE, epoch).permutation(images)
@@ -129,7 +128,7 @@ def load_batch(
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
-    # change the two views of each pair by the seed of its sample
+    # Change the two views of each pair by the seed of its sample
     pairs = []
     negative = []
     for sample in samples:
@@ -184,7 +183,7 @@ class StepBatches(Dataset):
 
     def samples(self, step: int) -> List[List[Sample]]:
         """Return this rank's pairs of global step `step`, split into micro-batches."""
-        # all ranks draw the pairs of the whole step, and each takes its part
+        # All ranks draw the pairs of the whole step, and each takes its part
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
         pairs = training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)

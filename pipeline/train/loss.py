@@ -35,11 +35,11 @@ from superglue_sift.network.superglue import SuperGlue, mutual_matches
 # either.
 POSITIVE_PX = 3.0
 NEGATIVE_PX = 5.0
-CONFIDENCE_BINS = 500  # bins of the histograms from which a threshold is chosen, 0.002 wide
+CONFIDENCE_BINS = 500  # Bins of the histograms from which a threshold is chosen, 0.002 wide
 # Validation pairs that are computed together. The number is fixed, so that metrics do not depend
 # on the number of processes.
 CHUNK = 8
-ALL = "all"  # the key of the sums over pairs of every kind
+ALL = "all"  # The key of the sums over pairs of every kind
 # Names of the three results of `assignment_loss`
 LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
@@ -107,19 +107,19 @@ class MatchingObjective(nn.Module):
             (B,) each. It is not the mean, because this rank does not know the number of pairs of
             the whole step.
         """
-        if self.fixed_size:  # the batch may end with empty pairs
+        if self.fixed_size:  # The batch may end with empty pairs
             order, batches = [], [batch.pad(*self.fixed_size)]
         else:
             order, batches = batch.size_classes()
         # The ground truth comes first: its large matrices are freed before activations take memory
         truths = [ground_truth(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
-        parts = [assignment_loss(*each) for each in zip(log_P, truths)]
+        parts = [assignment_loss(P, truth) for P, truth in zip(log_P, truths)]
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
-        # the size classes may have another order than the batch
+        # The size classes may have another order than the batch
         ordered = order == sorted(order)
         index = torch.tensor(order, dtype=torch.int64, device="cpu")
         places = slice(len(batch)) if ordered else index.argsort()
@@ -152,7 +152,7 @@ class Validation:
         self._load = lambda part: load_batch(store, part, max_keypoints, augmentation)
         self._kind = lambda sample: augmentation.kind(sample.image, len(store), sample.seed)
         about = repr((store.digest, samples)).encode()
-        self.digest = hashlib.sha256(about).hexdigest()  # metrics on other pairs cannot be compared
+        self.digest = hashlib.sha256(about).hexdigest()  # Metrics on other pairs cannot be compared
 
     def metrics(self, objective: MatchingObjective) -> Metrics:
         """Return the mean loss with its parts, precision and recall over all pairs, on every rank.
@@ -163,24 +163,23 @@ class Validation:
         as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
         above `threshold` in pairs without any true match. `pairs` is the number of pairs.
         """
-        # add up each kind of pairs, by the network as it is used for matching
+        # Add up each kind of pairs, by the network as it is used for matching
         model = objective.model
         was_training = model.training
         model.eval()
         kinds = self._sums(lambda batch: network_sums(objective, batch))
         model.train(was_training)
-        # divide by the number of all pairs
         sums = kinds.pop(ALL)
         metrics = {name: float(sums[name] / sums["pairs"]) for name in LOSSES}
         metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
-        # add the metrics of each kind; `first` is the first bin above the threshold
+        # Add the metrics of each kind; `first` is the first bin above the threshold
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
-        for kind, own in kinds.items() if len(kinds) > 1 else ():
+        for kind, kind_sums in kinds.items() if len(kinds) > 1 else ():
             if kind == "negative":
-                found = own["predicted"][first:].sum()
-                metrics["matches_negative"] = float(found / own["pairs"])
+                count = kind_sums["predicted"][first:].sum()
+                metrics["matches_negative"] = float(count / kind_sums["pairs"])
             else:
-                metrics[f"f1_{kind}"] = best_f1(own)["f1"]
+                metrics[f"f1_{kind}"] = best_f1(kind_sums)["f1"]
         return metrics
 
     def ratio_test_f1(self, objective: MatchingObjective) -> float:
@@ -196,7 +195,7 @@ class Validation:
 
         Each rank computes a part of the pairs. The result is the same on every rank.
         """
-        # cut the pairs of each kind into chunks, which the ranks share
+        # Cut the pairs of each kind into chunks, which the ranks share
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
             by_kind.setdefault(self._kind(sample), []).append(sample)
@@ -234,7 +233,7 @@ def choose_pairs(
     Raises:
         RequestError: the model was trained on all of them.
     """
-    # leave out the photographs that the initial weights were trained on
+    # Leave out the photographs that the initial weights were trained on
     left = list(range(len(store)))
     messages = []
     if model:
@@ -248,7 +247,7 @@ def choose_pairs(
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " run.allow_training_images: true"
         )
-    # draw pairs among the photographs that are left, and number them as in the store
+    # Draw pairs among the photographs that are left, and number them as in the store
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
 
@@ -284,8 +283,8 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
     for i, (m, n) in enumerate(batch.counts.tolist()):
         # m and n are the numbers of real keypoints of this pair. The rest is padding.
-        found, mutual = neighbours(units[0][i, :m], units[1][i, :n])
-        dense = found.only(mutual).to_dense(m)
+        nearest, mutual = neighbours(units[0][i, :m], units[1][i, :n])
+        dense = nearest.only(mutual).to_dense(m)
         matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
     return count_matches(matches, scores, truth)
 
@@ -303,10 +302,10 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
         does not ignore. `correct` counts matches that equal the truth.
     """
     counted = (matches0 >= 0) & (truth.matches0 != IGNORED)
-    chosen = {"predicted": counted, "correct": counted & (matches0 == truth.matches0)}
+    counted_rows = {"predicted": counted, "correct": counted & (matches0 == truth.matches0)}
     histograms = {
         name: np.histogram(scores[rows].float().cpu().numpy(), CONFIDENCE_BINS, (0.0, 1.0))[0]
-        for name, rows in chosen.items()
+        for name, rows in counted_rows.items()
     }
     return {"true": (truth.matches0 >= 0).sum().cpu().numpy(), **histograms}
 

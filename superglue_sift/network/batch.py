@@ -217,12 +217,12 @@ class PairBatch:
         """Return all tensors as one flat tensor for each dtype, and what these hold, in order."""
         if self._flat is not None:
             return self._flat
-        tensors = self._tensors()
-        layout = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+        named = self._tensors()
+        layout = {name: (t.dtype, tuple(t.shape)) for name, t in named.items()}
         parts: Dict[torch.dtype, List[Tensor]] = {}
-        for tensor in tensors.values():
+        for tensor in named.values():
             parts.setdefault(tensor.dtype, []).append(tensor.flatten())
-        return {dtype: torch.cat(each) for dtype, each in parts.items()}, layout
+        return {dtype: torch.cat(tensors) for dtype, tensors in parts.items()}, layout
 
     def _move(self, function: Callable[[Tensor], Tensor]) -> PairBatch:
         """Apply `function` to the flat tensors."""
@@ -351,6 +351,17 @@ def from_pairs(
     dtype: dtype of the keypoints. If None, it is ORIENTED if any keypoints are or there are no
         pairs, and otherwise the dtype of the first pair.
     cells: see `PairBatch`.
+
+    >>> from superglue_sift.network.ground_truth import ground_truth
+    >>> keypoints = np.zeros(2, KEYPOINT)
+    >>> keypoints["x"] = 10, 20
+    >>> pair = Pair(keypoints, keypoints[:1], (320, 240), (320, 240))
+    >>> batch = from_pairs([pair], np.eye(3)[None])
+    >>> batch.keypoints0
+    tensor([[[10.,  0.],
+             [20.,  0.]]])
+    >>> ground_truth(batch).matches0
+    tensor([[ 0, -1]])
     """
     dtypes = [dtype] if dtype else [view.dtype for pair in pairs for view in pair[:2]]
     used = ORIENTED if ORIENTED in (dtypes or [ORIENTED]) else dtypes[0]
@@ -460,16 +471,16 @@ def choose_pair(pair: Pair) -> Pair:
     if ORIENTED not in (pair.records0.dtype, pair.records1.dtype):
         return pair
     batch = choose_orientations(from_pairs([pair]))
-    chosen = []
+    sides = []
     for view, records in enumerate(pair[:2]):
         tensors = batch.view(view)
-        kept = np.empty(len(records), KEYPOINT)
+        keypoints = np.empty(len(records), KEYPOINT)
         for name in GEOMETRY:
-            kept[name] = records[name]
-        kept["angle"] = tensors.oris[0, : len(records)].numpy()
-        kept["descriptor"] = tensors.descriptors[0, : len(records)].numpy()
-        chosen.append(kept)
-    return Pair(chosen[0], chosen[1], pair.size0, pair.size1)
+            keypoints[name] = records[name]
+        keypoints["angle"] = tensors.oris[0, : len(records)].numpy()
+        keypoints["descriptor"] = tensors.descriptors[0, : len(records)].numpy()
+        sides.append(keypoints)
+    return Pair(sides[0], sides[1], pair.size0, pair.size1)
 
 
 def unit_vectors(descriptors: Tensor, kind: str) -> Tensor:

@@ -51,9 +51,9 @@ def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
 
     points: (..., N, 2) px.
     """
-    place = transform(points.double(), cell)
+    mapped = transform(points.double(), cell)
     # Points on the horizon are nan, and not inside.
-    return ((place >= 0.0) & (place <= 1.0)).all(-1)
+    return ((mapped >= 0.0) & (mapped <= 1.0)).all(-1)
 
 
 def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:

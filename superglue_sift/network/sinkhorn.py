@@ -60,6 +60,14 @@ def log_optimal_transport(
 
         Also (B,) bool, whether a pair, and in training its gradient, did not overflow. Without
         `wait`, log P of a pair that overflowed is wrong and has no gradient.
+
+    The first two keypoints of each image are alike, the third one of image 0 is like none:
+
+    >>> scores = torch.tensor([[[9.0, 0.0], [0.0, 9.0], [0.0, 0.0]]])
+    >>> mask0 = torch.ones(1, 3, dtype=torch.bool)
+    >>> log_P, _ = log_optimal_transport(scores, mask0, mask0[:, :2], torch.tensor(3.0), 100)
+    >>> [[round(p, 1) for p in row] for row in log_P[0].exp().tolist()]
+    [[0.9, 0.0, 0.1], [0.0, 0.9, 0.1], [0.0, 0.0, 1.0], [0.1, 0.1, 1.9]]
     """
     problem = _problem(scores, mask0, mask1, dustbin)
     if torch.is_grad_enabled() and problem[0].requires_grad:

@@ -395,7 +395,7 @@ def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Te
     """
     best0 = cosines.max(2)
     best1 = cosines.max(1)
-    found = []
+    neighbours = []
     for matrix, (values, nearest), (_, back) in (
         (cosines, best0, best1),
         (cosines.transpose(1, 2), best1, best0),
@@ -409,8 +409,8 @@ def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Te
         distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
         ratio = (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0)
         itself = torch.arange(nearest.shape[1], device=nearest.device)
-        found.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
-    return found
+        neighbours.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
+    return neighbours
 
 
 # Equations 3 to 5: attention between keypoints
@@ -541,11 +541,11 @@ class MLP(nn.Sequential):
         """
         first: Any = self[0]
         # Split the columns of the first map by the input that they belong to.
-        weights = first.weight.to(inputs[0].dtype).split([each.shape[1] for each in inputs], 1)
+        weights = first.weight.to(inputs[0].dtype).split([tensor.shape[1] for tensor in inputs], 1)
         # (T, C0), (T, C1), ... -> (T, hidden)
         x = nn.functional.linear(inputs[0], weights[0], first.bias)
-        for each, weight in zip(inputs[1:], weights[1:]):
-            x = torch.addmm(x, each, weight.t())
+        for tensor, weight in zip(inputs[1:], weights[1:]):
+            x = torch.addmm(x, tensor, weight.t())
         for module in list(self)[1:]:
             x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
         return x
@@ -627,19 +627,28 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
 
     Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
     float32, which is 0 without a match. matches1 and scores1 (B, N) say the same of image 1.
+
+    Two keypoints in each image. The second of image 0 belongs in the dustbin:
+
+    >>> P = torch.tensor([[[0.9, 0.0, 0.1], [0.0, 0.3, 0.7], [0.1, 0.7, 0.0]]])
+    >>> matches0, scores0, _, _ = mutual_matches(P.log(), threshold=0.5)
+    >>> matches0
+    tensor([[ 0, -1]])
+    >>> scores0
+    tensor([[0.9000, 0.0000]])
     """
     # (B, M + 1, N + 1) -> (B, M, N), without the dustbins
     inner = log_P.detach()[:, :-1, :-1].float()
     best0 = inner.max(2)
     best1 = inner.max(1)
-    found: List[Tensor] = []
+    matches: List[Tensor] = []
     for best, other in ((best0, best1), (best1, best0)):
         itself = torch.arange(best.indices.shape[1], device=log_P.device)
         scores = best.values.exp()
         # A match is mutual if the best match of the best match is the keypoint itself.
         good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
-        found += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
-    return tuple(found)
+        matches += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
+    return tuple(matches)
 
 
 @torch.no_grad()

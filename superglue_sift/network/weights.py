@@ -109,6 +109,10 @@ def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
 
     Raises RequestError if there is no such file, if it is damaged, or if it is not a SuperGlue
     model.
+
+    >>> model, info = load_model(shipped_weights())
+    >>> model.config.layers, info["model"]["dim"]
+    (9, 128)
     """
     try:
         tensors, info = load_model_file(path)
