@@ -19,6 +19,7 @@ from superglue_sift.files import check_writable, name_below, write_json
 
 # With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`)
 MIN_TEST_IMAGES = 6
+HELD_OUT = {"validation": "val", "test": "test"}  # what images are for, and their split
 BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
 
@@ -93,16 +94,22 @@ def check_held_out(images: ImageSet, sections: Params) -> List[str]:
     # A list that is missing is reported by the training
     known = provenance.read_photographs(Path(model)) if model else None
     lines: List[str] = []
-    for split, title in (("val", "validation"), ("test", "test")):
-        entries = images.entries(split)
-        if entries and known is not None:
-            entries = _leave_out(images, entries, title, sections, lines)
-        if split == "test" and 0 < len(entries) < MIN_TEST_IMAGES:
-            lines.append(
-                f"{len(entries)} test images are too few to judge by, since intervals need"
-                f" {MIN_TEST_IMAGES}: give more images, or raise fetch.val_fraction or"
-                " fetch.test_fraction"
-            )
+    left = {}
+    for title, split in HELD_OUT.items():
+        left[title] = images.entries(split)
+        if left[title] and known is not None:
+            left[title] = _leave_out(images, left[title], title, sections, lines)
+    # Without test images the evaluation takes those for validation
+    title = "test" if left["test"] else "validation"
+    count = len(left[title])
+    if count < MIN_TEST_IMAGES:
+        keys = "fetch.test_fraction"
+        if not sections.fetch.val_path:
+            keys = f"fetch.val_fraction or {keys}"
+        lines.append(
+            f"{count} {title} images are too few to judge by, since intervals need"
+            f" {MIN_TEST_IMAGES}: give more images, or raise {keys}"
+        )
     return lines
 
 

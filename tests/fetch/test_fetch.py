@@ -152,6 +152,13 @@ def test_too_few_images_to_judge_by_are_said(run_on, tmp_path, capsys, count, te
     assert (line in capsys.readouterr().out) == (tests < 6)
 
 
+def test_without_test_images_those_for_validation_are_counted(run_on, tmp_path, capsys):
+    folder = run_on(write_photographs(tmp_path / "few", range(9)), test_fraction=0.0)
+    count = len(names(folder, "val"))
+    assert not names(folder, "test") and count < 6
+    assert f"fetch: {count} validation images are too few to judge by" in capsys.readouterr().out
+
+
 @pytest.fixture
 def of_coco(tmp_path):
     """`of_coco(folder)`: forty photographs there, with the names of COCO's 1, 2, ..."""
