@@ -58,13 +58,21 @@ def database_of(
     refine: bool,
     camera_per: Optional[str] = None,
 ) -> Iterator[Callable[..., None]]:
-    """Yield a function that adds pairs of `photos` below `root`. The database is there at the end.
+    """Yield a function that adds pairs of `photos`. The database is there at the end.
 
-    refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
-        matches of scenes that then do not fit (`verification.agree_with_one_geometry`). Without
-        this, four cameras of unknown focal length move by decimetres.
-    camera_per: "folder" or "image". If None, photographs whose EXIF data name the same camera have
-        one camera, the others one each, as in COLMAP's importer.
+    Args:
+        path: the new database.
+        root: folder of the photographs, below which they are named.
+        photos: the photographs.
+        store: their features, and the matcher.
+        refine: refine keypoints by the pixels of all their pairs (`tracks.refine_tracks`), and drop
+            matches of scenes that then do not fit (`verification.agree_with_one_geometry`). Without
+            this, four cameras of unknown focal length move by decimetres.
+        camera_per: "folder" or "image". If None, photographs whose EXIF data name the same camera
+            have one camera, the others one each, as in COLMAP's importer.
+
+    Raises:
+        RequestError: COLMAP cannot read a photograph.
     """
     path = real_path(path)
     partial = path.with_name(path.name + ".partial")
@@ -206,9 +214,14 @@ class StoredFeatures:
     """
 
     def __init__(self, path: Path, max_keypoints: int) -> None:
-        """Open a database. max_keypoints: maximum number per image, of the largest scales.
+        """Open a database.
 
-        Raises RequestError if it is no COLMAP database with features, or another program writes it.
+        Args:
+            path: the database.
+            max_keypoints: maximum number of keypoints per image, those of the largest scales.
+
+        Raises:
+            RequestError: It is no COLMAP database with features, or another program writes it.
         """
         self.path = path
         self.max_keypoints = max_keypoints

@@ -71,6 +71,12 @@ def write_matches(path: FileName, name0: str, name1: str, result: MatchResult) -
 
     The group of the pair gets matches0 (M,) int64, -1 without a match, and matching_scores0 (M,)
     float32.
+
+    Args:
+        path: the HDF5 file, which is created if it is missing.
+        name0: name of the first image, as hloc names it.
+        name1: name of the second image.
+        result: the matches.
     """
     output = convert.to_lightglue_matches(result)
     # hloc names the group of a/b.jpg and c.jpg a-b.jpg/c.jpg.
