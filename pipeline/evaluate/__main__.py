@@ -435,17 +435,18 @@ def draw_pictures(
         shown = matched.above(matched.match([known], 1)[0])
         # draw one panel for each matcher
         panels = []
-        caption = f"{BEGIN[name.partition('-')[0]]} ({known.name})."
+        counts = []
         for matcher in filter(None, (OURS, RATIO_TEST, reference)):
             row = values.loc[(matcher, number)]
             heading = report.title(matcher)
-            caption += (
-                f" {heading}: {row['correct']:.0f} of {row['matches']:.0f} matches correct,"
-                f" {row['error']:.2f} {unit}."
+            counts.append(
+                f"{heading}: {row['correct']:.0f} of {row['matches']:.0f} matches correct,"
+                f" {row['error']:.2f} {unit}"
             )
             points = scoring.matched_points(known.pair, shown[matcher])
             wrong = ~scoring.correct_matches(known, shown[matcher])
             panels.append(drawing.Panel(heading, *points, shown[matcher].scores, wrong))
+        caption = f"{BEGIN[name.partition('-')[0]]} ({known.name}). {'; '.join(counts)}."
         drawn.append((name, caption, drawing.draw(left, right, panels)))
     return drawn
 

@@ -606,6 +606,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     )
     html = functools.partial(pd.DataFrame.to_html, border=0)
     environment.filters.update(percent=percent, points=points, title=title, html=html)
+    environment.filters["called"] = lambda name: CALLED.get(name, name)
     return environment.get_template("page.html").render(
         results=results,
         verdict=verdict(results),
