@@ -3,18 +3,20 @@
 import json
 
 import pytest
+import torch
 from made_evaluations import PARAMS, read_csv
 from made_evaluations import run as run_evaluation
 from made_scenes import write_image_set, write_model
 from made_trainings import request_maker
 from reading import read_json
 
-from pipeline import errors, export, provenance
+from pipeline import distributed, errors, export, provenance
 from pipeline.errors import RequestError
 from pipeline.fetch import dataset
 from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store
 from pipeline.train import __main__ as train
+from pipeline.train import checkpoint, trainer
 from superglue_sift.network.weights import SHIPPED
 
 COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
@@ -228,6 +230,18 @@ def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys)
     with pytest.raises(RequestError, match=r"all of the 3 validation photographs.*run\.allow_tr"):
         train.check(training(begun_from), 1)
     assert errors.run(train.main, training(begun_from, "--validate-only")) == 2
+
+
+def test_allowing_training_images_makes_another_training(training, begun_from):
+    """Other validation pairs keep other weights, although the steps are the same."""
+    provenance.write_photographs(begun_from, ["100"])
+    names = set()
+    for allowed in (False, True):
+        args, sections = train.parse(training(begun_from, allow_training_images=allowed))
+        context = distributed.Context(0, 1, torch.device("cpu"))
+        data = trainer.open_data(args, sections, context)
+        names.add(checkpoint.name_of(trainer.identify(sections, data, 1)))
+    assert len(names) == 2
 
 
 def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, shared_data):
