@@ -12,6 +12,7 @@ import contextlib
 import getpass
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -116,7 +117,8 @@ def permissions() -> Iterator[Finding]:
     wrong = [path for path in places if not os.access(path, os.W_OK)]
     if wrong:
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
-        fix = f"type `sudo chown -R $(id -u) {Path.cwd()}`, or work in a clone of your own"
+        clone = shlex.quote(str(Path.cwd()))
+        fix = f"type `sudo chown -R $(id -u) {clone}`, or work in a clone of your own"
         yield FAIL, "permissions", f"{wrong[0]}{more}: user {os.getuid()} cannot write there: {fix}"
 
 
@@ -132,7 +134,7 @@ def commit() -> Iterator[Finding]:
         reason = str(error)
     fix = "install git, and commit once"
     if "dubious ownership" in reason:
-        fix = f"type `git config --global --add safe.directory {root}`"
+        fix = f"type `git config --global --add safe.directory {shlex.quote(str(root))}`"
     reason = reason.partition("\n")[0]
     yield WARN, "git", f"results will not name the commit ({reason}): {fix}"
 

@@ -213,10 +213,11 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
         return client.create_experiment(name, here.as_uri() if here else None)
     number = experiment.experiment_id
     if is_deleted(experiment):
-        restore = f"mlflow experiments restore --experiment-id {number}"
+        store = f"MLFLOW_TRACKING_URI={shlex.quote(place_of(uri))}"
+        restore = f"{store} mlflow experiments restore --experiment-id {number}"
         raise errors.RequestError(
-            f"the experiment {name} is deleted. To restore it, type MLFLOW_TRACKING_URI="
-            f"{place_of(uri)} {restore}; for another experiment, set MLFLOW_EXPERIMENT_NAME"
+            f"the experiment {name} is deleted. To restore it, type {restore}; for another"
+            " experiment, set MLFLOW_EXPERIMENT_NAME"
         )
     return number
 

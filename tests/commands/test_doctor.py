@@ -3,6 +3,7 @@
 import getpass
 import os
 import pwd
+import shlex
 import subprocess
 from types import SimpleNamespace
 
@@ -100,19 +101,20 @@ def test_a_folder_that_this_user_cannot_write_is_named(tmp_path, monkeypatch):
     """Also one that another user's run has left. root may write everywhere, so the answer of the
     system is replaced.
     """
-    monkeypatch.chdir(tmp_path)
+    clone = tmp_path / "a clone"
     for name in (".dvc/tmp", "data/images", "reports"):
-        (tmp_path / name).mkdir(parents=True)
+        (clone / name).mkdir(parents=True)
     for name in (".dvc/tmp/lock", "dvc.lock", "data/images/manifest.csv"):
-        (tmp_path / name).touch()
+        (clone / name).touch()
+    monkeypatch.chdir(clone)
     assert not [*doctor.permissions()]
     denied = []
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: str(path) not in denied)
-    for name in (".dvc/tmp/lock", "dvc.lock", "data/images", "reports", str(tmp_path)):
+    for name in (".dvc/tmp/lock", "dvc.lock", "data/images", "reports", str(clone)):
         denied[:] = [name]
         ((level, _, text),) = doctor.permissions()
         assert level == FAIL and text.startswith(f"{name}: user ")
-        assert f"`sudo chown -R $(id -u) {tmp_path}`" in text
+        assert f"`sudo chown -R $(id -u) {shlex.quote(str(clone))}`" in text
     # files that are replaced need a folder that can be written
     denied[:] = ["data/images/manifest.csv"]
     assert not [*doctor.permissions()]
@@ -127,7 +129,7 @@ def test_a_clone_of_another_user_is_a_warning_with_what_git_needs(
 ):
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(tmp_path / "gitconfig"))
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
-    clone = tmp_path / "clone"
+    clone = tmp_path / "a clone"
     clone.mkdir()
     (clone / "params.yaml").write_text((root / "params.yaml").read_text())
     monkeypatch.chdir(clone)
@@ -140,9 +142,9 @@ def test_a_clone_of_another_user_is_a_warning_with_what_git_needs(
     assert provenance.git_state(clone)["commit"] == provenance.UNKNOWN
     assert doctor.main(["--quick"] if quick else []) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if " git: " in line]
-    fix = f"git config --global --add safe.directory {clone}"
+    fix = f"git config --global --add safe.directory {shlex.quote(str(clone))}"
     assert "warn" in line and "dubious ownership" in line and line.endswith(f"type `{fix}`")
-    git(*fix.split()[1:])
+    git(*shlex.split(fix)[1:])
     assert not [*doctor.commit()]
 
 

@@ -1,6 +1,7 @@
 """Tracking: the log comes first, every point arrives, and no server can hold up or end the work."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -256,9 +257,8 @@ def test_a_deleted_experiment_is_named_with_what_restores_it(
     folder = tmp_path / "second"
     assert open_run(folder, "second").close() is False
     said = capfd.readouterr().err
-    advice = (
-        f"MLFLOW_TRACKING_URI={mlflow_store} mlflow experiments restore --experiment-id {number}"
-    )
+    store = f"MLFLOW_TRACKING_URI={shlex.quote(mlflow_store)}"
+    advice = f"{store} mlflow experiments restore --experiment-id {number}"
     assert advice in said and "set MLFLOW_EXPERIMENT_NAME" in said and "..." not in said
     with pytest.raises(RequestError, match="restore --experiment-id"):
         tracking.main(["ui"])
@@ -268,7 +268,7 @@ def test_a_deleted_experiment_is_named_with_what_restores_it(
         assert resend(folder) == 0
     assert client.get_experiment_by_name("another").lifecycle_stage == "active"
     environment = {**os.environ, "MLFLOW_TRACKING_URI": mlflow_store}
-    command = [sys.executable, "-m", *advice.split()[1:]]
+    command = [sys.executable, "-m", *shlex.split(advice)[1:]]
     subprocess.run(command, env=environment, check=True)
     assert open_run(tmp_path / "third", "third").close()
 
