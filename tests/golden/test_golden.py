@@ -56,7 +56,7 @@ def compute_losses(folder, **changes):
     for step in range(STEPS):
         pairs = training_pairs(0, len(store), store.views_per_image, 6 * step, 6 * step + 6)
         batch = load_batch(store, pairs, 48)
-        sums, _ = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
+        sums, *_ = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
         losses.append(sums["loss"] / 6)
     return losses
 

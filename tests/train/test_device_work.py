@@ -145,7 +145,7 @@ def step_on_meta(optimizer_of, scaler):
     # clipping works on lists of tensors on a GPU, on `meta` one by one
     lists = mock.patch("torch.nn.utils.clip_grad._has_foreach_support", return_value=True)
     with lists:
-        _, totals = trainer.compute_gradient(*work)
+        _, totals, _ = trainer.compute_gradient(*work)
     work[1].step()
     scaler.update()
     return totals
@@ -187,5 +187,5 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])
         )
-    assert seen and all(np.isfinite(norm) for _, norm in steps) and steps[0][0] == steps[1][0]
+    assert seen and all(np.isfinite(norm) for _, norm, _ in steps) and steps[0][0] == steps[1][0]
     assert torch.equal(*gradients)  # the running statistics moved once
