@@ -490,10 +490,11 @@ class Matcher:
         # Match and verify the pairs that are left. Skipped pairs have no matches.
         verified: List[Tuple[Matches, Optional[float]]]
         verified = [(Matches.none(), verification.SKIPPED)] * len(batch)
-        settings = self.threshold, self.resize, rules.accept
         by_network = self.match_network(list(likely.values()))
-        for (number, pair), (_, network, mutual, _) in zip(likely.items(), by_network):
-            matches, score = verification.match_one_place(pair, network, mutual, *settings)
+        for (number, pair), (seen, network, mutual, _) in zip(likely.items(), by_network):
+            matches, score = verification.match_one_place(
+                pair, _points_of(seen), network, mutual, self.threshold, rules.accept
+            )
             # Convert to indices of all keypoints.
             verified[number] = matches.renumber(*looks[number][1]).sort(), score
         return verified

@@ -45,6 +45,7 @@ from pipeline import errors
 from pipeline.keypoints.views import distort, generator, render, sample_view
 from pipeline.params import Homography, Photometric
 from superglue_sift import Matcher
+from superglue_sift.features import sift
 from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
@@ -229,8 +230,8 @@ def examine(matcher: Matcher, asked: LabelledPair) -> Tuple[Any, ...]:
     if agreeing < verification.LIKELY:
         return nothing
     one, other = (view.select(index) for view, index in zip(pair, kept))
-    _, network, mutual, _ = matcher.match_network([(one, other)])[0]
-    points = verification.reduced_points((one, other), matcher.resize)
+    seen, network, mutual, _ = matcher.match_network([(one, other)])[0]
+    points = sift.positions(seen.records0), sift.positions(seen.records1)
     F, measured = verification.verify_pair(network, mutual, points)
     if F is None:
         return nothing

@@ -62,7 +62,7 @@ MAX_KEYPOINTS = 8192
 NETWORK_KEYPOINTS = 512  # results are as good as with 1,024, in two thirds of the time
 RESIZE = 1600  # px, longer side to which photographs are reduced
 
-# Distances from epipolar lines, in both images, in pixels of the reduced images
+# Distances from epipolar lines, in both images, in pixels of the images that SIFT saw
 INLIER_PX = 1.5  # limit for an inlier
 BAND_PX = 2.0  # limit for a match that is kept
 EXACT_PX = 0.8  # limit for keypoints that were refined by the pixels of all pairs
@@ -134,7 +134,11 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
     found = nearest.ratio_matches(first[0].records, first[1].records)
     # Count the matches of one geometry that lie on no watermark.
     marked = find_watermarks(first, found)
-    unmarked = positions_of(reduced_points(first, resize), found.only(~marked))
+    seen0, seen1 = (
+        view.as_found(resize).keypoints[order[:FIRST_KEYPOINTS]]
+        for view, order in zip(pair, orders)
+    )
+    unmarked = positions_of((seen0, seen1), found.only(~marked))
     agreeing = two_view.fit_fundamental(*unmarked, INLIER_PX).inliers
     # Drop keypoints near the watermarks, also among those that were not matched here.
     sizes = [view.size for view in pair]
@@ -147,28 +151,28 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
 
 def match_one_place(
     pair: Sequence[Features],
+    points: Points,
     network: Matches,
     mutual: Matches,
     threshold: float,
-    resize: int,
     accept: float,
 ) -> Tuple[Matches, float]:
     """Verify a pair, and find all matches of its geometry.
 
     Args:
-        pair: both photographs, without the keypoints of watermarks.
+        pair: both photographs, without the keypoints of watermarks. Only the last watermarks are
+            looked for in their pixels, since watermarks have a place and a size in the file.
+        points: (M, 2) and (N, 2) px, positions of the same keypoints in the images that SIFT saw.
         network: all matches of the network, whatever their scores. Those above `threshold` are kept
             if they agree with the geometry.
         mutual: mutual nearest neighbours of all keypoints; their scores are one minus the ratio of
             distances.
-        resize: as for `first_look`.
         accept: minimum probability of an accepted pair.
 
     Returns the matches, none for a rejected pair, and the probability of one place.
     """
     # A watermark may lie on keypoints that the first look did not match.
     network = network.only(~find_watermarks(pair, network))
-    points = reduced_points(pair, resize)
     F, measured = verify_pair(network, mutual, points)
     score = probability(measured)
     if F is None or score < accept:
@@ -182,7 +186,7 @@ def verify_pair(
     """Fit a geometry to the matches of a pair, and measure how well they agree with it.
 
     network, mutual: as for `match_one_place`.
-    points: (M, 2) and (N, 2) px, positions of all keypoints in the reduced images.
+    points: (M, 2) and (N, 2) px, positions of all keypoints in the images that SIFT saw.
 
     Returns F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (2,).
     """
@@ -232,14 +236,6 @@ def agree_with_one_geometry(
     if F is None:
         return np.ones(len(points0), bool)
     return two_view.epipolar_distances(F, points0, points1) <= EXACT_PX
-
-
-def reduced_points(pair: Sequence[Features], resize: int) -> Points:
-    """Return the positions (M, 2) and (N, 2) float64 of all keypoints in the reduced images."""
-    points0, points1 = (
-        view.keypoints.astype(np.float64) / two_view.unit_of(view.size, resize) for view in pair
-    )
-    return points0, points1
 
 
 def _join(first: Matches, second: Matches) -> Matches:

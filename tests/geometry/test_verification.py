@@ -70,7 +70,8 @@ def features_at(points):
 
 
 def match(points, network, mutual, threshold=0.28, accept=0.5):
-    return verification.match_one_place(features_at(points), network, mutual, threshold, 0, accept)
+    pair = features_at(points)
+    return verification.match_one_place(pair, points, network, mutual, threshold, accept)
 
 
 def probability_of(network, ratio, points):
