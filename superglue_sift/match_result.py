@@ -54,6 +54,25 @@ class MatchResult:
     frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
     turned: the EXIF orientation of each image that was undone.
     images: the matched images, for `show`, or None for features without their image.
+
+    Example:
+        >>> keypoints0 = np.float32([[10, 10], [90, 20], [70, 80], [20, 60], [50, 40]])
+        >>> indices = np.array([[0, 0], [1, 1], [2, 2], [3, 3]])
+        >>> matches = Matches(indices, np.float32([1, 0.9, 0.5, 0.4]))
+        >>> result = MatchResult(keypoints0, keypoints0 + 5, matches, (100, 100), (100, 100))
+        >>> result
+        MatchResult(4 matches; 100x100 px with 5 keypoints, 100x100 px with 5 keypoints)
+        >>> result.points1[0].tolist()
+        [15.0, 15.0]
+        >>> result.above(0.8).matches.tolist()
+        [[0, 0], [1, 1]]
+        >>> result.dense()[0].tolist()
+        [0, 1, 2, 3, -1]
+        >>> H = result.homography().model
+        >>> bool(np.allclose(H, [[1, 0, 5], [0, 1, 5], [0, 0, 1]], atol=1e-3))
+        True
+        >>> result.homography().supported  # any four matches fit a homography
+        False
     """
 
     keypoints0: np.ndarray

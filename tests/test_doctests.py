@@ -6,6 +6,8 @@ import importlib
 import pytest
 
 MODULES = (
+    "superglue_sift.geometry.two_view",
+    "superglue_sift.match_result",
     "superglue_sift.network.batch",
     "superglue_sift.network.sinkhorn",
     "superglue_sift.network.superglue",

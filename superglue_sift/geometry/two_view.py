@@ -64,6 +64,10 @@ def transform(points, H):
     """Map points (..., N, 2) through homographies (..., 3, 3), arrays or tensors, to (..., N, 2).
 
     Points on the horizon line become inf or nan, without an error.
+
+    Example:
+        >>> transform(np.array([[1.0, 2.0]]), np.diag([2.0, 2.0, 1.0])).tolist()
+        [[2.0, 4.0]]
     """
     x = points[..., :1]
     y = points[..., 1:]
@@ -252,9 +256,24 @@ def fit_homography(
 ) -> Fit:
     """Fit a homography by `fit_ransac`, and find its inliers.
 
-    Inliers are the matches (K, 2) that are mapped to within `threshold_px` in image 1. The model is
-    None if image 1 is a mirror image. OpenCV then finds a few matches that fit by chance, but more
-    fit after image 1 is mirrored.
+    Args:
+        points0, points1: (K, 2) matched pixels.
+        threshold_px: maximum distance in image 1 of an inlier from where the model maps it.
+        deviations: (K,) px of refined matches, see `refine_homography`.
+
+    Returns:
+        The fit. Its model is None for fewer than four matches, and if image 1 is a mirror image.
+        OpenCV then finds a few matches that fit by chance, but more fit after image 1 is mirrored.
+
+    Example:
+        >>> points0 = np.array([[0.0, 0], [90, 10], [80, 70], [5, 60], [40, 30], [20, 50]])
+        >>> points1 = 2 * points0 + [10, 20]
+        >>> points1[5] += 50  # a wrong match
+        >>> fit = fit_homography(points0, points1)
+        >>> fit.inliers.tolist()
+        [True, True, True, True, True, False]
+        >>> bool(np.allclose(fit.model, [[2, 0, 10], [0, 2, 20], [0, 0, 1]], atol=1e-3))
+        True
     """
     none = Fit(None, np.zeros(len(points0), bool))
     H = fit_ransac(points0, points1, threshold_px, deviations=deviations)
@@ -411,12 +430,25 @@ def _within(
 
 
 def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: float = 3.0) -> Fit:
-    """Fit a fundamental matrix F, x1^T F x0 = 0, to matched pixels (K, 2) by OpenCV's MAGSAC++.
+    """Fit a fundamental matrix F, x1^T F x0 = 0, by OpenCV's MAGSAC++.
 
-    threshold_px: maximum distance of an inlier.
+    Equal matches give equal bytes.
 
-    Equal matches give equal bytes. The model is None for fewer than eight matches, and where OpenCV
-    fails on degenerate matches.
+    Args:
+        points0, points1: (K, 2) matched pixels.
+        threshold_px: maximum distance of an inlier from its epipolar lines.
+
+    Returns:
+        The fit. Its model is None for fewer than eight matches, and where OpenCV fails on
+        degenerate matches.
+
+    Example:
+        >>> points0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
+        >>> depths = np.linspace(1, 5, 50)
+        >>> points1 = points0 + np.column_stack([100 / depths, np.zeros(50)])  # a step to the left
+        >>> fit = fit_fundamental(points0, points1)
+        >>> bool(epipolar_distances(fit.model, points0, points1).max() < 0.1)
+        True
     """
     none = Fit(None, np.zeros(len(points0), bool))
     if len(points0) < MIN_FUNDAMENTAL:

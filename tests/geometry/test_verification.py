@@ -163,6 +163,24 @@ def test_matches_that_agree_open_a_pair_and_all_that_agree_are_added():
     assert (alone.indices[:, 0] < 200).sum() == 40
 
 
+def test_limits_are_in_pixels_of_the_images_that_sift_saw():
+    """Files of four times the size have the same matches, since SIFT saw the same images."""
+    points0, points1 = surface(200)
+    points = points0, points1 + np.random.default_rng(2).normal(0, 0.8, points1.shape)
+    given_ = matches(0, 40, 0.6), matches(0, 200, 0.5)
+    expected, score = match(points, *given_)
+    files = [
+        Features(records_at(4.0 * each), (4 * SIZE[0], 4 * SIZE[1]), found_at=SIZE)
+        for each in points
+    ]
+    found, again = verification.match_one_place(files, points, *given_, 0.28, 0.5)
+    np.testing.assert_array_equal(found.indices, expected.indices)
+    assert again == score and 100 < len(found) < 200
+    # Enlarged positions have the same matches only with limits that are enlarged as well.
+    few, _ = verification.match_one_place(files, (4 * points[0], 4 * points[1]), *given_, 0.28, 0.5)
+    assert len(few) < len(found)
+
+
 def test_an_unsure_match_is_kept_where_its_neighbours_say():
     """Sliding along its epipolar line, a wrong match fits the geometry, but no surface."""
     points = slide(*surface(200), 0.1 * (np.arange(200) >= 150))
