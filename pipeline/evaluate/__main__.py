@@ -234,7 +234,7 @@ def find_initial_weights(models: Mapping[str, Path], init_from: str) -> Dict[str
     if any(sha256.startswith(digest) for sha256 in compared):
         return {}
     is_start = file_sha256(init_from).startswith(digest)
-    return {INITIAL: Path(init_from)} if is_start and INITIAL not in models else {}
+    return {INITIAL: Path(init_from)} if is_start else {}
 
 
 def load_networks(
@@ -499,7 +499,8 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     section = sections.evaluate
     # The key of the training counts like the option: a stage of DVC has fixed options
     args.allow_training_images |= sections.run.allow_training_images
-    args.models.update(find_initial_weights(args.models, sections.train.init_from))
+    if INITIAL not in {*args.models, *args.further}:
+        args.models.update(find_initial_weights(args.models, sections.train.init_from))
     notes: List[str] = []
     networks = load_networks(args, settings_of(args, section), notes)
     # choose the pairs, without photographs that a compared network was trained on

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import re
 import shutil
 from types import SimpleNamespace
 from unittest import mock
@@ -163,6 +164,9 @@ def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from(work):
     assert values["initial.recall"] == values["superglue.recall"] > 0
     protocol = read_json(work / "out/protocol.json")
     assert protocol["models"][OURS]["initial_weights"] == about["initial_weights"]
+    # each picture shows their matches, too
+    page = (work / "out/index.html").read_text()
+    assert len(re.findall("<figcaption>[^<]*; initial weights: ", page)) == 1
 
 
 def test_a_function_is_a_matcher_too(work, capsys, monkeypatch):
