@@ -76,6 +76,7 @@ def pack_curves(curves: Curves) -> Tuple[Dict[str, List[str]], Tensors]:
         f"curves.{kind}": torch.tensor(
             [[row.get(name, math.nan) for name in columns[kind]] for row in rows],
             dtype=torch.float64,
+            device="cpu",
         )
         for kind, rows in curves.items()
     }
