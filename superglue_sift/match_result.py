@@ -179,10 +179,9 @@ class MatchResult:
 
     def only(self, chosen: np.ndarray) -> MatchResult:
         """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
-        # Choose from the arrays of refined positions, too, if there are any.
-        given = {name: getattr(self, name) for name in REFINED}
-        kept = {name: values[chosen] for name, values in given.items() if values is not None}
-        return replace(self, found=self.found.only(chosen), **kept)
+        arrays = {name: getattr(self, name) for name in REFINED}
+        refined = {name: array[chosen] for name, array in arrays.items() if array is not None}
+        return replace(self, found=self.found.only(chosen), **refined)
 
     def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
         """Refine the positions by the pixels of both images (`refinement.refine`).
@@ -351,10 +350,10 @@ class MatchResult:
         """
         words = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:
-            known = self.deviations[np.isfinite(self.deviations)]
-            words.append(f"{len(known)} matches refined")
-            if len(known):
-                words[-1] += f", to {np.median(known):.2f} px at the median"
+            deviations = self.deviations[np.isfinite(self.deviations)]
+            words.append(f"{len(deviations)} matches refined")
+            if len(deviations):
+                words[-1] += f", to {np.median(deviations):.2f} px at the median"
         return f"{self.describe_fits()}\n{'; '.join(words)}"
 
     def show(
@@ -379,7 +378,9 @@ class MatchResult:
             for points, photo in zip((self.points0, self.points1), photos)
         )
         # Only a model that the matches support tells which of them are wrong.
-        name, fit = max(self.fits().items(), key=lambda each: int(each[1].inliers.sum()))
+        fits = self.fits()
+        name = max(fits, key=lambda name: int(fits[name].inliers.sum()))
+        fit = fits[name]
         off = ~fit.inliers & fit.supported
         means = f"matches that do not fit the {FIT_NAMES[name]}"
         panel = Panel(self.describe_fits(), points0, points1, self.scores, off, means)
@@ -390,9 +391,8 @@ class MatchResult:
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
     ) -> Tuple[Photo, Photo]:
         """Return both images upright, for drawing. Raises RequestError as `show`."""
-        first, second = (
-            kept if given is None else given for given, kept in zip((image0, image1), self.images)
-        )
-        if first is None or second is None:
+        image0 = self.images[0] if image0 is None else image0
+        image1 = self.images[1] if image1 is None else image1
+        if image0 is None or image1 is None:
             raise RequestError("the images are not known: pass them, show(image0, image1)")
-        return photo_of(first, self.frame), photo_of(second, self.frame)
+        return photo_of(image0, self.frame), photo_of(image1, self.frame)

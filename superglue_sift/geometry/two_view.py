@@ -395,7 +395,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
     def derivatives(entries: np.ndarray) -> np.ndarray:
         return _derivatives_by_entries(complete(entries), p0) * both[:, None]
 
-    found = least_squares(
+    solution = least_squares(
         distances,
         normalize(H).ravel()[:8],
         derivatives,  # pyright: ignore  # scipy's stubs know only names
@@ -404,7 +404,7 @@ def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray
         f_scale=SCATTER_PX,
         ftol=1e-4,
     )
-    return complete(found.x)
+    return complete(solution.x)
 
 
 def _derivatives_by_entries(H: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -613,12 +613,12 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
 
     points0, points1: (K, 2) px. fallback: (K, 2, 2).
     """
-    given = points0.astype(np.float32), points1.astype(np.float32)
-    H, planar = fit_homography(*given, GEOMETRY_PX)
+    rounded = points0.astype(np.float32), points1.astype(np.float32)
+    H, planar = fit_homography(*rounded, GEOMETRY_PX)
     agreeing = planar
     # Where a plane does not explain most matches, those that fit one camera motion count too.
     if planar.sum() < PLANAR * len(planar):
-        agreeing = planar | fit_fundamental(*given, GEOMETRY_PX).inliers
+        agreeing = planar | fit_fundamental(*rounded, GEOMETRY_PX).inliers
     if agreeing.sum() < MIN_AGREEING:
         return fallback
     # On one plane the homography's own derivative is more exact than a fit to neighbours.
@@ -638,20 +638,22 @@ def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarra
     """
     from scipy.spatial import KDTree
 
-    own = points0[agreeing]
-    theirs = points1[agreeing]
-    count = min(NEIGHBOURS, len(own))
-    distance, index = KDTree(own).query(points0, count)
+    agreeing0 = points0[agreeing]
+    agreeing1 = points1[agreeing]
+    count = min(NEIGHBOURS, len(agreeing0))
+    distance, index = KDTree(agreeing0).query(points0, count)
     # Weights (K, n) of the neighbours, with sum 1
     weight = 1.0 / (NEAR_PX + distance)
     weight = weight / weight.sum(1, keepdims=True)
     # (K, n, 2) positions of the neighbours relative to their centre
     p, q = (
         points[index] - (weight[..., None] * points[index]).sum(1, keepdims=True)
-        for points in (own, theirs)
+        for points in (agreeing0, agreeing1)
     )
     # Solve the normal equations of each map, which is pulled towards the map of all matches.
-    whole = np.linalg.lstsq(own - own.mean(0), theirs - theirs.mean(0), rcond=None)[0]
+    whole = np.linalg.lstsq(
+        agreeing0 - agreeing0.mean(0), agreeing1 - agreeing1.mean(0), rcond=None
+    )[0]
     normal = np.einsum("kn,kni,knj->kij", weight, p, p) + PRIOR_PX**2 * np.eye(2)
     right = np.einsum("kn,kni,knj->kij", weight, p, q) + PRIOR_PX**2 * whole
     return np.linalg.solve(normal, right).swapaxes(1, 2)
