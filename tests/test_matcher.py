@@ -212,6 +212,7 @@ def features(count, width, value=9.0, scale=1.0):
             "^device toaster: not available here; name auto, cpu",
         ),
         (lambda matcher: Matcher.load(threshold=1.5), "threshold 1.5: must be between 0 and 1"),
+        (lambda matcher: Matcher.load(network_keypoints=0), "network_keypoints 0: must be"),
         (lambda matcher: Matcher.load(frame="lying"), "frame 'lying'"),
         (lambda matcher: Matcher.load(accept=0.3), "accept: only with scene=True"),
     ],

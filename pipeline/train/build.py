@@ -116,8 +116,14 @@ def build(
     """Build what trains `model`, which is the same on every rank.
 
     `precision` is "float32", "bfloat16" or "float16". Returns the objective, its parallel wrapper,
-    which a step calls, and the state that a checkpoint holds.
+    which a step calls, and the state that a checkpoint holds. Raises RequestError if the layers
+    cannot be compiled here.
     """
+    missing = torch_compat.no_compiler(context.device.type) if run.compile else ""
+    if missing:
+        raise RequestError(
+            f"run.compile = true: {missing}; install it, or set run.compile to false"
+        )
     freeze(model, train.freeze)
     model.recompute = run.checkpoint_layers
     synchronize(model, distributed.differentiable_sum)

@@ -152,6 +152,12 @@ class TestRequests:
             with pytest.raises(RequestError, match=r"test_trainer\.py: cannot be written"):
                 train.check([*request_of("run"), option, __file__], 1)
 
+    def test_a_training_that_cannot_be_compiled_is_one_line(self, request_of, monkeypatch, capsys):
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        assert errors.run(train.main, request_of("run", compile=True)) == 2
+        *_, line = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: run.compile = true: th") and "compiler" in line
+
     def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
         shard = next((tmp_path / "keypoints/train").glob("*.safetensors"))
         whole = bytearray(shard.read_bytes())
