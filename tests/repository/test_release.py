@@ -73,7 +73,10 @@ def test_the_wheel_holds_the_weights_and_the_page(root, tmp_path):
         shutil.copy(root / name, tmp_path / "clone")
     words = ["--no-deps", "--no-build-isolation", "-w", tmp_path, tmp_path / "clone"]
     subprocess.run([sys.executable, "-m", "pip", "-q", "wheel", *words], check=True)
-    names = {*zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist()}
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {*zipfile.ZipFile(wheel).namelist()}
+    packages = {name.partition("/")[0] for name in names if ".dist-info/" not in name}
+    assert packages == {"superglue_sift"} and wheel.stat().st_size <= 12e6
     page = root / "superglue_sift/apps/serve.html"
     modules = {path.relative_to(root).as_posix() for path in (page, *page.parents[1].rglob("*.py"))}
     weights = ("superglue-sift.safetensors", "superglue-sift.trained_on.txt")
