@@ -376,6 +376,13 @@ def collections(bench: Bench) -> str:
     return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
 
 
+def places(bench: Bench) -> str:
+    """The weights that decide whether two photographs show one place, learned again."""
+    photographs = bench.find("coco/val"), bench.find("coco/train")
+    folder = bench.run("places", "benchmarks.dev.verification", *photographs)
+    return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
+
+
 def sample(bench: Bench) -> str:
     """The sample, whose metrics are in git: `make repro` writes them."""
     values = json.loads((ROOT / "reports" / "evaluate" / "metrics.json").read_text())
@@ -399,7 +406,7 @@ TABLES: Dict[str, Callable[[Bench], str]] = {
     function.__name__: function
     for function in (
         summary, coco, negatives, disturbances, rotation, zoom, oxford, sequences, selection,
-        buildings, scenes, collections, sample, speed,
+        buildings, scenes, collections, places, sample, speed,
     )
 }  # fmt: skip
 
