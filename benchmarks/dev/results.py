@@ -397,7 +397,7 @@ def sample(bench: Bench) -> str:
 
 def speed(bench: Bench) -> str:
     """The speed table of this machine's processor."""
-    groups = "step,sinkhorn,latency,files"
+    groups = "step,sinkhorn,latency,files,modes"
     folder = bench.run("speed", "benchmarks", "--device", "cpu", "--only", groups)
     return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
 
