@@ -338,8 +338,8 @@ class MlflowRun:
         with tempfile.TemporaryDirectory() as folder:
             theirs = self._evaluation_of(champion, folder)
             if theirs is None:
-                name = f"{EVALUATION}/pairs.csv"
-                better, reason = False, f"the run of version {champion.version} has no {name}"
+                better = False
+                reason = f"the run of version {champion.version} has no {EVALUATION}/pairs.csv"
             else:
                 better, reason = better_than(pairs, theirs)
                 reason += f"; compared with version {champion.version}"
