@@ -20,6 +20,7 @@ if __name__ == "__main__":  # this must come before torch is loaded
         environment.prepare_network()
 
 import argparse
+import contextlib
 import functools
 import json
 import logging
@@ -27,7 +28,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 import cv2
 import numpy as np
@@ -640,13 +641,24 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
         sent.artifact(args.out, prefix)
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Silence the library: views without keypoints are expected where light and noise are tried."""
+    logger = logging.getLogger("superglue_sift")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     workers.end_with_dvc()
     args = parse(argv)
     cv2.setNumThreads(1)  # the threads work on several images at a time
-    # Views without keypoints are expected where light and noise are tried.
-    logging.getLogger("superglue_sift").setLevel(logging.ERROR)
-    results, info = evaluate(args)
+    with without_warnings():
+        results, info = evaluate(args)
     # write the files first, so that MLflow can copy them
     report.write(args.out, results, report.render(results, args.curves))
     # `python -m pipeline.report` prints the summary where the pipeline ends
