@@ -167,6 +167,19 @@ def test_known_features_of_neighbours():
     assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
 
 
+def test_padding_is_no_neighbour():
+    """The only keypoint of each image is opposite to the other. Padding has the descriptor 0, which
+    is nearer.
+    """
+    descriptors = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
+    geometry = torch.arange(4.0)[:, None].expand(-1, 6)
+    images = Images([masks([1], 2)] * 2, [True] * 2)
+    found = superglue.neighbour_features(descriptors, geometry, images)
+    # distance, ratio to the second (there is none), mutual, and the index of the neighbour
+    assert found[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
+    assert found[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]
+
+
 def test_an_untrained_network_is_a_nearest_neighbour_matcher():
     rng = np.random.default_rng(1)
     keypoints = records(rng, 30)
