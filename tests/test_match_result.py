@@ -53,6 +53,30 @@ def test_geometry_does_not_depend_on_the_resolution_of_a_file(aligned, enlarged)
     np.testing.assert_allclose(poses[0].R, poses[1].R, atol=1e-4)
 
 
+def test_refinement_in_a_reduced_image_is_in_pixels_of_the_file(photo):
+    """In the pixels that are compared, image 1 is image 0 moved by 0.4 px; the file is 2.5 times as
+    large. A pixel centre x is there at 2.5 (x + 0.5) - 0.5.
+    """
+    gray0 = photo[:, :-2]
+    gray1 = (0.6 * gray0 + 0.4 * photo[:, 1:-1]).round().astype(np.uint8)
+    height, width = gray0.shape
+    seen = Features(records_at(np.argwhere(np.ones((9, 6))) * 50.0 + 70.0), (width, height))
+    file = seen.resize((5 * width // 2, 5 * height // 2))
+    matches = Matches(np.stack([np.arange(54)] * 2, axis=1), np.ones(54, np.float32))
+    small, large = (
+        MatchResult.of(each, each, matches).refine(
+            each._replace(gray=gray0), each._replace(gray=gray1)
+        )
+        for each in (seen, file)
+    )
+    moves = [result.points1 - result.keypoints1 for result in (small, large)]
+    # The pixels do move most of the matches.
+    assert np.isfinite(small.deviations).mean() > 0.5 and np.median(-moves[0][:, 0]) > 0.2
+    # Positions of 1,500 px have a rounding unit of 1.2e-4 px.
+    np.testing.assert_allclose(moves[1], 2.5 * moves[0], atol=0.01)
+    np.testing.assert_allclose(large.deviations, 2.5 * small.deviations, rtol=0.01)
+
+
 def test_a_threshold_that_is_named_is_in_pixels_of_the_file():
     large = made_result(8.0)
     for threshold in (8.0, 24.0):
