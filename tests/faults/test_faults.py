@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 
+import numpy as np
 import pytest
 from reading import read_files, read_json
 from waiting import wait_until
@@ -55,6 +56,20 @@ def test_killed_again_and_again_also_while_resuming(bench):
 def test_a_signal_saves_and_resumes_to_the_same_bytes(bench):
     fault = "usr1:rank=1,step=3,phase=backward"
     assert carry_out(bench, 2, fault) == [[143, 143], [0, 0]]
+
+
+@SLOW
+def test_two_ranks_that_stop_between_two_points_have_the_curve_of_one_process(bench):
+    """A point is a mean over the pairs of all ranks, also over those before the stop."""
+    folder = bench.folder / "cell"
+    curves = []
+    for ranks, fault in ((1, ""), (2, "usr1:rank=1,step=4,phase=forward")):
+        until_done(folder, bench.arguments(), ranks, fault)
+        lines = (folder / "reports/curves/train.csv").read_text().splitlines()
+        curves.append(np.array([line.split(",") for line in lines[1:]], float))
+    assert "resuming at step 5 of 8" in (folder / "log").read_text()
+    # Ranks add in another order, and eight steps amplify the rounding of float32.
+    np.testing.assert_allclose(curves[1], curves[0], rtol=1e-3)
 
 
 @SLOW
