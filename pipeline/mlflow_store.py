@@ -113,6 +113,17 @@ ABOUT_MODEL = (
 )
 
 
+def give_home() -> None:
+    """Set HOME for a user who has no home, as `docker run --user` may start one.
+
+    MLflow looks there for settings of its own, and fails without a home.
+    """
+    try:
+        Path.home()
+    except (RuntimeError, KeyError):
+        os.environ["HOME"] = tempfile.gettempdir()
+
+
 def open_store(uri: str) -> Any:
     """Open the server or local store, and return a client.
 
@@ -120,6 +131,7 @@ def open_store(uri: str) -> Any:
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
+    give_home()
     import mlflow
     from mlflow.tracking import MlflowClient
 

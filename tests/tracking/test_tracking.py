@@ -615,3 +615,18 @@ def test_ui_prints_the_addresses_of_table_and_curves_or_one_line_why_not(
     tracking.main(["ui", "--port", "5099"])
     assert capsys.readouterr().out.startswith(f"table of runs: http://127.0.0.1:5099{page}\n")
     assert "5099" in started[0]
+
+
+def test_a_user_without_a_home_gets_one_for_mlflow(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    stores.give_home()
+    assert Path(os.environ["HOME"]).is_dir()
+    monkeypatch.undo()
+    home = os.environ.get("HOME")
+    stores.give_home()
+    assert os.environ.get("HOME") == home
