@@ -238,9 +238,9 @@ class MlflowRun:
     """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
 
     def __init__(self, uri: str, header: Event) -> None:
+        self._client = open_store(uri)  # it prepares the environment in which MLflow is imported
         import mlflow
 
-        self._client = open_store(uri)
         experiment = find_experiment(self._client, uri, readable(header["experiment"]))
         mlflow.set_experiment(experiment_id=experiment)
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
