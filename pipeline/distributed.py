@@ -25,7 +25,7 @@ from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, NamedTuple,
 import torch
 import torch.distributed as dist
 
-# This import comes first, because its functions keep the group that exists when it is imported
+# This import comes first, because its functions keep the group that exists when it is imported.
 import torch.distributed.nn
 from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
@@ -41,9 +41,9 @@ TIMEOUT_SECONDS = 600  # NCCL has the same limit
 LARGEST_PORT = 65535
 LOCK = ".lock"  # the file in a folder that its writer locks
 NOTICE_SECONDS = 2  # time for torchrun to see which rank was killed, before the other ranks end
-# One of these stands in the message of a collective when another rank is gone or hangs
+# One of these stands in the message of a collective when another rank is gone or hangs.
 LOST_PEER = "Connection (closed by peer|reset)|Broken pipe|[Tt]imed out|[Tt]imeout|NCCL|gloo"
-# MiB; on a slow link this is faster than torch's 25
+# MiB; on a slow link this is faster than torch's 25.
 BUCKET_MB = 4
 
 
@@ -130,7 +130,7 @@ def start() -> Context:
         workers.end_with_parent()
     _adopt_slurm()
 
-    # each rank of this machine has a device of its own
+    # Each rank of this machine has a device of its own.
     rank = read_number("RANK", 0)
     world_size = read_number("WORLD_SIZE", 1, least=1)
     if rank >= world_size:
@@ -142,7 +142,7 @@ def start() -> Context:
     else:
         device = torch.device("cpu")
 
-    # the ranks meet in a store of rank 0, or of torchrun, and then form the group
+    # The ranks meet in a store of rank 0, or of torchrun, and then form the group.
     if world_size > 1:
         port = _meeting_port(world_size)
         if rank == 0 and not by_torchrun:
@@ -216,7 +216,7 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
         return dict(sums)
     # (names,): all sums are in one tensor, so one collective exchanges them
     names = sorted(sums)
-    # with torch 1.10 NCCL is the only backend, and carries tensors of GPUs
+    # With torch 1.10 NCCL is the only backend, and carries tensors of GPUs.
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     packed = torch.tensor([sums[name] for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed)
@@ -349,7 +349,7 @@ def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
                 yield stream.read() or "an unknown process"
                 return
             time.sleep(0.2)
-        # The name of this process, for the message of another one
+        # The name of this process, for the message of another one.
         stream.truncate(0)
         stream.write(f"process {os.getpid()} on {socket.gethostname()}")
         stream.flush()
@@ -364,7 +364,7 @@ def _try_lock(stream: IO[str]) -> bool:
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        # Any other error says that this file system has no locks
+        # Any other error says that this file system has no locks.
         return error.errno not in (errno.EACCES, errno.EAGAIN)
     return True
 

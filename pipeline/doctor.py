@@ -25,7 +25,7 @@ from pipeline.fetch import coco, dataset
 from superglue_sift.files import GIB, format_bytes
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
-# What a run writes in the clone
+# What a run writes in the clone.
 WRITTEN = (".dvc", "data", "checkpoints", "models", "reports", "dvc.lock")
 BEFORE_OUTPUTS = ("data", "checkpoints", "reports")  # folders in which stages have outputs
 GPU_FILE = Path("/dev/nvidia0")
@@ -34,7 +34,7 @@ NOTE = "note"
 WARN = "warn"
 FAIL = "FAIL"
 
-# OK, NOTE, WARN or FAIL, what was checked, and the result with the fix
+# OK, NOTE, WARN or FAIL, what was checked, and the result with the fix.
 Finding = Tuple[str, str, str]
 
 
@@ -43,7 +43,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = errors.make_parser("pipeline.doctor", __doc__)
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
     quick = parser.parse_args(argv).quick
-    # run all checks; --quick shows what stops the work, or else warnings and the space on the disk
+    # Run all checks; --quick shows what stops the work, or else warnings and the space on the disk.
     checks = (user, workspace, permissions, commit, variables, gpus, shared_memory, disk)
     found = [finding for check in checks for finding in check()]
     failed = [finding for finding in found if finding[0] == FAIL]
@@ -92,7 +92,7 @@ def workspace() -> Iterator[Finding]:
             )
             archives = "; data/archives may be a link" if name == "data" else ""
             yield FAIL, "workspace", fix + archives
-    # DVC looks for git, unless its own configuration says that there is none
+    # DVC looks for git, unless its own configuration says that there is none.
     config = configparser.ConfigParser(interpolation=None)
     config.read([".dvc/config", ".dvc/config.local"])
     if not git_root() and not config.getboolean("core", "no_scm", fallback=False):
@@ -112,7 +112,7 @@ def permissions() -> Iterator[Finding]:
     for place in places[1:]:
         for folder, folders, files in os.walk(place):
             places += [Path(folder, name) for name in folders]
-            # DVC's locks; other files are replaced, for which the folder counts
+            # DVC's locks; other files are replaced, for which the folder counts.
             places += [Path(folder, name) for name in files if folder == ".dvc/tmp"]
     wrong = [path for path in places if not os.access(path, os.W_OK)]
     if wrong:
@@ -151,7 +151,7 @@ def gpus() -> Iterator[Finding]:
     """Run a kernel on each GPU. torch says what is wrong with the driver, the card or the build."""
     import torch
 
-    # torch warns if the driver is too old for its CUDA
+    # torch warns if the driver is too old for its CUDA.
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
@@ -163,12 +163,12 @@ def gpus() -> Iterator[Finding]:
             )
         yield FAIL if GPU_FILE.exists() else NOTE, "GPU", text
         return
-    # each process needs a GPU of its own
+    # Each process needs a GPU of its own.
     try:
         launch.processes_per_node()
     except errors.RequestError as error:
         yield FAIL, "GPU", str(error)
-    # a build without kernels for a card fails at the first one
+    # A build without kernels for a card fails at the first one.
     for index in range(torch.cuda.device_count()):
         name = torch.cuda.get_device_name(index)
         try:
@@ -203,28 +203,28 @@ def disk() -> Iterator[Finding]:
     It needs space for the archives, for the keypoints in the workspace and in DVC's cache, and 1
     GiB for checkpoints.
     """
-    # This import is not at the top, because OpenCV may not load on a machine that the doctor checks
+    # This import is not at the top, since OpenCV may not load on a machine that the doctor checks.
     from superglue_sift.features.sift import ORIENTED
 
     try:
         sections = params.load(Path("params.yaml"))
     except errors.RequestError:  # the stages report this error
         return
-    # estimate the bytes to download and the number of photographs
+    # Estimate the bytes to download and the number of photographs.
     archives, photographs = coco.expect(sections.fetch.source, sections.fetch.limit)
     if sections.fetch.source == "folder":
-        # a missing or damaged manifest is written by `fetch`
+        # A missing or damaged manifest is written by `fetch`.
         with contextlib.suppress(errors.RequestError):
             photographs = len(dataset.read_manifest(Path("data/images/manifest.csv")))
-    # Keypoints are stored twice, in the workspace and in DVC's cache
+    # Keypoints are stored twice, in the workspace and in DVC's cache.
     keypoints = sections.keypoints
     # Most photographs give fewer keypoints than the limit. Three quarters of it is a safe mean.
     views = 0.75 * photographs * keypoints.views_per_image
     needed = 2 * int(views * keypoints.max_keypoints * ORIENTED.itemsize) + GIB
     needed += 0 if sections.fetch.path else archives
-    # earlier runs have written a part already
+    # Earlier runs have written a part already.
     needed -= sum(path.stat().st_size for path in Path("data").rglob("*") if path.is_file())
-    # compare with the free space
+    # Compare with the free space.
     free = shutil.disk_usage(".").free
     space = (
         f"{format_bytes(free)} free in {os.getcwd()}, about {format_bytes(max(needed, 0))} wanted"

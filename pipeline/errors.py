@@ -25,7 +25,7 @@ def read_number(name: str, usual: Optional[int] = None, least: int = 0, most: in
     None, too, or if the variable is no such number.
     """
     text = os.environ.get(name) or ("" if usual is None else str(usual))
-    # str.isdigit would also take digits that int refuses, such as a superscript
+    # str.isdigit would also take digits that int refuses, such as a superscript.
     if not re.fullmatch("[0-9]{1,10}", text) or not least <= int(text) <= most:
         short = text if len(text) <= 20 else f"{text[:20]}..."
         raise RequestError(

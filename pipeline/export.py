@@ -54,7 +54,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
         raise RequestError(
             f"{source}: has no {error}, so it is no best.safetensors of a training"
         ) from None
-    # add digests and versions, but nothing that differs between two clones
+    # Add digests and versions, but nothing that differs between two clones.
     versions = provenance.pin(ESSENTIAL).items()
     return {
         **stored,
@@ -78,19 +78,19 @@ def main(argv: Optional[List[str]] = None) -> int:
     sections = params.load(args.params).model_dump(exclude={"run"})
     model, info = load_model(args.model)
     check_writable(args.out / f"{NAME}.safetensors", args.out)
-    # read the metrics, which are stored with the weights
+    # Read the metrics, which are stored with the weights.
     metrics = {}
     if args.metrics:
         missing = "no such file; run `python -m pipeline.evaluate` first"
         metrics = read_json(args.metrics, missing)
     description = describe(info, sections, metrics, args.model)
-    # write the file of the model, and the list of its photographs beside it
+    # Write the file of the model, and the list of its photographs beside it.
     path = args.out / f"{NAME}.safetensors"
     if args.half:
         model.half()  # buffers of whole numbers stay
     provenance.write_photographs(path, provenance.read_photographs(args.model))
     save_model_file(path, model.state_dict(), description)
-    # the run in MLflow gets the description
+    # The run in MLflow gets the description.
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:
             run.tags({"export.sha256": file_sha256(path)})

@@ -30,16 +30,16 @@ from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
 LAUNCHED = ("pipeline.keypoints", "pipeline.train")
-# Variables of the ranks, set unless they are set already
+# Variables of the ranks, set unless they are set already.
 VARIABLES = {
-    # torch 1.10 warns at every import
+    # torch 1.10 warns at every import.
     "PYTHONWARNINGS": "ignore:pkg_resources:UserWarning",
-    # torch's C++ code prints no warnings, because its failures raise in Python
+    # Torch's C++ code prints no warnings, because its failures raise in Python.
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # a restarted rank must not read a dead peer's address from a shared store: it would hang
-    # (pytorch#135712)
+    # A restarted rank must not read a dead peer's address from a shared store: it would hang
+    # (pytorch#135712).
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # a rank has so many seconds to save after SIGTERM (with torch 1.10 always 30)
+    # A rank has so many seconds to save after SIGTERM (with torch 1.10 always 30).
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "90",
     # A rank that waits for a dead one must fail. The name changed with torch 2.2.
     "NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -85,7 +85,7 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
     """
     from pipeline.distributed import free_port
 
-    # torchrun looks ten times a second whether a rank has ended
+    # Torchrun looks ten times a second whether a rank has ended.
     options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
     if is_one_node():
         # --standalone would resolve the host's name, which fails in some containers. The backend is
@@ -150,10 +150,10 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
         os.environ.setdefault(name, str(value))
     wait_passively()
 
-    # torchrun passes SIGTERM and SIGINT on to the ranks
+    # Torchrun passes SIGTERM and SIGINT on to the ranks.
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
-    # run once, and again if a rank was killed
+    # Run once, and again if a rank was killed.
     restarts = read_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)
@@ -188,7 +188,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if hasattr(module, "check"):
         module.check(rest, least_nodes() * processes)
     code = run_stage(name, rest, processes)
-    # From here on a signal ends the launcher at once, so that DVC does not start the next stage
+    # From here on a signal ends the launcher at once, so that DVC does not start the next stage.
     for number in workers.STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     return code

@@ -35,7 +35,7 @@ Event = Dict[str, Any]  # a line of the log (`tracking.EventLog`)
 
 # --- no password is printed, stored or sent
 
-# The login in front of the name of a server or a database
+# The login in front of the name of a server or a database.
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
 
 
@@ -138,7 +138,7 @@ def open_store(uri: str) -> Any:
     logging.disable(logging.INFO)  # alembic, which changes tables, sets its own level and handler
     if "://" not in uri and not uri.startswith("databricks"):
         raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
-    # MLflow logs a model to the global address and experiment, not to those of a client
+    # MLflow logs a model to the global address and experiment, not to those of a client.
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
     path = database(uri)
@@ -179,7 +179,7 @@ def folder_elsewhere(experiment: Any, here: Optional[Path]) -> Optional[Path]:
     """
     location = urllib.parse.urlsplit(experiment.artifact_location)
     folder = Path(urllib.request.url2pathname(location.path))
-    # any other folder was chosen by the person who made the experiment
+    # Any other folder was chosen by the person who made the experiment.
     is_ours = location.scheme == "file" and folder.parent.name == ARTIFACTS
     is_here = here is None or os.path.realpath(folder) == os.path.realpath(here)
     return folder if is_ours and not is_here else None
@@ -299,11 +299,11 @@ class MlflowRun:
         described = describe_model(files)  # this comes first, to check the file
         if any(version.tags.get("step") == str(step) for version in self._versions()):
             return
-        # log the model of the run
+        # Log the model of the run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
             logged = Model.log(None, pyfunc, name=MODEL, run_id=self.run_id, step=step, **described)
-        # make the registered model if it is missing, and its new version
+        # Make the registered model if it is missing, and its new version.
         if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
         source = f"models:/{logged.model_id}"
@@ -346,7 +346,7 @@ class MlflowRun:
         champion = self._champion()
         if champion is None or str(champion.version) == version:
             return
-        # compare on the pairs of the champion's evaluation
+        # Compare on the pairs of the champion's evaluation.
         with tempfile.TemporaryDirectory() as folder:
             theirs = self._evaluation_of(champion, folder)
             if theirs is None:
@@ -393,12 +393,12 @@ def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
     from pipeline.evaluate import metrics
 
     tables = [pandas.read_csv(path, dtype=str).set_index("matcher") for path in (ours, theirs)]
-    # versions of this project may have other columns
+    # Versions of this project may have other columns.
     columns = tables[0].columns.intersection(tables[1].columns)
     if any({"nn", "superglue"} - set(table.index) for table in tables) or "scene" not in columns:
         return False, "evaluated by another version of this project"
     nearest, rows = ([table.loc[[name]] for table in tables] for name in ("nn", "superglue"))
-    # the same keypoints give the same nearest neighbours
+    # The same keypoints give the same nearest neighbours.
     if not nearest[0][columns].equals(nearest[1][columns]):
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
@@ -421,7 +421,7 @@ def use_of_machine() -> Dict[str, float]:
 
     used: Dict[str, float] = {}
     for kind in (CPUMonitor, GPUMonitor):
-        # without a driver or its library this raises errors of various types
+        # Without a driver or its library this raises errors of various types.
         with contextlib.suppress(Exception):
             monitor = kind()
             monitor.collect_metrics()
@@ -463,7 +463,7 @@ def describe_pages(uri: str, server: str) -> List[str]:
         experiments = [client.get_experiment(find_experiment(client, uri, name))]
     lines = []
     for experiment in sorted(experiments, key=lambda one: bool(folder_elsewhere(one, here))):
-        # without this word MLflow 3.17 opens its page for chat models
+        # Without this word MLflow 3.17 opens its page for chat models.
         page = f"{server}/#/experiments/{experiment.experiment_id}/runs?workflowType={WORKFLOW}"
         elsewhere = folder_elsewhere(experiment, here)
         where = f" of {elsewhere.parents[1]}" if elsewhere else ""
@@ -488,9 +488,9 @@ def show_pages(uri: str, host: str, port: int) -> int:
         return 0
     print("MLflow takes up to a minute to start; Ctrl-C ends it")
     sys.stdout.flush()
-    # The address is in the environment, so that `ps` shows no password
+    # The address is in the environment, so that `ps` shows no password.
     os.environ["MLFLOW_BACKEND_STORE_URI"] = uri
-    # the server prints no line for each request
+    # The server prints no line for each request.
     os.environ.setdefault("MLFLOW_UVICORN_OPTS", "--log-level warning")
     server = ["mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     return os.execv(sys.executable, [sys.executable, "-m", *server])

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, spell_command
 from superglue_sift import environment
 from superglue_sift.errors import Parser
 
-# Types of numbers that several keys have
+# Types of numbers that several keys have.
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -38,7 +38,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# Keys that choose among the user's own images
+# Keys that choose among the user's own images.
 OF_A_FOLDER = ("val_path", "root")
 # Keys without effect, by source. With a source that is not listed, OF_A_FOLDER has no effect.
 UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
@@ -62,7 +62,7 @@ class FetchParams(Section):
 
         A path that is left beside `source: sample` would train on other images than the user means.
         """
-        # check the one key that a source needs, then the keys that it ignores
+        # Check the one key that a source needs, then the keys that it ignores.
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
         for name in UNUSED.get(self.source, OF_A_FOLDER):
@@ -124,17 +124,17 @@ class RunParams(Section):
     stage. The other keys change rounding, memory or reports. No stage depends on them.
     """
 
-    # Decide the steps: the pairs and the learning rate, or what BatchNorm takes statistics over
+    # Decide the steps: the pairs and the learning rate, or what BatchNorm takes statistics over.
     batch_per_rank: int = Field(ge=0, le=65536)
     lr_scaling: Literal["none", "linear", "sqrt"]
     accumulate: int = Field(ge=1, le=4096)
-    # Decides which photographs validate and test
+    # Decides which photographs validate and test.
     allow_training_images: bool
-    # Memory, speed and reproducibility
+    # Memory, speed and reproducibility.
     checkpoint_layers: bool = False
     compile: bool = False
     deterministic: bool = False
-    # Reports and checkpoints
+    # Reports and checkpoints.
     log_every: Count = 10
     save_every: CountOrZero = 0
 
@@ -142,36 +142,36 @@ class RunParams(Section):
 class TrainParams(Section):
     """The section `train`, which has everything that decides the weights."""
 
-    # how many pairs, and how many keypoints they show
+    # How many pairs, and how many keypoints they show.
     batch: int = Field(ge=1, le=65536)
     steps: Count
     max_keypoints: KeypointCount
     min_keypoints: CountOrZero
-    # augmentation
+    # Augmentation.
     keypoint_drop: float = Field(ge=0.0, le=0.9)
     rotation_deg: float = Field(ge=0.0, le=180.0)
     negatives: Fraction
     zoom: Fraction
     zoom_far: Fraction
     score_drop: Fraction
-    # the network
+    # The network.
     dim: int = Field(ge=8, le=1024)
     layers: int = Field(ge=1, le=64)
     heads: int = Field(ge=1, le=64)
     norm: Literal["layer", "batch"]
     neighbours: bool
     rotary: bool
-    # the optimizer, its learning rate, and the average of the last weights
+    # The optimizer, its learning rate, and the average of the last weights.
     optimizer: Literal["adam", "muon", "sgd"]
     lr: float = Field(gt=0.0, le=10.0)
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
     average: CountOrZero
-    # how a step is computed
+    # How a step is computed.
     sinkhorn_iterations: int = Field(ge=1, le=1000)
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
-    # what it starts from, and how the best weights are chosen
+    # What it starts from, and how the best weights are chosen.
     init_from: str
     freeze: List[str]
     val_pairs: Count
@@ -180,7 +180,7 @@ class TrainParams(Section):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> TrainParams:
-        # each head has the same number of channels, which rotary embedding takes in pairs
+        # Each head has the same number of channels, which rotary embedding takes in pairs.
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
         if self.rotary and self.dim // self.heads % 2:
@@ -192,7 +192,7 @@ class TrainParams(Section):
     @model_validator(mode="after")
     def _every_key_has_an_effect(self) -> TrainParams:
         """Refuse values that another key makes useless: they train something else than is meant."""
-        # These values cannot lie above those
+        # These values cannot lie above those.
         for name, most in (
             ("min_keypoints", "max_keypoints"),
             ("warmup_steps", "steps"),
@@ -202,7 +202,7 @@ class TrainParams(Section):
             limit = getattr(self, most)
             if value > limit:
                 raise ValueError(f"{name} = {value}: must be at most {most} ({limit})")
-        # The decay comes after the warm-up, and wsd is a decay that ends with the last step
+        # The decay comes after the warm-up, and wsd is a decay that ends with the last step.
         start = self.decay_start
         if self.schedule != "cosine" and start < self.warmup_steps:
             raise ValueError(
@@ -239,7 +239,7 @@ class Params(Section):
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Params:
-        # a training cannot show more keypoints than a view stores
+        # A training cannot show more keypoints than a view stores.
         used = self.train.max_keypoints
         stored = self.keypoints.max_keypoints
         if used > stored:
@@ -247,7 +247,7 @@ class Params(Section):
                 f"train.max_keypoints = {used}: must be at most keypoints.max_keypoints ({stored}),"
                 " what a view stores"
             )
-        # refuse ways of computing that would silently change the results
+        # Refuse ways of computing that would silently change the results.
         if self.run.checkpoint_layers and self.train.norm == "batch":
             raise ValueError(
                 "run.checkpoint_layers = true: needs train.norm: layer (running statistics would"
@@ -344,7 +344,7 @@ def parse(tree: Any, origin: str) -> Params:
 
 def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
     """Return the tree with the views in the sections `keypoints` and `evaluate`."""
-    # A section that is no dict is left as it is, and pydantic reports it
+    # A section that is no dict is left as it is, and pydantic reports it.
     full = dict(tree)
     for name in ("keypoints", "evaluate"):
         if isinstance(tree.get(name), dict):
@@ -394,20 +394,20 @@ def _problem(error: Any) -> str:
     key = " ".join(".".join(map(str, path)).split())  # a key may hold line breaks
     if error["type"] == "value_error":  # from a validator here, whose text begins with a key
         return f"{key}.{error['ctx']['error']}".lstrip(".")
-    # a key is missing or unknown
+    # A key is missing or unknown.
     if error["type"] == "missing" and len(path) == 1:
         return f"{key} is missing; `{spell_command('repro', preset='NAME')}` writes a whole file"
     if error["type"] == "missing":
         return f"{key} is missing; copy it from presets/sample.yaml"
     if error["type"] == "extra_forbidden":
-        # look for a similar key in that section
+        # Look for a similar key in that section.
         owner: Any = Params
         for name in path[:-1]:
             owner = owner.model_fields[name].annotation
         known = list(owner.model_fields)
         close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
         return f"{key}: unknown key; did you mean {' or '.join(close or known)}?"
-    # a value is wrong, and pydantic has the rule
+    # A value is wrong, and pydantic has the rule.
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if error["type"] == "model_type":
         rule = "must hold keys with values"

@@ -39,7 +39,7 @@ def read(name: str) -> str:
     base, text = ((FOLDER / f"{file}.yaml").read_text("utf-8") for file in (DEFAULT, name))
     if name == DEFAULT:
         return base
-    # A heading is all lines above the first empty one
+    # A heading is all lines above the first empty one.
     heading = text.partition("\n\n")[0]
     yaml = _make_yaml()
     tree = yaml.load(base.partition("\n\n")[2])
@@ -68,7 +68,7 @@ def _change(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and key in tree:
             _change(tree[key], value)
         else:
-            # A plain string would get the quotes of the one before, which DVC removes again
+            # A plain string would get the quotes of the one before, which DVC removes again.
             tree[key] = PlainScalarString(value) if type(value) is str else value
 
 
@@ -87,7 +87,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     text = text or read(name)
     yaml = _make_yaml()
     tree = yaml.load(text)
-    # only a preset of one's own images takes a folder
+    # Only a preset of one's own images takes a folder.
     takes_images = tree["fetch"]["source"] == "folder"
     if images and not takes_images:
         raise RequestError(
@@ -99,16 +99,16 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
         raise RequestError(f"preset {name}: needs a folder of images; {example}")
     if not images:
         return text
-    # write the paths of the user's images and a digest of their content into the section `fetch`
+    # Write the paths of the user's images and a digest of their content into the section `fetch`.
     from pipeline.fetch import dataset
 
-    # Unlike that of Path, this `expanduser` keeps a ~ without a home
+    # Unlike that of Path, this `expanduser` keeps a ~ without a home.
     path, val_path = (
         each and str(Path(os.path.expanduser(each)).resolve()) for each in (images, val_images)
     )
     tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")
-    # refuse a folder of too few images before any stage runs
+    # Refuse a folder of too few images before any stage runs.
     held = dataset.own_splits(sections.fetch)[1]
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
     return _dump(yaml, tree)
@@ -132,7 +132,7 @@ def write(path: Path, text: str) -> bool:
     if before == text:
         return False
     write_atomic(path, text)
-    # print only the changed keys, without the positions of a unified diff
+    # Print only the changed keys, without the positions of a unified diff.
     names = (f"{path} before", f"{path} now")
     lines = difflib.unified_diff(_flat(before), _flat(text), *names, n=0, lineterm="")
     print("\n".join(line for line in lines if not line.startswith("@@")))
@@ -162,13 +162,13 @@ def main(argv: Optional[List[str]] = None) -> int:
     add("--images", default="", help="folder of training images")
     add("--val-images", default="", help="folder of held-out images")
     args = parser.parse_args(argv)
-    # refresh: only the digest of the folders may change
+    # Refresh: only the digest of the folders may change.
     if args.command == "refresh":
         refresh(args.params)
         return 0
     if args.val_images and not args.images:
         raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")
-    # use: a file of the same preset keeps its edited keys
+    # Use: a file of the same preset keeps its edited keys.
     name = args.name or ("folder" if args.images else DEFAULT)
     text = ""
     if args.params.exists() and params.preset(args.params) == name:

@@ -25,7 +25,7 @@ from superglue_sift.environment import CPU_INFO
 from superglue_sift.errors import RequestError
 from superglue_sift.files import file_sha256, write_atomic
 
-# Packages that compute keypoints, weights and metrics, under all names by which they are installed
+# Packages that compute keypoints, weights and metrics, under all names by which they are installed.
 COMPUTING = (
     "torch",
     "numpy",
@@ -47,7 +47,7 @@ TITLE = (
 def repo_root() -> Path:
     """Return the folder of dvc.yaml (or .git): DVC_ROOT, or the nearest one upwards."""
     here = Path.cwd()
-    # DVC sets DVC_ROOT for its stages, also in a copy of the clone
+    # DVC sets DVC_ROOT for its stages, also in a copy of the clone.
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
     folders = (here, *here.parents)
@@ -66,7 +66,7 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
     The result is {"commit": hex or "unknown", "dirty": "true", "false" or "unknown"}.
     """
     git = ["git", "-C", str(root or repo_root())]
-    # The state of dvc.lock and the reports does not count: they change while the pipeline runs
+    # The state of dvc.lock and the reports does not count: they change while the pipeline runs.
     code = ["--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports"]
     try:
         commit, changed = (
@@ -87,7 +87,7 @@ def code_version() -> str:
     An installed package has no commit. Return its version instead.
     """
     root = Path(__file__).resolve().parents[1]
-    # an image says of which commit it was built
+    # An image says of which commit it was built.
     if not (root / ".git").exists():
         return os.environ.get("IMAGE_REVISION") or __version__
     git = git_state(root)
@@ -130,7 +130,7 @@ def pin(packages: Sequence[str]) -> Dict[str, str]:
 def processor() -> str:
     """Return vendor and model of the processor: "AuthenticAMD, AMD EPYC 7742". It is "" if
     unknown."""
-    # the file repeats both lines for each core
+    # The file repeats both lines for each core.
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
     found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
     return ", ".join(dict(found).values())
@@ -143,7 +143,7 @@ def machine() -> Dict[str, str]:
     """
     import torch
 
-    # one name for each GPU, such as "NVIDIA H100, NVIDIA H100"
+    # One name for each GPU, such as "NVIDIA H100, NVIDIA H100".
     cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     found = {
         **{name.lower().replace("_", "."): os.environ.get(name, "") for name in VARIABLES},
@@ -193,11 +193,11 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return None
-    # each line is a photograph, or the word `unknown`
+    # Each line is a photograph, or the word `unknown`.
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if UNKNOWN in photographs:
         return None
-    # the model states the digest of its list
+    # The model states the digest of its list.
     try:
         stated = load_model_file(model)[1].get(PHOTOGRAPHS_KEY)
     except (FileNotFoundError, BadCheckpoint):  # this error is reported where the model is loaded
@@ -228,7 +228,7 @@ def leave_out_photographs(
         listed = photographs_file(model).is_file()
         why = "its training did not know either" if listed else "it has no list"
         return every, f"what {model.name} was trained on is not known ({why}): none is left out"
-    # the photographs that the model has not seen
+    # The photographs that the model has not seen.
     left = [place for place in every if photographs[place] not in known]
     count = f"{len(every) - len(left)} of {len(every)} photographs"
     if len(left) == len(every):

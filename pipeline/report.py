@@ -21,12 +21,12 @@ from pipeline.errors import RequestError, in_image, spell_command
 
 EVALUATION = Path("reports/evaluate")
 MODEL = Path("models/superglue.safetensors")
-# Names of files of an evaluation
+# Names of files of an evaluation.
 SUMMARY = "summary.txt"
 TEXT = "report.txt"
 PAGE = "index.html"
 METRICS = ("reports/train/metrics.json", "reports/evaluate/summary.json")
-# Two evaluations must have these in common, as the stage `evaluate` of dvc.lock says
+# Two evaluations must have these in common, as the stage `evaluate` of dvc.lock says.
 PHOTOGRAPHS = "data/images"
 PROTOCOL = ("views", "evaluate")
 
@@ -52,7 +52,7 @@ def measured_on(lock: str) -> Dict[str, Any]:
     """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
-    # dvc.lock has the digest of the images, and the parameters with which the stage ran
+    # dvc.lock has the digest of the images, and the parameters with which the stage ran.
     photographs = [each.get("md5") for each in stage.get("deps", []) if each["path"] == PHOTOGRAPHS]
     params = stage.get("params", {}).get("params.yaml", {})
     protocol = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
@@ -90,13 +90,13 @@ def compare(names: Sequence[str]) -> str:
     for name in dict.fromkeys(names):
         rev = None if name == "workspace" else name
         try:
-            # DVC reads both without checking out the commit
+            # DVC reads both without checking out the commit.
             columns[name] = pd.Series(dvc.api.metrics_show(*METRICS, rev=rev), dtype=object)
             locks[name] = dvc.api.read("dvc.lock", rev=rev)
         except DvcException as error:
             reason = str(error).partition("\n")[0]
             raise RequestError(f"{name}: no experiment or commit with metrics: {reason}") from None
-    # only numbers have a change, a mean and a range
+    # Only numbers have a change, a mean and a range.
     values = pd.DataFrame(columns).apply(pd.to_numeric, errors="coerce").dropna()
     table = values.round(2)
     if len(columns) == 2:
@@ -131,7 +131,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             f"{EVALUATION / SUMMARY}: no evaluation here yet; `make repro` makes one"
         ) from None
     print("\n".join(next_steps()))
-    # a browser needs a screen
+    # A browser needs a screen.
     page = (EVALUATION / PAGE).resolve()
     screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     if args.open and not (screen and webbrowser.open(page.as_uri())):

@@ -60,7 +60,7 @@ def extract(matcher: Matcher, image: Any, name: str) -> Features:
         except ValueError:  # also for letters that are not ASCII
             raise RequestError(f"{name}: neither base64 nor pixels") from None
         return matcher.extract_file(data, name)
-    # nested lists of a JSON request, or an array
+    # Nested lists of a JSON request, or an array.
     try:
         array = np.asarray(image)
     except ValueError:  # rows of different lengths
@@ -94,7 +94,7 @@ class Answers:
     def load_context(self, context: Any) -> None:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
-    # It has no type hints, because MLflow would read them as a signature
+    # It has no type hints, because MLflow would read them as a signature.
     def predict(self, context, model_input, params):
         """Match each row, and return one dict of lists for each row.
 
@@ -130,6 +130,6 @@ class MatcherModel(Answers, PythonModel):
     """`Matcher` behind MLflow's interface. It gives one answer for each row of the input."""
 
 
-# MLflow loads this file from the model's copy
+# MLflow loads this file from the model's copy.
 if __name__ != "pipeline.served_model":
     set_model(MatcherModel())

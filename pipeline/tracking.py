@@ -116,7 +116,7 @@ class EventLog:
 
 def find_log(folder: Path, training: Optional[str]) -> Optional[EventLog]:
     """Return the newest log of this training in a folder, or None."""
-    # log.jsonl is the newest, and comes before log-TIME.jsonl in this order
+    # log.jsonl is the newest, and comes before log-TIME.jsonl in this order.
     for path in sorted(folder.glob("log*.jsonl"), reverse=True):
         log = EventLog(path)
         if log.header().get("training", "") == training:
@@ -141,7 +141,7 @@ class Run:
 
         An `owner` also samples the use of the machine, and ends the run when it is closed.
         """
-        # without a log, events go nowhere
+        # Without a log, events go nowhere.
         self._log = log or EventLog(Path(os.devnull))
         self._owner = owner
         self._warned = False
@@ -149,7 +149,7 @@ class Run:
         self._sender: Optional[Sender] = None
         if log is None:
             return
-        # a resumed training repeats steps that it has logged before
+        # A resumed training repeats steps that it has logged before.
         for event, _ in log.read() if owner else ():
             self._last.update(dict.fromkeys(event.get("metrics", ()), event.get("step", 0)))
         self._began = log.header()["time"]
@@ -174,7 +174,7 @@ class Run:
         seconds = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or 10)
         step = int((now_ms() - self._began) / 1000 / seconds)
         last = self._last.get("system/cpu_utilization_percentage", 0)
-        # these must not become the first metric, by which MLflow compares runs
+        # These must not become the first metric, by which MLflow compares runs.
         if self._owner and self._last and step > last:
             used = mlflow_store.use_of_machine()
             self.log({f"system/{name}": value for name, value in used.items()}, step)
@@ -246,7 +246,7 @@ def tracking_uri(log: Optional[EventLog] = None) -> str:
     uri = os.environ.get("MLFLOW_TRACKING_URI") or OWN_STORE
     places = log.sent() if log else ()
     place = next((each for each in places if (database(each) or Path("/")).exists()), None)
-    # the same address in the environment may have a password, so it is kept
+    # The same address in the environment may have a password, so it is kept.
     if place not in (None, place_of(uri)):
         uri = place
     path = database(uri)
@@ -272,17 +272,17 @@ def open_run(
     """
     if not enabled:
         return Run()
-    # open the log of the run to be continued, or a new log.jsonl; an old one gets another name
+    # Open the log of the run to be continued, or a new log.jsonl; an old one gets another name.
     log = find_log(folder, training) if resume else None
     if log is None:
         log = EventLog(folder / "log.jsonl")
         if log.path.exists():
             log.path.rename(folder / f"log-{time.time_ns()}.jsonl")
     flat = {key: str(value) for key, value in flatten(params).items()}
-    # sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
-    # `views.x`
+    # Sections repeat the views that all stages share: `evaluate.views.x` is left out if it is
+    # `views.x`.
     flat = {key: text for key, text in flat.items() if flat.get(key.partition(".")[2]) != text}
-    # collect tags of the project, and tags that MLflow shows as columns
+    # Collect tags of the project, and tags that MLflow shows as columns.
     git = provenance.git_state()
     stage = os.environ.get("DVC_STAGE") or "train"
     all_tags = {
@@ -296,7 +296,7 @@ def open_run(
         "mlflow.user": os.environ.get("USER", str(os.getuid())),
     }
     uri = tracking_uri(log)
-    # a resumed run keeps its header, from which its name and parameters come
+    # A resumed run keeps its header, from which its name and parameters come.
     if log.header():
         log.append({"tags": all_tags, "resumed": True})
     else:
@@ -334,9 +334,9 @@ PATIENCE_SECONDS = 6.0  # how long a run waits for a server that does not answer
 RESEND_PATIENCE_SECONDS = 60.0  # the same for `resend`
 EVENTS_AT_ONCE = 100  # largest number of events in one request
 FILES = {"artifact", "model", "compare"}  # events that send or need files
-# Error codes of answers that mean that MLflow will never accept these events
+# Error codes of answers that mean that MLflow will never accept these events.
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-# Error codes of answers that no wait will change, also of a wrong login or host name
+# Error codes of answers that no wait will change, also of a wrong login or host name.
 CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
 
 
@@ -359,7 +359,7 @@ class Sender(threading.Thread):
         self._uri = uri
         self._sample = sample
         self._run: Optional[MlflowRun] = None
-        # everything in the log before this byte is sent or refused
+        # Everything in the log before this byte is sent or refused.
         self._offset = log.sent().get(self.place, 0)
         self._refused: Counter[str] = Counter()  # number of events by the reason
         self._stopping = threading.Event()
@@ -367,7 +367,7 @@ class Sender(threading.Thread):
 
     def run(self) -> None:
         while not self._given_up.is_set():
-            # ask before reading the log, so that the run's last event is in it
+            # Ask before reading the log, so that the run's last event is in it.
             last = self._stopping.is_set()
             try:
                 if not last:
@@ -383,7 +383,7 @@ class Sender(threading.Thread):
 
     def _fail(self, error: Exception) -> None:
         """Say why a try failed, at first and at last. The next try opens the run again."""
-        # without MLflow, or with a wrong address, nothing can be sent
+        # Without MLflow, or with a wrong address, nothing can be sent.
         is_final = isinstance(error, (ImportError, errors.RequestError))
         is_final |= getattr(error, "error_code", "") in CLOSED
         what = "gets nothing" if is_final else "does not answer"
@@ -403,7 +403,7 @@ class Sender(threading.Thread):
             if time.monotonic() > began + (patience if self.error else LONGEST_CLOSE_SECONDS):
                 break
             self.join(0.1)
-        # end the thread, and name what has not arrived
+        # End the thread, and name what has not arrived.
         self._given_up.set()
         unsent = [event for event, _ in self._log.read(self._offset) if "sent" not in event]
         missing = [f"{count} refused ({reason})" for reason, count in self._refused.items()]
@@ -432,7 +432,7 @@ class Sender(threading.Thread):
                 if self._run.is_new:  # a new run gets all events
                     self._offset = 0
                     continue
-            # send points and tags together, and each file and the model by itself
+            # Send points and tags together, and each file and the model by itself.
             groups = [[event for event in events if not FILES & event.keys()]]
             groups += [[event] for event in events if FILES & event.keys()]
             for group in groups:
@@ -445,7 +445,7 @@ class Sender(threading.Thread):
             run.send(events)
             self._has_warned = False
         except Exception as error:
-            # a text or the name of a file may be no Unicode
+            # A text or the name of a file may be no Unicode.
             missing = isinstance(error, (FileNotFoundError, UnicodeError, errors.RequestError))
             if not missing and getattr(error, "error_code", "") not in REFUSALS:
                 raise
@@ -473,7 +473,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         return mlflow_store.show_pages(tracking_uri(), args.host, args.port)
     if not args.reports.is_dir():
         raise errors.RequestError(f"{args.reports}: no such folder; --reports names another")
-    # resend the logs of all runs below the folder
+    # Resend the logs of all runs below the folder.
     logs = [log for log in map(EventLog, sorted(args.reports.rglob("log*.jsonl"))) if log.header()]
     results = [resend(log, args.to) for log in logs]
     print(f"{sum(results)} of {len(logs)} runs in {args.reports} are complete")
@@ -485,7 +485,7 @@ def resend(log: EventLog, to: Optional[str] = None) -> bool:
     if log.is_in_use():
         print(f"{log.path}: a process is writing it, and sends it itself")
         return True
-    # the last of these events is `end` if the run was closed after it was opened or resumed
+    # The last of these events is `end` if the run was closed after it was opened or resumed.
     states = ["end" in event for event, _ in log.read() if {"end", "resumed", "run"} & event.keys()]
     if not states[-1]:
         log.append({"end": "KILLED", "time": now_ms()})  # the process of the run is gone

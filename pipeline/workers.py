@@ -17,7 +17,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional, TypeVar
 
-# Signals that containers, Ctrl-C, and SLURM before preemption send
+# Signals that containers, Ctrl-C, and SLURM before preemption send.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
 
@@ -35,15 +35,15 @@ def in_order(
     waiting: Deque[Future[Result]] = deque()
     try:
         for item in items:
-            # Submit first, so that up to `ahead` items are computed while the caller works
+            # Submit first, so that up to `ahead` items are computed while the caller works.
             waiting.append(submit(item))
             if len(waiting) > ahead:
                 yield waiting.popleft().result()
-        # all items are submitted
+        # All items are submitted.
         while waiting:
             yield waiting.popleft().result()
     finally:
-        # the caller has closed the iterator, or an item has failed
+        # The caller has closed the iterator, or an item has failed.
         for future in waiting:
             future.cancel()
 

@@ -72,24 +72,24 @@ from superglue_sift.progress import Progress
 
 BATCH = 8  # number of pairs in one pass of a network
 MAX_THREADS = 8  # largest number of threads that load, and of threads that score
-# Options that exclude each other: robustness needs held-out images, the others homographies
+# Options that exclude each other: robustness needs held-out images, the others homographies.
 EXCLUDED = (
     ("robustness", "pairs"),
     *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
 )
-# Smallest values of options
+# Smallest values of options.
 LEAST = {"robustness": 0, "short_side": 0}
-# Settings of `Matcher.load` that are options
+# Settings of `Matcher.load` that are options.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
     "likely",
 )  # fmt: skip
-# How captions of pictures begin
+# How captions of pictures begin.
 BEGIN = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, MatchesByName], Any]
-# The numbers of a pair, its rows of the table, and its scored matches by matcher
+# The numbers of a pair, its rows of the table, and its scored matches by matcher.
 PairScores = Tuple[Tuple[int, ...], List[Row], Dict[str, Scored]]
-# What protocol.json says about the evaluated matcher
+# What protocol.json says about the evaluated matcher.
 MATCHER_SETTINGS = ("max_keypoints", "network_keypoints", "resize")
 
 
@@ -97,20 +97,20 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """Parse the command line. Raises RequestError for options that exclude each other."""
     parser = errors.make_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
-    # which matchers
+    # Which matchers.
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
     also = "another model, or a matcher module:function; repeat for more"
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
-    # which pairs
+    # Which pairs.
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     add("--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images")
-    # where files are read and written
+    # Where files are read and written.
     add("--out", type=Path, default=Path("reports/evaluate"), help="folder for the results")
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="log.jsonl of the training, to whose run results are added")
     add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
-    # the matcher: these options of superglue-match, with the same defaults for --pairs and --poses
+    # The matcher: these options of superglue-match, with the same defaults for --pairs and --poses.
     group = parser.add_argument_group(
         "how to match",
         "The options of superglue-match, with its defaults for --pairs and --poses. Held-out"
@@ -130,13 +130,13 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
     skip = "skip the metrics of refined matches, to save time"
     add_setting("--no-refine", dest="refine", action="store_false", help=skip)
-    # metrics
+    # Metrics.
     side = "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480"
     add("--short-side", type=int, default=0, help=f"{side} is HPatches' protocol (default: no)")
     usual = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
-    # further pairs, and the machine
+    # Further pairs, and the machine.
     hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
     add("--robustness", type=int, default=0, help=hard)
     overlap = "keep photographs of the training (default: run.allow_training_images of --params)"
@@ -150,18 +150,18 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
 
     Raises RequestError for a wrong option.
     """
-    # refuse options that exclude each other
+    # Refuse options that exclude each other.
     for option, other in EXCLUDED:
         if getattr(args, option) and getattr(args, other):
             raise RequestError(f"--{option} and --{other} exclude each other: leave one out")
-    # check the values of single options
+    # Check the values of single options.
     check_writable(args.out / "metrics.json", args.out)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, least in LEAST.items():
         check_range(f"--{name.replace('_', '-')}", getattr(args, name), least)
     if args.short_side and not (args.pairs or args.poses):
         raise RequestError("--short-side: only with --pairs or --poses")
-    # find the models, parameters and estimators that the options name
+    # Find the models, parameters and estimators that the options name.
     args.models, args.further = models_of(args)
     args.params = args.params or params.usual_file()
     names = args.estimators.split(",") if args.estimators else estimators.DEFAULT
@@ -188,7 +188,7 @@ def models_of(
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name) or not file or name in taken:
             rule = "must be NAME=FILE, NAME a new one of letters, digits, - and _"
             raise RequestError(f"--also {word}: {rule}")
-        # module:function is the user's code, anything else is a file
+        # Module:function is the user's code, anything else is a file.
         if re.fullmatch(r"[\w.]+:\w+", file):
             further[name] = matchers.load_function(file)
         else:
@@ -250,7 +250,7 @@ def load_networks(
     networks: Dict[str, Network] = {}
     for name, file in args.models.items():
         network = matchers.load_network(file, device, **settings)
-        # all rows of a table have the same keypoints, those of the evaluated model
+        # All rows of a table have the same keypoints, those of the evaluated model.
         extractor = network.matcher.model.config.extractor
         if extractor == networks.get(OURS, network).matcher.model.config.extractor:
             networks[name] = network
@@ -258,7 +258,7 @@ def load_networks(
             notes.append(f"{name} is left out: it matches keypoints of {extractor}.")
     if networks[OURS].info.get("step") == 0:
         notes.append("Training kept the weights it began with: no later step was better.")
-    # a model file may name any function, so the user names it, too
+    # A model file may name any function, so the user names it, too.
     matcher = networks[OURS].matcher
     extractor = matcher.model.config.extractor
     if matcher.extractor is None:
@@ -281,7 +281,7 @@ def choose_photographs(
     evaluated network was trained on all photographs. A further network that was trained on all that
     remain is left out itself.
     """
-    # take the split `test`, or `val` if there is no test image
+    # Take the split `test`, or `val` if there is no test image.
     images = dataset.open_manifest(args.images)
     left = images.entries("test")
     if not left:
@@ -291,7 +291,7 @@ def choose_photographs(
     if not left:
         fix = "raise fetch.val_fraction or add images, then run fetch again"
         raise RequestError(f"{args.images}: no held-out image; {fix}")
-    # each network may remove photographs
+    # Each network may remove photographs.
     compared = {}
     for name, network in networks.items():
         photographs = [images.photograph(entry) for entry in left]
@@ -326,7 +326,7 @@ def choose_source(
     keypoints = f"{few}{most} keypoints"
     size = f"short side {args.short_side}" if args.short_side else "full size"
     seen = f"SIFT at {matcher.resize} px" if matcher.resize else "SIFT at this size"
-    # read the pairs from files
+    # Read the pairs from files.
     if args.pairs:
         source = HPatchesPairs(args.pairs, args.short_side)
         name = args.pairs.resolve().name
@@ -334,10 +334,10 @@ def choose_source(
     if args.poses:
         source = PosePairs(args.poses, args.images, args.short_side)
         return source, f"{args.poses.name}: known cameras, {size}, {seen}, {keypoints}"
-    # or render them from photographs
+    # Or render them from photographs.
     held_out = HeldOutPairs(dataset.open_manifest(args.images), entries, section)
     fetched = json.loads((args.images / "source.json").read_text(encoding="utf-8"))
-    # the title names the source, such as coco2017, or the user's folders
+    # The title names the source, such as coco2017, or the user's folders.
     name = fetched.get("source", "folder")
     if name == "folder":
         containers = fetched["containers"].values()
@@ -375,9 +375,9 @@ def match_all(
     def score_all(matched_pairs: Tuple[List[KnownPair], List[MatchesByName]]) -> List[Any]:
         return list(map(score, *matched_pairs))
 
-    # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL
+    # Threads suffice, because decoding, warping, SIFT and robust estimators release the GIL.
     threads = min(os.cpu_count() or 1, MAX_THREADS)
-    # The networks run where the loop below asks for the next scores
+    # The networks run where the loop below asks for the next scores.
     matched_parts = (
         (pairs, matched.match(pairs, BATCH)) for pairs in prefetch(load, parts, threads, threads)
     )
@@ -394,7 +394,7 @@ def choose_pairs(values: pd.DataFrame) -> Dict[int, str]:
     `values` is named by (matcher, number). If errors are equal, the pair with more correct matches
     is better.
     """
-    # rank the numbers of the pairs from the network's best to its worst
+    # Rank the numbers of the pairs from the network's best to its worst.
     ranked = values.loc[OURS].sort_values(["error", "correct"], ascending=[True, False]).index
     middle = max(len(ranked) // 2 - 1, 0)
     # The first screen shows the typical pair in which the network has most correct matches ahead.
@@ -419,12 +419,12 @@ def draw_pictures(
 
     `reference` is a further network that is drawn, or "".
     """
-    # tabulate matches, correct matches and the leading estimator's error by matcher and pair
+    # Tabulate matches, correct matches and the leading estimator's error by matcher and pair.
     detected = table[~table["refined"] & table["estimator"].isin(["", metrics.leading(table)])]
     values = detected.pivot(index=["matcher", "number"], columns="metric", values="value")
     unit = "degrees of pose error" if metrics.is_posed(table) else "px of corner error"
     drawn = []
-    # The results keep no images, so each pair is loaded and matched again
+    # The results keep no images, so each pair is loaded and matched again.
     for number, name in choose_pairs(values).items():
         scene, position, *ends = places[number]
         (known,) = extract_pairs(source, scene, matched.extract, position)
@@ -432,9 +432,9 @@ def draw_pictures(
             source.in_color(scene, end, features.image)
             for end, features in zip(ends, known.features)
         )
-        # show the matches that count
+        # Show the matches that count.
         shown = matched.above(matched.match([known], 1)[0])
-        # draw one panel for each matcher
+        # Draw one panel for each matcher.
         panels = []
         counts = []
         for matcher in filter(None, (OURS, RATIO_TEST, reference)):
@@ -495,22 +495,22 @@ def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
 
     Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
     """
-    # read the section of params.yaml, and load the networks
+    # Read the section of params.yaml, and load the networks.
     sections = params.load(args.params)
     section = sections.evaluate
-    # The key of the training counts like the option: a stage of DVC has fixed options
+    # The key of the training counts like the option: a stage of DVC has fixed options.
     args.allow_training_images |= sections.run.allow_training_images
     if INITIAL not in {*args.models, *args.further}:
         args.models.update(find_initial_weights(args.models, sections.train.init_from))
     notes: List[str] = []
     networks = load_networks(args, settings_of(args, section), notes)
-    # choose the pairs, without photographs that a compared network was trained on
+    # Choose the pairs, without photographs that a compared network was trained on.
     entries: List[Entry] = []
     if not (args.pairs or args.poses):
         entries, networks = choose_photographs(args, networks, notes)
     matched = Matchers(networks, args.further)
     source, where = choose_source(args, section, matched.ours, entries, notes)
-    # match and score
+    # Match and score.
     settings = Settings(section, args.estimators, args.bound, args.refine)
     results = run(source, where, matched, settings, args.robustness)
     return results._replace(notes=notes), networks[OURS].info
@@ -524,7 +524,7 @@ def run(
     `robustness` is the number of photographs that are disturbed. Raises WorkError if no pair can be
     read.
     """
-    # list all the work first, so that one bar shows all of it
+    # List all the work first, so that one bar shows all of it.
     negatives = []
     disturbed = []
     if isinstance(source, HeldOutPairs):
@@ -538,13 +538,13 @@ def run(
         if not scores:
             first = ": ".join(bad[0])
             raise WorkError(f"none of the {len(source)} images could be read; the first: {first}")
-        # disturb the second views in each way at each level, and keep only the means
+        # Disturb the second views in each way at each level, and keep only the means.
         means = {}
         for name, level, variant in disturbed:
             variant_scores, _ = match_all(variant, matched, score, bar)
             if variant_scores:
                 means[name, level] = mean_values(variant_scores, matched)
-        # match different photographs, where every match is wrong
+        # Match different photographs, where every match is wrong.
         count = functools.partial(count_matches, matched)
         counts = [row for part in negatives for row in match_all(part, matched, count, bar)[0]]
     places, *_ = zip(*scores)
@@ -626,7 +626,7 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
     """
     if args.mlflow_run is None:
         return
-    # further evaluations have names of their own, such as test/hpatches/auc_5
+    # Further evaluations have names of their own, such as test/hpatches/auc_5.
     folder = args.pairs or args.poses
     prefix = "/".join(filter(None, (tracking.EVALUATION, folder.resolve().stem if folder else "")))
     values = {f"{prefix}/{name}": value for name, value in report.headline(results).items()}
@@ -636,7 +636,7 @@ def track(args: argparse.Namespace, results: Results, info: Mapping[str, Any]) -
         if folder is None:  # the pairs come from the data that the model was trained on
             best = report.duels(results)[-1]["ours"]["value"]
             sent.describe(f"AUC@5 {report.percent(best)}", report.note(results, prefix))
-            # the champion may be an earlier version of this run, whose pairs.csv is replaced next
+            # The champion may be an earlier version of this run, whose pairs.csv is replaced next.
             sent.compare_with_champion(args.out / "pairs.csv")
         sent.artifact(args.out, prefix)
 
@@ -659,7 +659,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     cv2.setNumThreads(1)  # the threads work on several images at a time
     with without_warnings():
         results, info = evaluate(args)
-    # write the files first, so that MLflow can copy them
+    # Write the files first, so that MLflow can copy them.
     report.write(args.out, results, report.render(results, args.curves))
     # `python -m pipeline.report` prints the summary where the pipeline ends
     in_stage = "DVC_STAGE" in os.environ

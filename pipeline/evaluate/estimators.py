@@ -23,10 +23,10 @@ DEFAULT = ("ransac", "dlt", "confident")
 PX = 3.0  # inlier limit of the robust homographies
 ITERATIONS = 3000  # largest number of iterations of the robust homographies
 MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds stay finite
-# The matches with the largest odds get equal weights: so many, or half of all if that is fewer
+# The matches with the largest odds get equal weights: so many, or half of all if that is fewer.
 DECIDING = 16
 BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
-# The fraction of a matcher's most confident matches that the estimator `confident` takes
+# The fraction of a matcher's most confident matches that the estimator `confident` takes.
 CONFIDENT = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
 CONFIDENT_OF_NETWORK = 0.5
 # A match of two cameras is correct below this squared symmetric epipolar distance, in normalized
@@ -106,7 +106,7 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     p0 = points0[used]
     p1 = points1[used]
     w = weights[used]
-    # condition the points, so that their equations have entries of similar size
+    # Condition the points, so that their equations have entries of similar size.
     T0 = _conditioner(p0, w)
     T1 = _conditioner(p1, w)
     homogeneous = two_view.to_homogeneous(two_view.transform(p0, T0))
@@ -120,7 +120,7 @@ def fit_dlt(points0: np.ndarray, points1: np.ndarray, weights: np.ndarray) -> Op
     values, vectors = np.linalg.eigh(rows.T @ rows)
     if values[1] <= 1e-12 * values[-1]:
         return None  # a second null direction: collinear or coincident points
-    # map back to pixels
+    # Map back to pixels.
     H = two_view.compose(two_view.inverse(T1), vectors[:, 0].reshape(3, 3), T0)
     return H if np.isfinite(H).all() else None
 
@@ -169,7 +169,7 @@ def weights_of(matcher: str, scores: np.ndarray) -> np.ndarray:
     """
     if matcher in BASELINES:
         return scores**BASELINE_POWER
-    # a match that is right with p = 0.99 counts as eleven with p = 0.9
+    # A match that is right with p = 0.99 counts as eleven with p = 0.9.
     odds = scores / (1.0 - scores + MIN_DOUBT)
     rank = min(DECIDING, max(two_view.MIN_POINTS, len(odds) // 2))
     return np.minimum(odds, np.sort(odds)[-rank])
@@ -198,7 +198,7 @@ def epipolar_errors(points0: np.ndarray, points1: np.ndarray, cameras: CameraPai
     """
     t = cameras.T_0to1[:3, 3]
     x, y, z = t / max(np.linalg.norm(t), 1e-12)
-    # the essential matrix is [t]x R, where t has length one
+    # The essential matrix is [t]x R, where t has length one.
     E = np.array([[0, -z, y], [z, 0, -x], [-y, x, 0]]) @ cameras.T_0to1[:3, :3]
     p0 = two_view.to_homogeneous(normalize(points0, cameras.K0))
     p1 = two_view.to_homogeneous(normalize(points1, cameras.K1))
@@ -218,12 +218,12 @@ def essential(found: Points, cameras: CameraPair) -> Optional[Motion]:
     K0 = cameras.K0
     K1 = cameras.K1
     flat = normalize(found.points0, K0), normalize(found.points1, K1)
-    # convert one pixel to normalized coordinates
+    # Convert one pixel to normalized coordinates.
     threshold = RANSAC_PX / float(np.mean([K0[0, 0], K0[1, 1], K1[0, 0], K1[1, 1]]))
     stacked, mask = cv2.findEssentialMat(*flat, np.eye(3), cv2.RANSAC, CONFIDENCE, threshold)
     if stacked is None:
         return None
-    # OpenCV may return several matrices, stacked (3 * count, 3): keep the one with the most inliers
+    # OpenCV may return several matrices, stacked (3 * count, 3). Keep the one with most inliers.
     inliers, R, t, *_ = max(
         (
             cv2.recoverPose(E, *flat, np.eye(3), FAR, mask=mask.copy())

@@ -102,7 +102,7 @@ class Matchers:
                     by_pair[part], network.matcher.match_features(features)
                 ):
                     by_name[name] = matches
-        # run the baselines and the user's functions on one pair after the other
+        # Run the baselines and the user's functions on one pair after the other.
         for by_name, known in zip(by_pair, pairs):
             by_name.update(match_baselines(known.pair))
             by_name.update((name, match(known.pair)) for name, match in self.further.items())
@@ -110,7 +110,7 @@ class Matchers:
 
     def above(self, by_name: Mapping[str, Matches]) -> MatchesByName:
         """Drop the matches below the threshold of each matcher that has a threshold."""
-        # all matches of a baseline or of a user's function count, which have no threshold
+        # All matches of a baseline or of a user's function count, which have no threshold.
         limits = self.thresholds
         return {name: matches.above(limits.get(name, ALL)) for name, matches in by_name.items()}
 
@@ -134,7 +134,7 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
         count1 = len(pair.records1)
         if not count0 or not count1:
             return Matches.none()
-        # check both arrays (M,), since they come from the user's code
+        # Check both arrays (M,), since they come from the user's code.
         views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
         answer = function(*views)
         is_pair = isinstance(answer, (tuple, list)) and len(answer) == 2
@@ -154,7 +154,7 @@ def match_baselines(pair: Pair) -> Dict[str, Matches]:
     The confidence is 1 - ratio of distances. The ratio test gets all mutual matches: its threshold
     of the confidence selects matches, as the threshold of a network does.
     """
-    # all three share one product of the descriptors
+    # All three share one product of the descriptors.
     neighbours, is_mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     mutual = neighbours.only(is_mutual)
     return {"nn": neighbours, "mutual_nn": mutual, RATIO_TEST: mutual}

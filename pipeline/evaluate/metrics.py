@@ -31,7 +31,7 @@ COLUMNS = ["number", "pair", "scene", "matcher", "estimator", "refined", "metric
 AUC_PX = (1, 3, 5, 10)
 AUC_DEGREES = (5, 10, 20)  # limits of the error of a pose
 WITHIN = 5  # px or degrees: the fraction of pairs with a smaller error
-# Metrics whose values are in the table itself
+# Metrics whose values are in the table itself.
 SHARES = ("matches", "precision", "recall", "matching_score")
 DIGITS = 6  # decimals of the ends of intervals; beyond them float32 sums are noise
 RESAMPLES = 2000
@@ -91,16 +91,16 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
             columns[(matcher, f"within_{WITHIN}", *estimated)] = (values <= WITHIN).astype(float)
         elif metric in SHARES:
             columns[(matcher, *key)] = values
-    # the recall of a network at the precision of the ratio test needs all matches of the network
+    # The recall of a network at the precision of the ratio test needs all matches of the network.
     recall = recall_of(table)
     asked = f"{recall}_at_ratio_precision", "", False
     least = np.mean(columns[RATIO_TEST, "precision", "", False])
-    # the ratio test itself has one operating point
+    # The ratio test itself has one operating point.
     columns[(RATIO_TEST, *asked)] = columns[RATIO_TEST, recall, "", False]
     for matcher, pairs in scored.items():
         limit = threshold_at_precision(pairs, float(least))
         columns[(matcher, *asked)] = rates(pairs, np.array([limit]))[1][:, 0]
-    # make the frame (pairs, columns), with the matchers in their order of appearance
+    # Make the frame (pairs, columns), with the matchers in their order of appearance.
     frame = pd.DataFrame(columns, table.drop_duplicates("number")["scene"])
     return frame.rename_axis(columns=["matcher", *KEY])[list(table["matcher"].unique())]
 
@@ -121,12 +121,12 @@ def threshold_at_precision(scored: Sequence[Scored], least: float) -> float:
     """
     steps = []
     for scores, correct, *_ in scored:
-        # each match, from the most confident on, changes the precision of its pair by some amount
+        # Each match, from the most confident on, changes the precision of its pair by some amount.
         order = np.argsort(-scores, kind="stable")
         precision = np.cumsum(correct[order]) / np.arange(1, len(order) + 1)
         steps.append((scores[order], np.diff(precision, prepend=0.0)))
     confidence, change = map(np.concatenate, zip(*steps))
-    # matches of equal confidence, also of different pairs, are added together
+    # Matches of equal confidence, also of different pairs, are added together.
     mean = pd.Series(change).groupby(-confidence).sum().cumsum() / len(scored)
     reached = mean[mean >= least - 1e-12]  # float64 sums are rounded
     return -reached.index[-1] if len(reached) else math.inf
@@ -162,8 +162,8 @@ def resample(
     with np.errstate(invalid="ignore"):
         means = (weights @ by_scene.sum().to_numpy()) / (weights @ by_scene.count().to_numpy())
     samples = pd.DataFrame(means, columns=values.columns)
-    # each resample has its own threshold for the last column of a network, the recall at the ratio
-    # test's precision
+    # Each resample has its own threshold for the last column of a network, the recall at the ratio
+    # test's precision.
     for matcher, pairs in scored.items():
         every = np.concatenate([[1.0], *(scores for scores, *_ in pairs)])
         curves = rates(pairs, np.quantile(every, np.linspace(0, 1, POINTS)))
@@ -192,7 +192,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
     first row of a metric has the best baseline.
     """
     means = values.mean()
-    # networks and the bound are no baselines
+    # Networks and the bound are no baselines.
     names = values.columns.unique("matcher")
     baselines = [name for name in names if name not in (*networks, BOUND)]
     further = [name for name in networks if name != OURS]
@@ -202,7 +202,7 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
         for other in dict.fromkeys([best, RATIO_TEST, *further]):
             if (other, *key) not in means:
                 continue
-            # subtract within each resample, and take the interval of the differences
+            # Subtract within each resample, and take the interval of the differences.
             gain = samples[(OURS, *key)] - samples[(other, *key)]
             low, high = gain.quantile(ENDS).round(DIGITS)
             value = means[(OURS, *key)] - means[(other, *key)]
@@ -233,7 +233,7 @@ def calibration(scored: Sequence[Scored]) -> pd.DataFrame:
 
     Ranges without a match are left out. The columns are confidence, precision and matches.
     """
-    # join the matches (E,) of all pairs, and find the range of each
+    # Join the matches (E,) of all pairs, and find the range of each.
     scores = np.concatenate([each[0] for each in scored])
     correct = np.concatenate([each[1] for each in scored])
     part = np.minimum((scores * BINS).astype(int), BINS - 1)
@@ -247,7 +247,7 @@ def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
     A key is ("error", estimator, refined). A curve has a row for each limit, which is its index,
     and a column for each matcher. The area below it is the AUC.
     """
-    # the limits rise in a hundred steps to the widest AUC, 10 px or 20 degrees
+    # The limits rise in a hundred steps to the widest AUC, 10 px or 20 degrees.
     steps = np.arange(101)
     limits, unit = (steps / 5, "error_deg") if is_posed(table) else (steps / 10, "error_px")
     curves = {}

@@ -43,7 +43,7 @@ MAX_NEGATIVE_PAIRS = 100
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
 # A sequence: its name, its images (the reference first), and the homographies to the others by
-# number
+# number.
 HPatchesSequence = Tuple[str, List[Path], Dict[int, np.ndarray]]
 
 
@@ -130,7 +130,7 @@ def extract_pairs(
     for position, (name, first, second, truth) in enumerate(pairs):
         if only not in (None, position):
             continue
-        # the reference of a sequence is in all its pairs
+        # The reference of a sequence is in all its pairs.
         for image in {first, second} - set(features):
             features[image] = extract(images[image])
         one = features[first]
@@ -172,7 +172,7 @@ class HeldOutPairs(Source):
         images = []
         pairs = []
         for number in range(count):
-            # even numbers are mild views, odd numbers random homographies
+            # Even numbers are mild views, odd numbers random homographies.
             first = 2 * number
             view0, H_image_to_0 = self.view(image, name, first)
             view1, H_image_to_1 = self.view(image, name, first + 1)
@@ -206,7 +206,7 @@ class HeldOutPairs(Source):
 
         Also return the generator, from which the view's distortion is drawn.
         """
-        # the name differs from the one in training, so no view of the training is drawn again
+        # The name differs from the one in training, so no view of the training is drawn again.
         rng = views.generator(SEED, f"evaluate {name}", number)
         if number % 2 == 0:
             return views.mild_view(rng, size, self.view_size), rng
@@ -231,13 +231,13 @@ class NegativePairs(Source):
         entries = source.entries
         count = len(entries)
         photographs = [source.images.photograph(entry) for entry in entries]
-        # a pair has the indices of both photographs, and the number of their views
+        # A pair has the indices of both photographs, and the number of their views.
         pairs = (
             (first, second, number)
             for number in range((count - 1) * source.params.pairs_per_image)
             for first in range(count)
             for second in [(first + 1 + number % (count - 1)) % count]
-            # copies of one photograph are no negative pair
+            # Copies of one photograph are no negative pair.
             if photographs[first] != photographs[second]
         )
         self.pairs = list(itertools.islice(pairs, MAX_NEGATIVE_PAIRS))
@@ -276,7 +276,7 @@ class ZoomedPairs(HeldOutPairs):
         H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
         H_0to1 = zoom_in(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
-        # magnified pixels contain no finer detail
+        # Magnified pixels contain no finer detail.
         upscale = views.magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
@@ -287,7 +287,7 @@ class ZoomedPairs(HeldOutPairs):
 def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
-    # half the size of the part is `middle / zoom`, so its centre may move by the rest
+    # Half the size of the part is `middle / zoom`, so its centre may move by the rest.
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
     H = np.diag([zoom, zoom, 1.0])
     H[:2, 2] = middle - zoom * centre
@@ -325,7 +325,7 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
     There is one pair of each of the first `count` photographs. Its second view is disturbed or
     magnified. Only magnified pairs have the photometric distortion of `source`.
     """
-    # switch all other distortions off
+    # Switch all other distortions off.
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
     calm = source.params.views.model_copy(update={"photometric": clear})
     params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})
@@ -362,7 +362,7 @@ class FilePairs(Source):
                 image = read_gray(path)
             except BadImage as error:
                 raise RequestError(str(error)) from None
-            # areas are averaged where the image shrinks, to avoid aliasing
+            # Areas are averaged where the image shrinks, to avoid aliasing.
             before = image_size(image)
             shorter = self.short_side or min(before)
             size = [max(1, round(side * shorter / min(before))) for side in before]
@@ -407,7 +407,7 @@ class PosePairs(FilePairs):
         self.pairs = read_pairs(file)
         names = [pair[:2] for pair in self.pairs]
         self.scenes = [(name, 1) for name in scene_names(names)]
-        # names may be spelled as on another system
+        # Names may be spelled as on another system.
         self.files = [
             [folder / (spelled_as_file(folder, name) or name) for name in both] for both in names
         ]
@@ -416,7 +416,7 @@ class PosePairs(FilePairs):
         """Read one pair, and scale its intrinsics as the images are resized."""
         name0, name1, pose = self.pairs[index]
         images, (map0, map1) = self.read(index)
-        # K maps to pixels of the file, and the map from these to pixels of the resized image
+        # K maps to pixels of the file, and the map from these to pixels of the resized image.
         truth = CameraPair(map0 @ pose.K0, map1 @ pose.K1, pose.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
@@ -449,7 +449,7 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
     """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}
-    # collect what the folder has, by number
+    # Collect what the folder has, by number.
     for file in sorted(path.iterdir()):
         match = re.fullmatch(r"H_1_(\d+)(\.txt)?", file.name)
         if match:
@@ -461,7 +461,7 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
                     f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one"
                 )
     homographies.pop(1, None)  # some data sets have H_1_1, the identity
-    # each image but the first needs a homography, and each homography an image
+    # Each image but the first needs a homography, and each homography an image.
     if homographies and 1 not in images:
         raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
     for number in sorted(images.keys() - homographies.keys() - {1}):
@@ -482,7 +482,7 @@ def read_homography(path: Path) -> np.ndarray:
     RequestError unless it is an invertible 3x3 matrix.
     """
     wrong = f"{path}: not a homography"
-    # NumPy, MATLAB and CSV write brackets, commas and semicolons
+    # NumPy, MATLAB and CSV write brackets, commas and semicolons.
     words = re.sub(r"[][,;]", " ", " ".join(line for _, line in read_lines(path))).split()
     try:
         numbers = list(map(float, words))
@@ -491,7 +491,7 @@ def read_homography(path: Path) -> np.ndarray:
     if len(numbers) != 9:
         raise RequestError(f"{wrong}: expected 3 rows of 3 numbers, found {len(numbers)}")
     H = np.array(numbers).reshape(3, 3)
-    # in thousands of pixels the entries have similar magnitudes
+    # In thousands of pixels the entries have similar magnitudes.
     units = np.diag([1000.0, 1000.0, 1.0])
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
         raise RequestError(f"{wrong}: the matrix cannot be inverted")
@@ -518,7 +518,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, CameraPair]]:
                 f"{where}: EXIF rotation {words[2]} {words[3]}: rotate the images first and write"
                 " 0 0"
             )
-        # read the words after the two rotations, row by row
+        # Read the words after the two rotations, row by row.
         K0, K1 = values[2:20].reshape(2, 3, 3)
         T = values[20:].reshape(4, 4)
         R = T[:3, :3]
@@ -553,7 +553,7 @@ def scene_names(pairs: List[Tuple[str, str]]) -> List[str]:
 
     for first, second in links:
         roots[root(second)] = root(first)
-    # the first pair of each scene gives it its name
+    # The first pair of each scene gives it its name.
     starts: Dict[str, str] = {}
     return [
         starts.setdefault(root(first), folders[first] if several else first) for first, _ in pairs

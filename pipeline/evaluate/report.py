@@ -45,22 +45,22 @@ TITLES = {
     "shipped": "shipped weights",
     INITIAL: "initial weights",
 }
-# Names in a sentence
+# Names in a sentence.
 CALLED = {
     RATIO_TEST: "the ratio test",
     "shipped": "the shipped weights",
     INITIAL: "the initial weights",
 }
-# What the metric of `recall_of` means, in plain words
+# What the metric of `recall_of` means, in plain words.
 RECALLED = {"recall": "true matches found", "matching_score": "of keypoints"}
-# The clause of each verdict in a sentence about metrics, in the order of the sentence
+# The clause of each verdict in a sentence about metrics, in the order of the sentence.
 CLAUSES = {
     "better": "{} better",
     "worse": "{} worse",
     "equal": "{} equal",
     "no difference found": "no difference found in {}",
 }
-# Metrics without an estimator, in the order of the columns: heading, and what it means
+# Metrics without an estimator, in the order of the columns: heading, and what it means.
 SHORT = {
     "precision": ("P", "precision"),
     "recall": ("R", "recall"),
@@ -176,7 +176,7 @@ def duels(results: Results, other: str = RATIO_TEST) -> List[Dict[str, Any]]:
     what, unit = ("poses", "degrees") if is_posed(results.table) else ("homographies", "px")
     lead = leading(results.table)
     recall = recall_of(results.table)
-    # each row has a label, a detail, a metric and an estimator
+    # Each row has a label, a detail, a metric and an estimator.
     asked = (
         ("precision", "correct matches", "precision", ""),
         (recall.replace("_", " "), RECALLED[recall], recall, ""),
@@ -235,10 +235,10 @@ def compare_trainings(results: Results) -> List[str]:
     ours, theirs = counts
     name = CALLED.get(other, other)
     steps = f"with {models[OURS]['steps']:,} steps " if models[OURS]["steps"] else ""
-    # the photographs of a model include those of the weights that it started from
+    # The photographs of a model include those of the weights that it started from.
     if start_of(models):
         return [f"SuperGlue started from {name}, {steps}on {ours - theirs:,} more photographs."]
-    # the steps of a model that started from other weights are only a part of its training
+    # The steps of a model that started from other weights are only a part of its training.
     steps = "" if models[OURS]["initial_weights"] else steps
     lines = [f"SuperGlue was trained {steps}on {ours:,} photographs, {name} on {theirs:,}."]
     if ours < theirs:
@@ -272,9 +272,9 @@ def headline(results: Results) -> Dict[str, float]:
         recall: (recall, "", False),
         "negative_matches": ("negative_matches", "", False),
     }
-    # poses have no negative pairs, and --no-refine leaves out refined matches
+    # Poses have no negative pairs, and --no-refine leaves out refined matches.
     values = {}
-    # the first difference of each metric is that from the best baseline
+    # The first difference of each metric is that from the best baseline.
     gains = results.differences["value"].groupby(KEY).first()
     for place, (name, key) in enumerate(asked.items()):
         unit = 1 if name == "negative_matches" else 100
@@ -302,7 +302,7 @@ def matches_table(results: Results) -> pd.DataFrame:
     known = results.metrics.index.unique("metric")
     shown = {(name, "", False): short for name, (short, _) in SHORT.items() if name in known}
     table = text_table(results, shown)
-    # a mean number is no fraction
+    # A mean number is no fraction.
     counts = results.metrics["value"].xs(("matches", "", False), level=KEY)
     table.insert(0, "matches", counts.map("{:.0f}".format).to_numpy())
     return table
@@ -339,7 +339,7 @@ def duels_table(results: Results, other: str = RATIO_TEST) -> pd.DataFrame:
         )
         for duel in duels(results, other)
     }
-    # the only other matcher is what a fine-tuned model was before
+    # The only other matcher is what a fine-tuned model was before.
     name = "ratio test" if other == RATIO_TEST else "before"
     heads = ["SuperGlue", name, "difference", "95 % interval", ""]
     table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
@@ -349,7 +349,7 @@ def duels_table(results: Results, other: str = RATIO_TEST) -> pd.DataFrame:
 def scenes_table(results: Results) -> pd.DataFrame:
     """Make the table of scenes with the AUC@3 of the first estimator."""
     lead = leading(results.table)
-    # the values of all pairs are named by their scenes
+    # The values of all pairs are named by their scenes.
     values = results.values.xs(("auc_3", lead, False), axis=1, level=KEY)
     by_scene = values.groupby(level="scene", sort=False)
     means = by_scene.mean().map(percent).rename(columns=title)
@@ -359,11 +359,11 @@ def scenes_table(results: Results) -> pd.DataFrame:
 
 def remarks(results: Results) -> List[str]:
     """Return the lines below the first tables: their columns, and what the pairs and models are."""
-    # explain only the columns that the table has
+    # Explain only the columns that the table has.
     known = results.metrics.index.unique("metric")
     words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
     lines = ["; ".join(words)]
-    # a training may keep the weights that it started from
+    # A training may keep the weights that it started from.
     values = results.values
     lines += [
         f"The trained model is the same as {name}: all its values are equal."
@@ -381,7 +381,7 @@ def more_remarks(results: Results) -> List[str]:
     area = f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}"
     refined = "refined: matches refined by the pixels around them, of every matcher alike"
     lines = [area, *[refined] * int(results.table["refined"].any())]
-    # every match is wrong between two photographs with nothing in common
+    # Every match is wrong between two photographs with nothing in common.
     key = "negative_matches", "", False
     if (OURS, *key) in results.metrics.index:
         ours = results.metrics.loc[(OURS, *key)]
@@ -405,7 +405,7 @@ def summary(results: Results) -> str:
         [verdict(results), title, show(duels_table(results))],
         [show(matches_table(results)), *remarks(results), *compare_trainings(results)],
     ]
-    # a fine-tuned model is also compared with the weights it started from
+    # A fine-tuned model is also compared with the weights it started from.
     sentence = more_verdict(results)
     if sentence:
         start = start_of(results.protocol["models"])
@@ -415,7 +415,7 @@ def summary(results: Results) -> str:
 
 def text(results: Results) -> str:
     """Return the whole report as text: the summary, and the tables of AUC."""
-    # the tables of AUC stand below each other without a gap, since they have the same columns
+    # The tables of AUC stand below each other without a gap, since they have the same columns.
     areas = [*map(show, area_tables(results)), *more_remarks(results)]
     blocks = [summary(results), "\n".join(areas)]
     if results.unit == "sequences":
@@ -452,7 +452,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
         flat["metric"] = [name_of(*key) for key in flat[KEY].itertuples(index=False, name=None)]
         return flat.drop(columns=["estimator", "refined"])
 
-    # make one line for each pair and matcher, in the order of the table
+    # Make one line for each pair and matcher, in the order of the table.
     table = join_names(results.table)
     index = ["number", "pair", "scene", "matcher"]
     pairs = table.pivot(index=index, columns="metric", values="value")[table["metric"].unique()]
@@ -476,7 +476,7 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
 
 def write(out: Path, results: Results, page: str) -> None:
     """Write all files, and remove the files of an earlier evaluation."""
-    # write the metrics for DVC and for programs
+    # Write the metrics for DVC and for programs.
     values = {
         f"{matcher}.{name_of(*key)}": None if math.isnan(value) else round_number(value)
         for (matcher, *key), value in results.metrics["value"].items()
@@ -484,7 +484,7 @@ def write(out: Path, results: Results, page: str) -> None:
     write_json(out / "metrics.json", values, indent=2)
     write_json(out / "summary.json", headline(results), indent=2)
     write_json(out / "protocol.json", results.protocol, indent=2)
-    # remove the curves and pictures of an earlier evaluation
+    # Remove the curves and pictures of an earlier evaluation.
     for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
@@ -493,7 +493,7 @@ def write(out: Path, results: Results, page: str) -> None:
         write_atomic(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
-    # write the report as text and as a page
+    # Write the report as text and as a page.
     write_atomic(out / SUMMARY, summary(results) + "\n")
     write_atomic(out / TEXT, text(results) + "\n")
     write_atomic(out / PAGE, page)
@@ -504,7 +504,7 @@ def write(out: Path, results: Results, page: str) -> None:
 
 def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
     """Return the colour of each matcher."""
-    # a matcher of TITLES keeps its colour whether or not the others are shown
+    # A matcher of TITLES keeps its colour whether or not the others are shown.
     own = dict(zip(TITLES, COLOURS))
     further = itertools.cycle(FURTHER)
     return {name: own.get(name) or next(further) for name in matchers}
@@ -519,18 +519,18 @@ def line_chart(
     `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
-        # pyplot would open a window, and would keep each figure in memory
+        # pyplot would open a window, and would keep each figure in memory.
         figure = Figure(figsize=(4.6, 3.1))
-        # margins are fixed, because a layout that measures the text takes as long as drawing
+        # Margins are fixed, because a layout that measures the text takes as long as drawing.
         axes = figure.add_axes((0.14, 0.17, 0.84, 0.8))
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
-        # the network is drawn last, so that its line lies above the others
+        # The network is drawn last, so that its line lies above the others.
         for name in sorted(frame, key=lambda each: each == OURS):
             width = 2.6 if name == OURS else 1.4
             axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
         axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
-        # the SVG has no date, so equal charts give equal bytes
+        # The SVG has no date, so equal charts give equal bytes.
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
     source = address("svg+xml", svg.getvalue())
@@ -572,10 +572,10 @@ def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Char
     for name, part in results.robustness.groupby("condition", sort=False):
         for metric, estimator, label in shown:
             own = part.xs((metric, estimator, False), level=KEY)
-            # each matcher has a line over the levels, which are words at equal distances
+            # Each matcher has a line over the levels, which are words at equal distances.
             frame = own["value"].unstack("matcher").sort_index()
             frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
-            # small photographs have no pair at the last levels of zoom
+            # Small photographs have no pair at the last levels of zoom.
             caption = f"{label}; at least {own['pairs'].min()} pairs at each level"
             charts.append((line_chart(frame, colours, label), caption))
     return charts
@@ -586,7 +586,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
 
     `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
-    # draw the charts, each of which is a text of some 20 kB
+    # Draw the charts, each of which is a text of some 20 kB.
     colours = colours_of(matchers_of(results))
     errors = error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
@@ -596,7 +596,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
     if not is_posed(results.table):
         charts.append(calibration_chart(results, colours))
     reference = reference_of(results.protocol["models"])
-    # StrictUndefined: a name that is wrong in the template is an error, not an empty text
+    # StrictUndefined: a name that is wrong in the template is an error, not an empty text.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -615,7 +615,7 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         reference=reference,
         reference_duels=duels(results, reference)[:3] if reference else [],
         trainings=compare_trainings(results),
-        # the page has JPEG, which is smaller than the PNG of the folder
+        # The page has JPEG, which is smaller than the PNG of the folder.
         pictures=[
             (address("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures

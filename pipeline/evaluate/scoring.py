@@ -51,7 +51,7 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
 
     The index is negative for a keypoint without a true match.
     """
-    # call the function of the training's loss on a batch of one pair
+    # Call the function of the training's loss on a batch of one pair.
     batch = from_pairs([pair], H_0to1[None])
     return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
 
@@ -67,7 +67,7 @@ def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.nda
     It is the larger error of both directions, and infinite if a point maps to infinity. points0 and
     points1 are (K, 2) float64 px.
     """
-    # differences in both images are (2, K, 2), and the larger distance is (K,)
+    # Differences in both images are (2, K, 2), and the larger distance is (K,).
     forward = two_view.transform(points0, H_0to1) - points1
     backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
     worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
@@ -95,12 +95,12 @@ def estimate_errors(
     detected = Points(*matched_points(known.pair, matches), matcher, scores, seed)
     variants = {False: detected}  # whether the matches are refined, and their points
     if settings.refine:
-        # keypoints of image 1 move to where the pixels around both agree best
+        # Keypoints of image 1 move to where the pixels around both agree best.
         result = MatchResult.of(*known.features, matches).refine(*known.features)
         if result.deviations is not None:
             moved = result.points1.astype(np.float64)
             variants[True] = detected._replace(points1=moved, deviations=result.deviations)
-    # every estimator gets the same matches, in the same order
+    # Every estimator gets the same matches, in the same order.
     for refined, points in variants.items():
         if isinstance(known.truth, CameraPair):
             for name, estimate in estimators.POSE_ESTIMATORS.items():
@@ -143,7 +143,7 @@ def score_pair(
         index0, index1 = matches.indices.T
         correct = correct_matches(known, matches)
         found = correct if posed else truth0[index0] == index1
-        # the curves over the confidence need all matches, but the rows need those that count
+        # The curves over the confidence need all matches, but the rows need those that count.
         if name in thresholds:
             scored[name] = matches.scores.astype(np.float64), correct, found, truth
         kept = matches.scores > thresholds.get(name, -1.0)
@@ -159,7 +159,7 @@ def score_pair(
             "precision": right / max(count, 1),
             "matching_score" if posed else "recall": hits / truth if truth else np.nan,
         }
-        # make one row for each value, and for each error of an estimate
+        # Make one row for each value, and for each error of an estimate.
         start = (known.name, known.scene, name)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
         counted = matches.only(kept)

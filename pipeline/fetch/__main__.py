@@ -17,7 +17,7 @@ from pipeline.fetch.dataset import Container, Entry, ImageSet
 from pipeline.params import Params
 from superglue_sift.files import check_writable, name_below, write_json
 
-# With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`)
+# With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`).
 MIN_TEST_IMAGES = 6
 HELD_OUT = {"validation": "val", "test": "test"}  # what images are for, and their split
 BUNDLED = "sample"  # key and folder of the container of the bundled photographs
@@ -34,7 +34,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     sections = params.load(options.params)
     settings = sections.fetch
-    # the user's own images are checked before anything is written
+    # The user's own images are checked before anything is written.
     own = None
     if settings.source == "folder":
         own = dataset.own_splits(settings)
@@ -44,7 +44,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             print(f"fetch: {copies} training images left out: copies of held-out ones")
     for folder in (options.out, options.archives, options.reports):
         check_writable(folder / "manifest.csv", folder)
-    # copy the sample; all other images stay where they are, or are downloaded
+    # Copy the sample; all other images stay where they are, or are downloaded.
     shutil.rmtree(options.out / BUNDLED, ignore_errors=True)
     if settings.source == "sample":
         entries = dataset.copy_sample(options.out / BUNDLED)
@@ -53,17 +53,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         splits, held = own or coco.open_archives(settings, options.archives)
         entries = []
         for split, names in splits.items():
-            # val and test have one container, which may be that of train
+            # Val and test have one container, which may be that of train.
             key = "val" if split != "train" and "val" in held else "train"
             entries += held[key].entries(names, split, key)
         containers = {key: _describe(container, options.out) for key, container in held.items()}
-    # Say now what would stop the training or the evaluation after hours
+    # Say now what would stop the training or the evaluation after hours.
     roots = {key: str(options.out / value["path"]) for key, value in containers.items()}
     for line in check_held_out(ImageSet(entries, roots, settings.source), sections):
         print(f"fetch: {line}")
     dataset.write_manifest(options.out / "manifest.csv", entries)
     write_json(options.out / "source.json", {"source": settings.source, "containers": containers})
-    # write the metrics for DVC
+    # Write the metrics for DVC.
     counts = {
         f"{split}_images": sum(entry.split == split for entry in entries)
         for split in dataset.SPLITS
@@ -91,7 +91,7 @@ def check_held_out(images: ImageSet, sections: Params) -> List[str]:
             f"train.init_from = {model!r}: no such file; name a model, or set '' to train from"
             " scratch"
         )
-    # A list that is missing is reported by the training
+    # A list that is missing is reported by the training.
     known = provenance.read_photographs(Path(model)) if model else None
     lines: List[str] = []
     left = {}
@@ -99,7 +99,7 @@ def check_held_out(images: ImageSet, sections: Params) -> List[str]:
         left[title] = images.entries(split)
         if left[title] and known is not None:
             left[title] = _leave_out(images, left[title], title, sections, lines)
-    # Without test images the evaluation takes those for validation
+    # Without test images the evaluation takes those for validation.
     title = "test" if left["test"] else "validation"
     count = len(left[title])
     if count < MIN_TEST_IMAGES:
@@ -133,7 +133,7 @@ def _leave_out(
     if line:
         fix = "" if keep else "; run.allow_training_images: true keeps them"
         lines.append(f"{title} images: {line}{fix}")
-    # A number in a name may be COCO's, or that of a frame of a video
+    # A number in a name may be COCO's, or that of a frame of a video.
     known = provenance.read_photographs(model) or frozenset()
     numbers = [dataset.coco_number(entry.name) for entry in entries]
     alike = [name for name, own in zip(numbers, photographs) if name in known and own != name]

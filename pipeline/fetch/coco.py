@@ -71,7 +71,7 @@ VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_
 
 # Number of images of val2014 that are held out, as many as val2017 has. The others are not used.
 HELD_OUT = 5_000
-# The archive of the training images, and the archive of the held-out images if that is another
+# The archive of the training images, and the archive of the held-out images if that is another.
 SOURCES: Dict[str, Sequence[Archive]] = {
     "coco2014": (TRAIN2014, VAL2014),
     "coco2017": (TRAIN2017, VAL2017),
@@ -92,7 +92,7 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
     if archives:
         count = archives[0].images + HELD_OUT * (len(archives) - 1)
-    # the limit is one for training and one for held-out images
+    # The limit is one for training and one for held-out images.
     return round(size), min(count, 2 * limit) if limit else count
 
 
@@ -109,7 +109,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     )
     if "val" in wanted and Path(settings.path).is_file():
         raise incomplete
-    # open an archive that is there; without a limit download it, else read it in parts
+    # Open an archive that is there; without a limit download it, else read it in parts.
     sources: Dict[str, Union[Container, Remote]] = {}
     for key, archive in wanted.items():
         target = archives / archive.file
@@ -118,7 +118,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
         else:
             remote = Remote(archive)
             sources[key] = remote if settings.limit else remote.download(target)
-    # the names decide the split
+    # The names decide the split.
     train = sources["train"].names
     held_out = None
     if "val" in sources:
@@ -127,7 +127,7 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
             raise incomplete
         held_out = dataset.hold_out(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
-    # copy the chosen images of a remote archive into a zip
+    # Copy the chosen images of a remote archive into a zip.
     names = {name for split in chosen.values() for name in split}
     held = {
         key: source.copy(names, archives) if isinstance(source, Remote) else source
@@ -140,7 +140,7 @@ def _open_local(archive: Archive, path: Path) -> Container:
     """Open a local archive, which is a zip or the folder that it unpacks to."""
     for zipped in (path, path / archive.file):
         if zipped.is_file():
-            # each image is checked against its CRC-32 when it is read
+            # Each image is checked against its CRC-32 when it is read.
             if zipped.stat().st_size != archive.size:
                 raise RequestError(f"{zipped}: must have {archive.size} bytes; download it again")
             return dataset.zip_container(zipped, size=archive.size)
@@ -174,7 +174,7 @@ class Remote:
         """Read the directory of the archive: its images by name."""
 
         def read(files: Any, url: str) -> List[zipfile.ZipInfo]:
-            # zipfile reads the last bytes, which say where the directory is, and COCO's 10 MB of it
+            # zipfile reads the last bytes, which say where the directory is, and the directory.
             with files.open(url, size=self.archive.size, block_size=1 << 16) as stream:
                 try:
                     return zipfile.ZipFile(stream).infolist()
@@ -208,7 +208,7 @@ class Remote:
         for first in range(0, len(members), TOGETHER):
             group = members[first : first + TOGETHER]
             for member, data in zip(group, self._read_members(group)):
-                # the local header says where the data begin
+                # The local header says where the data begin.
                 entry = dataset.member_entry(member, data, self.archive.file)
                 begin = entry.offset - member.header_offset
                 try:
@@ -222,7 +222,7 @@ class Remote:
     def _read_members(self, members: Sequence[zipfile.ZipInfo]) -> List[bytes]:
         """Read these members with their headers. What has arrived is not requested again."""
         done: Dict[int, bytes] = {}  # by the place of the header
-        # the length of a local header is not known yet, so some bytes more are read
+        # The length of a local header is not known yet, so some bytes more are read.
         sizes = {
             m.header_offset: dataset.HEADER + 4 * len(m.filename) + AFTER_NAME + m.compress_size
             for m in members
@@ -249,7 +249,7 @@ class Remote:
         part = target.with_name(target.name + ".part")
         size = self.archive.size
         shown = {"unit": "B", "unit_scale": True, "desc": f"downloading {target.name}"}
-        # append one block after the other to what a killed download has left
+        # Append one block after the other to what a killed download has left.
         with part.open("ab") as file, Progress(total=size, initial=file.tell(), **shown) as bar:
             while file.tell() < size:
                 block = self._read_block(file.tell(), min(file.tell() + BLOCK, size))
@@ -257,7 +257,7 @@ class Remote:
                 file.flush()
                 bar.update(len(block))
             os.fsync(file.fileno())
-        # only the published bytes get the name
+        # Only the published bytes get the name.
         found = md5_of(part)
         if found != self.archive.md5:
             bad = target.with_name(target.name + ".bad")
@@ -273,7 +273,7 @@ class Remote:
         """Read the bytes from `start` to `end`."""
 
         def read(files: Any, url: str) -> bytes:
-            # a stream requires of the server that it serves parts of a file
+            # A stream requires of the server that it serves parts of a file.
             size = self.archive.size
             with files.open(url, size=size, block_size=BLOCK, cache_type="none") as stream:
                 stream.seek(start)
@@ -298,7 +298,7 @@ class Remote:
         problems = []
         for url in list(self._urls):
             problem = ""
-            # wait longer after each failure
+            # Wait longer after each failure.
             for failures in range(1, TRIES + 2):
                 try:
                     return action(files, url)
@@ -306,7 +306,7 @@ class Remote:
                     problem = f"{type(error).__name__}: {error}"
                     sleep(min(2.0**failures / 2 - 0.5, 30.0))
             problems.append(f"{url}: {problem}")
-            # the address that failed becomes the last one
+            # The address that failed becomes the last one.
             self._urls = [*self._urls[1:], url]
         raise WorkError(
             f"{self.archive.file} cannot be downloaded ({'; '.join(problems)}); what arrived is"

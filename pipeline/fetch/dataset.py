@@ -38,14 +38,14 @@ from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val", "test")
-# Numbers of the zip format: two methods of compression, and the header in front of a member's name
+# Numbers of the zip format: two methods of compression, and the header in front of a member's name.
 STORED = 0
 DEFLATED = 8
 _LOCAL_HEADER = struct.Struct("<4s5H3L2H")
 HEADER = _LOCAL_HEADER.size
 MAX_IMAGE_BYTES = 1 << 29  # largest image of a zip, against zip bombs
 # Names of COCO's files, with the prefix of 2014 or without one as in 2017, and of its folders and
-# archives
+# archives.
 _COCO_FILE = re.compile(r"(COCO_(?:train|val|test)20\d\d_)?(\d{12})\.\w+")
 _COCO_FOLDER = re.compile(r"(?:train|val|test|unlabeled)20\d\d")
 
@@ -89,7 +89,7 @@ class Entry:
 def coco_number(name: str) -> str:
     """Return the number of a photograph of COCO that has this name, or "" for another name."""
     match = _COCO_FILE.fullmatch(name.rpartition("/")[2])
-    # A date has twelve digits, too
+    # A date has twelve digits, too.
     return str(int(match[2])) if match and int(match[2]) < 1_000_000 else ""
 
 
@@ -110,7 +110,7 @@ def read_manifest(path: Path) -> List[Entry]:
     except OSError:
         raise RequestError(f"{path}: no manifest here; run `dvc repro fetch` first") from None
     entries = []
-    # line 1 has the names of the columns
+    # Line 1 has the names of the columns.
     for line, row in enumerate(rows, 2):
         try:
             numbers = {key: int(row[key]) for key in ("size", "offset", "packed", "method")}
@@ -209,7 +209,7 @@ def unpack(data: bytes, entry: Entry) -> bytes:
     """
     if entry.method == DEFLATED:
         try:
-            # At most one byte more than stated is unpacked, against zip bombs
+            # At most one byte more than stated is unpacked, against zip bombs.
             data = zlib.decompressobj(-15).decompress(data, entry.size + 1)
         except zlib.error as error:
             raise BadImage(entry.name, f"damaged inside its archive: {error}") from None
@@ -262,7 +262,7 @@ class Container:
 
     path: Path
     names: List[str]  # names of the images, sorted, relative to it
-    # What source.json says about it, such as the SHA-256 of an archive
+    # What source.json says about it, such as the SHA-256 of an archive.
     facts: Dict[str, Any] = field(default_factory=dict)
     # The members of a zip by name. It is None for a folder.
     members: Optional[Dict[str, zipfile.ZipInfo]] = None
@@ -280,7 +280,7 @@ class Container:
 
         `key` is the name of this container in source.json.
         """
-        # the contents of all images decide the split, so they may have been read before
+        # The contents of all images decide the split, so they may have been read before.
         new = [name for name in names if name not in self._read]
         shown = {"total": len(new), "desc": "reading images", "unit": "image"}
         with ThreadPoolExecutor(4) as pool:  # reading and CRC-32 release the GIL
@@ -313,7 +313,7 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         container = Container(path, sorted(file.relative_to(path).as_posix() for file in photos))
     elif kind == ".zip":
         container = zip_container(path)
-    # a list or an annotation file names images of a folder or zip
+    # A list or an annotation file names images of a folder or zip.
     elif kind in (".txt", ".json"):
         names = (
             _read_annotations(path) if kind == ".json" else [line for _, line in read_lines(path)]
@@ -358,13 +358,13 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         raise RequestError(
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
-    # all images of a zip, and as yet none of a folder
+    # All images of a zip, and as yet none of a folder.
     base = zip_container(root) if root.is_file() else Container(root, [])
     members = {_compose(name): name for name in base.names}
     top = os.path.abspath(root)
     chosen = []
     missing = []
-    # look for every name in its place
+    # Look for every name in its place.
     for name in names:
         place = os.path.abspath(os.path.join(top, name))
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
@@ -374,7 +374,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
             missing.append(relative)
         else:
             chosen.append(spelled)
-    # else take the first file of that name in a folder below
+    # Else take the first file of that name in a folder below.
     searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
         whole = base if members else open_container(root)
@@ -486,7 +486,7 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     image is left to train or to validate. Test images may be missing, since the evaluation then
     uses the val images.
     """
-    # there is one set, or a second one with the held-out images
+    # There is one set, or a second one with the held-out images.
     held = {"train": open_container(settings.path, settings.root)}
     names = held["train"].names
     contents = held["train"].contents
@@ -495,7 +495,7 @@ def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
         val = held["val"] = open_container(settings.val_path, settings.root)
         if Path(settings.path).resolve() == Path(settings.val_path).resolve():
             raise RequestError("fetch.val_path: is the same as fetch.path; leave it empty instead")
-        # training images that are copies of held-out ones are left out
+        # Training images that are copies of held-out ones are left out.
         copies = set(val.contents.values())
         names = [name for name in names if contents[name] not in copies]
         contents = val.contents
@@ -534,7 +534,7 @@ def split_names(
         count = different(train)
         at_least = max(2, min(8, count // 3), min(round(settings.val_fraction * count), 32))
         train, held_out = hold_out(train, settings.val_fraction, SEED, at_least, 1, contents)
-    # keep the names with the smallest hashes, so that a larger limit only adds names
+    # Keep the names with the smallest hashes, so that a larger limit only adds names.
     train, held_out = (
         sorted(
             sorted(names, key=lambda name: hash_fraction(SEED + 2, name))[: settings.limit or None]
@@ -544,7 +544,7 @@ def split_names(
     tested = round(settings.test_fraction * different(held_out))
     least_test = max(1, min(tested, 16))
     least_val = max(1, min(different(held_out) - tested, 16))
-    # With the seed of the hold-out, every held-out image would have a small hash and go to test
+    # With the seed of the hold-out, every held-out image would have a small hash and go to test.
     val, test = hold_out(
         held_out, settings.test_fraction, SEED + 1, least_test, least_val, contents
     )
@@ -565,7 +565,7 @@ def hold_out(
     least `keep` images are kept and, if possible, at least `at_least` are held out. Copies, by
     `contents`, go where the first of them goes, and count as one image.
     """
-    # the hash of the first of equal images decides for all of them
+    # The hash of the first of equal images decides for all of them.
     first: Dict[str, str] = {}  # name of the first image with this content
     for name in sorted(names):
         first.setdefault(contents.get(name, name), name)

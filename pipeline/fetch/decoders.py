@@ -73,7 +73,7 @@ def make_decoder(decoder: str) -> Optional[Decode]:
         return None
     try:
         return _torchvision() if decoder == "torchvision" else _dali()
-    # torch 1.10 raises RuntimeError if torchvision is for another torch, and torch 2 AttributeError
+    # If torchvision is for another torch, 1.10 raises RuntimeError, and 2 raises AttributeError.
     except (ImportError, RuntimeError, AttributeError) as error:
         package = (
             torch_compat.dali_package() if decoder == "dali" else "torchvision (for this torch)"
@@ -102,7 +102,7 @@ def _torchvision() -> Decode:
     device = "cpu" if index is None else f"cuda:{index}"
 
     def decode(jpegs: List[bytes]) -> List[np.ndarray]:
-        # a bytearray, because torch warns about read-only memory
+        # A bytearray, because torch warns about read-only memory.
         encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in jpegs]
         gray = io.ImageReadMode.GRAY
         # (1, H, W) becomes (H, W)
@@ -116,7 +116,7 @@ def _dali() -> Decode:
     from nvidia.dali import backend, fn, pipeline_def, types
 
     device = _gpu_index()
-    # DALI 1.34 ignores the EXIF orientation and lacks this argument
+    # DALI 1.34 ignores the EXIF orientation and lacks this argument.
     rotates = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
     options = {"adjust_orientation": False} if rotates else {}
 

@@ -47,7 +47,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     options = parser.parse_args(argv)
     settings = params.load(options.params).keypoints
     decoders.make_decoder(settings.decoder)  # a missing package is reported first
-    # plan the shards of each split, and check that all folders can be written
+    # Plan the shards of each split, and check that all folders can be written.
     images = open_manifest(options.images)
     plans = {}
     for split in SPLITS:
@@ -59,7 +59,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             )
     for folder in (options.out, options.reports):
         check_writable(folder / "metrics.json", folder)
-    # every rank makes its own shards, and rank 0 waits for all of them
+    # Every rank makes its own shards, and rank 0 waits for all of them.
     rank = read_number("RANK", 0)
     ranks = read_number("WORLD_SIZE", 1)
     started = time.monotonic()
@@ -69,7 +69,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return 0
     rows = {split: _wait_for_all(plans[split]) for split in SPLITS}
     seconds = time.monotonic() - started
-    # report the images that could not be used, then write the stores' index and metrics
+    # Report the images that could not be used, then write the stores' index and metrics.
     bad = [item for split in SPLITS for row in rows[split] for item in row["bad"]]
     total = sum(len(shard.entries) for shard in planned)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
@@ -100,11 +100,11 @@ def _extract(
     todo = shards.find_missing(mine)
     entries = [entry for shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for shard in mine)
-    # the ranks of this machine share its cores
+    # The ranks of this machine share its cores.
     cores = max(usable_cores() // read_number("LOCAL_WORLD_SIZE", 1), 1)
     workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
-    # all shards share one stream of results, so no worker waits at the end of a shard
+    # All shards share one stream of results, so no worker waits at the end of a shard.
     with contextlib.closing(shards.extract_images(images, settings, entries, workers)) as found:
         results = iter(Progress(found, disable=quiet, **shown))
         for shard in todo:
@@ -120,14 +120,14 @@ def _wait_for_all(planned: Sequence[Shard]) -> List[Row]:
     missing = 0
     since = time.monotonic()
     while True:
-        # the notes of the shards say which are done, also those of other ranks
+        # The notes of the shards say which are done, also those of other ranks.
         rows = [shard.row() for shard in planned]
         left = [shard.path for shard, row in zip(planned, rows) if not row]
         if not left:
             return rows
         if not missing:
             print(f"{left[0].parent}: other ranks still work on {len(left)} shards", flush=True)
-        # each new shard starts the clock again
+        # Each new shard starts the clock again.
         if len(left) != missing:
             missing = len(left)
             since = time.monotonic()
@@ -168,7 +168,7 @@ def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
             "keypoints_median": float(np.median(store.counts)),
             "views_without_keypoints": int((store.counts == 0).sum()),
         }
-        # counts are (images, views)
+        # Counts are (images, views).
         empty += [store.images[image] for image in np.flatnonzero(~store.counts.any(axis=1))]
     metrics["bad_images"] = len(bad)
     if empty:

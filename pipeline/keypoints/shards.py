@@ -38,7 +38,7 @@ from superglue_sift.files import write_atomic, write_json
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # images of each worker that wait or are computed
-# glibc's numbers of two settings of malloc
+# glibc's numbers of two settings of malloc.
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 
@@ -71,7 +71,7 @@ def plan(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> L
     values = settings.model_dump()
     if not values["seed"]:
         del values["seed"]  # shards from before this key was added have the seed 0
-    # collect everything but the images that determines the bytes of a shard
+    # Collect everything but the images that determines the bytes of a shard.
     common = {
         "settings": values,
         "version": views.VERSION,
@@ -94,7 +94,7 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
     A shard that lacks images is missing: the cause that made them bad, such as a missing package,
     may be mended.
     """
-    # a killed run has left notes, a finished one store.json
+    # A killed run has left notes, a finished one store.json.
     finished: Dict[Path, Row] = {}
     for folder in {shard.path.parent for shard in shards}:
         with contextlib.suppress(RequestError):
@@ -119,7 +119,7 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
 
     Raises OSError, for example if the disk is full.
     """
-    # the views of SHARD_IMAGES images are in memory at most
+    # The views of SHARD_IMAGES images are in memory at most.
     done = list(results)
     bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
     row = store.write_shard(shard.path, [each for each in done if isinstance(each, ImageViews)])
@@ -134,7 +134,7 @@ def finish(
 
     All ranks must be done, because an unknown file may be one that another rank writes.
     """
-    # a row of store.json is a note, with the photographs that its images are
+    # A row of store.json is a note, with the photographs that its images are.
     rows = []
     for shard in shards:
         row = shard.row()
@@ -142,7 +142,7 @@ def finish(
         rows.append({**row, "photographs": [images.photograph(entry) for entry in used]})
     extractor = extractors.load(settings.extractor)
     write_json(folder / store.INDEX, store.index(rows, settings.views_per_image, extractor))
-    # what is left are notes, shards of other parameters, and partial files after a kill
+    # What is left are notes, shards of other parameters, and partial files after a kill.
     known = {store.INDEX, *(shard.path.name for shard in shards)}
     for path in folder.iterdir():
         if path.name not in known and not path.is_dir():
@@ -158,7 +158,7 @@ def extract(images: ImageSet, settings: KeypointsParams, work: decoders.Work) ->
         if isinstance(work, Entry):
             photo = decode(images.read(work), work.name, True, STORED)
             return views.gray_views(photo.pixels, work.name, settings, photo.mask)
-        # a decoder has read it already: a JPEG, which has no transparent pixels
+        # A decoder has read it already: a JPEG, which has no transparent pixels.
         return views.gray_views(work[1], work[0].name, settings)
     except BadImage as bad:
         return bad
@@ -171,14 +171,14 @@ def extract_images(
 
     With one worker, this process does the work. Raises WorkError if a worker process dies.
     """
-    # Workers get the paths of the folders and zips, but not the list of all images
+    # Workers get the paths of the folders and zips, but not the list of all images.
     make = functools.partial(extract, ImageSet((), images.containers), settings)
     work = decoders.decode_all(settings.decoder, images, entries)
     if workers == 1:
         tune_process()
         yield from map(make, work)
         return
-    # Start the workers by spawn: a forked process would copy the locks of running threads
+    # Start the workers by spawn: a forked process would copy the locks of running threads.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(),))
     submit = functools.partial(executor.submit, make)

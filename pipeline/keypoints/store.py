@@ -37,7 +37,7 @@ FORMAT = "superglue-sift-keypoints"
 VERSION = 2
 TITLE = f"{FORMAT} {VERSION}"
 INDEX = "store.json"
-# Number of shards to hash with verify="sample"
+# Number of shards to hash with verify="sample".
 SAMPLED_SHARDS = 3
 
 Row = Dict[str, Any]  # A row of store.json, which describes a shard
@@ -179,7 +179,7 @@ class KeypointStore:
             for name in shard.get("photographs", [""] * len(shard["images"]))
         ]
         mapped = [map_shard(self.path / shard["file"]) for shard in shards]
-        # Each image has the tensors of its shard and its row there
+        # Each image has the tensors of its shard and its row there.
         self._rows = [(tensors, row) for tensors in mapped for row in range(len(tensors["sizes"]))]
         views = self.views_per_image
         counts = [np.diff(tensors["offsets"]).reshape(-1, views) for tensors in mapped]
@@ -210,7 +210,7 @@ class KeypointStore:
 
 def check_shard(path: Path, shard: Row, hashed: bool = True) -> None:
     """Check a file by its row. Raises RequestError, which names the file."""
-    # Compare the size first, because a hash reads the whole file
+    # Compare the size first, because a hash reads the whole file.
     size = path.stat().st_size if path.is_file() else 0
     if size != shard["bytes"] or (hashed and file_sha256(path) != shard["sha256"]):
         raise RequestError(
@@ -240,7 +240,7 @@ def map_shard(path: Path) -> Dict[str, np.ndarray]:
     """
     try:
         with path.open("rb") as stream:
-            # The file begins with the length of its header, which says where each tensor lies
+            # The file begins with the length of its header, which says where each tensor lies.
             length = struct.unpack("<Q", stream.read(8))[0]
             header = json.loads(stream.read(length))
         data = np.memmap(path, np.uint8, mode="r").view(np.ndarray)[8 + length :]

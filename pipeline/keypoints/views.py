@@ -81,7 +81,7 @@ def gray_views(
             H = mild_view(rng, size, view_size)
             view = render(gray, H, view_size)
         else:
-            # The strength grows linearly from `difficulty_first` at view 1 to 1 at the last view
+            # The strength grows linearly from `difficulty_first` at view 1 to 1 at the last view.
             fraction = (index - 1) / max(settings.views_per_image - 2, 1)
             strength = settings.difficulty_first + fraction * (1.0 - settings.difficulty_first)
             H = sample_view(rng, size, view_size, settings.views.homography, strength)
@@ -158,7 +158,7 @@ def _try_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
     """Sample one view as `sample_view` does, or return None if it must be rejected."""
-    # Move, rotate and tilt the corners of the view, a quadrilateral (4, 2)
+    # Move, rotate and tilt the corners of the view, a quadrilateral (4, 2).
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
@@ -168,7 +168,7 @@ def _try_view(
     if not _convex(quad):
         return None
     largest = largest_crop(image_size, view_size)
-    # Bound the scale: the quadrilateral fits into the image, and is not magnified too much
+    # Bound the scale: the quadrilateral fits into the image, and is not magnified too much.
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
         magnification(through_four_points(quad, corners(view_size)), view_size).max()
@@ -179,7 +179,7 @@ def _try_view(
     min_scale = min(
         max(largest * (1.0 - strength * (1.0 - limits.scale_min)), min_scale), max_scale
     )
-    # Draw a log-uniform scale within the bounds, and a random place
+    # Draw a log-uniform scale within the bounds, and a random place.
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
     return _place(rng, quad, image_size, view_size, strength)
 
@@ -215,7 +215,7 @@ def _place(
     low = quad.min(0)
     high = quad.max(0)
     last = np.array(image_size) - 1.0
-    # Room that the bounding box leaves in the image, (2,) px
+    # Room that the bounding box leaves in the image, (2,) px.
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + margin * position, 0.0, last)
@@ -264,14 +264,14 @@ def render(
     """
     scale = _scale(H_image_to_view, view_size)
     H = H_image_to_view
-    # A much smaller view averages areas first, and its homography is from the smaller image
+    # A much smaller view averages areas first, and its homography is from the smaller image.
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
         H = compose(H, inverse(resizing((width, height), small)))
         shrinking = cv2.INTER_AREA if sampling == cv2.INTER_LINEAR else sampling
         image = cv2.resize(image, small, interpolation=shrinking)
-    # Replicate the border, because rounding may reach a fraction of a pixel beyond it
+    # Replicate the border, because rounding may reach a fraction of a pixel beyond it.
     return cv2.warpPerspective(image, H, view_size, None, sampling, cv2.BORDER_REPLICATE)
 
 
@@ -280,7 +280,7 @@ def _scale(H: np.ndarray, view_size: Size) -> float:
 
     It is the square root of the ratio of areas.
     """
-    # Find the corners of the view in the image, and the area of that quadrilateral
+    # Find the corners of the view in the image, and the area of that quadrilateral.
     x, y = transform(corners(view_size), inverse(H)).T
     area = 0.5 * abs((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
     return float(np.sqrt((view_size[0] - 1) * (view_size[1] - 1) / area))
@@ -298,7 +298,7 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         view,
         _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
     )
-    # Light has changed; lens, sensor and file follow
+    # Light has changed; lens, sensor and file follow.
     if blur * limits.blur > _MIN_BLUR:
         out = cv2.GaussianBlur(out, (0, 0), blur * limits.blur)
     if limits.noise > 0.0:
@@ -339,7 +339,7 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     rows = (int(y * TILE) + np.arange(height)) % TILE
     columns = (int(x * TILE) + np.arange(width)) % TILE
     noise = np.ascontiguousarray(_tile()[rows][:, columns])
-    # The noise has the deviation 16 in the tile
+    # The noise has the deviation 16 in the tile.
     noisy = cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
     return noisy.clip(0, 255).astype(np.uint8)
 

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
-    # Every rank sets it, because the flag that `distributed.wrap` sets makes torch warn
+    # Every rank sets it, because the flag that `distributed.wrap` sets makes torch warn.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
@@ -37,13 +37,13 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     """Parse the command line and read params.yaml."""
     parser = errors.make_parser("pipeline.train", __doc__)
     parser.allow_abbrev = False
-    # options for where it reads and writes
+    # Options for where it reads and writes.
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")
     add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
     add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
     add("--params", type=Path, default=Path("params.yaml"))
-    # options for where it starts
+    # Options for where it starts.
     fresh = "begin again, in a new folder, although there is a training with these parameters"
     add("--fresh", action="store_true", help=f"{fresh} and data")
     longer = "begin from the newest checkpoint of this training, whose schedule may differ"
@@ -51,7 +51,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     add("--verify", action="store_true", help="check every shard of the keypoints, not a sample")
     only = "print metrics of the best model (or train.init_from); no training"
     add("--validate-only", action="store_true", help=only)
-    # The parameters are read once, here
+    # The parameters are read once, here.
     args = parser.parse_args(argv)
     params.check_environment()
     sections = params.load(args.params)
@@ -84,7 +84,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             code = trainer.validate(args, sections, context)
         else:
             code = trainer.train(args, sections, context, stop)
-    # A stop that came after the last step also ends the pipeline, such as `dvc repro`
+    # A stop that came after the last step also ends the pipeline, such as `dvc repro`.
     return errors.STOPPED if stop.requested else code
 
 

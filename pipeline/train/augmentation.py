@@ -25,13 +25,13 @@ Others = Callable[[np.random.Generator], Optional[View]]
 
 NO_AUGMENTATION = -1  # The seed of a pair that is shown as it is stored
 # Smallest and largest factors by which one view of a zoomed pair shrinks (docs/recipe.md), and the
-# factors of the pairs that `zoom_far` selects
+# factors of the pairs that `zoom_far` selects.
 ZOOM = (1.5, 10.0)
 FAR_ZOOM = (5.0, 12.0)
 MAX_NEIGHBOURS = 8  # Largest number of views of other images around the shrunk one
 MAX_BEYOND = 0.25  # Fraction of each side of the shrunk view that may lie outside the canvas
 
-# Numbers of separate streams of random numbers
+# Numbers of separate streams of random numbers.
 _NEGATIVE = 0
 _COUNTS = 1
 _VIEW = 2
@@ -97,7 +97,7 @@ class Augmentation(NamedTuple):
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
         random = np.random.default_rng((*seed, _COUNTS))
-        # Log-uniform: as often between 100 and 200 as between 1,000 and 2,000
+        # Log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
         n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 
@@ -114,19 +114,19 @@ class Augmentation(NamedTuple):
                 scale of the view.
             limit: number of keypoints to keep.
         """
-        # The generator is created only if it is needed, because that is slow
+        # The generator is created only if it is needed, because that is slow.
         if self.keypoint_drop > 0 or self.rotation_deg > 0:
             random = np.random.default_rng((seed, _VIEW, which))
-        # The fraction itself is random, from 0 to keypoint_drop
+        # The fraction itself is random, from 0 to keypoint_drop.
         if self.keypoint_drop > 0:
             is_kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
             view = view._replace(records=_keep(view.records, is_kept))
         zoomed, factor = _zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
         if factor > 1.0 and which == zoomed:
-            # The zoom draws from its own stream, so the rotation is the same with and without zoom
+            # The zoom draws from its own stream, so the rotation is the same with and without zoom.
             stream = np.random.default_rng((seed, _ZOOM, which))
             view = make_mosaic(view, factor, min_scale, others, stream)
-        # The limit comes before the rotation, which keeps the order of the keypoints
+        # The limit comes before the rotation, which keeps the order of the keypoints.
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
             view = view._replace(records=_copy(view.records))
@@ -166,7 +166,7 @@ def _rotate(view: View, degrees: float) -> View:
     size = view.size
     c = math.cos(math.radians(degrees))
     s = math.sin(math.radians(degrees))
-    # Find the smallest canvas (width, height) for the rotated view, and the shift of its centre
+    # Find the smallest canvas (width, height) for the rotated view, and the shift of its centre.
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
@@ -178,7 +178,7 @@ def _rotate(view: View, degrees: float) -> View:
     for name in ("angle", "second_angle"):
         if name in (records.dtype.names or ()):
             moved[name] = np.mod(records[name] + degrees, 360.0)
-    # T (3, 3) is the same rotation as a homography of pixels
+    # T (3, 3) is the same rotation as a homography of pixels.
     T = np.array([[c, -s, shift[0]], [s, c, shift[1]], [0.0, 0.0, 1.0]])
     cell = view.cell if view.cell is EVERYWHERE else compose(view.cell, inverse(T))
     return View(moved, compose(T, view.H_image_to_view), (int(canvas[0]), int(canvas[1])), cell)
@@ -195,12 +195,12 @@ def make_mosaic(
     because its homography also maps points onto the other photographs.
     """
     min_scale = min_scale or float(view.records["scale"].min(initial=np.inf))
-    # Place the shrunk view in a cell (width, height) with its upper left corner at `corner`
+    # Place the shrunk view in a cell (width, height) with its upper left corner at `corner`.
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
     records = [_shrink(view, factor, min_scale, corner, cell)]
-    # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images
+    # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images.
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
     )
@@ -210,14 +210,14 @@ def make_mosaic(
         other = others(random)
         if other is not None:
             records.append(_shrink(other, factor, min_scale, corner + around[index] * cell, cell))
-    # Keep the keypoints on the canvas, ordered by falling rank
+    # Keep the keypoints on the canvas, ordered by falling rank.
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     seen = _keep(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
-    # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square
+    # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square.
     shrink = resizing((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])

@@ -44,7 +44,7 @@ def seed(number: int, deterministic: bool) -> None:
     """
     torch.manual_seed(number)
     if deterministic:
-        # cuBLAS reads it when it starts
+        # cuBLAS reads it when it starts.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.deterministic = True
@@ -83,11 +83,11 @@ def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List
     tensors, info = read_model(Path(path))
     stored = weights_of(tensors)
     weights = model.state_dict()
-    # Take each tensor whose name and shape the network has, too
+    # Take each tensor whose name and shape the network has, too.
     taken = {n: t for n, t in stored.items() if n in weights and t.shape == weights[n].shape}
     model.load_state_dict({**weights, **taken})
     messages = [f"initial weights from {path}: {len(taken)} tensors taken"]
-    # Say what did not fit, and which configuration would make it fit
+    # Say what did not fit, and which configuration would make it fit.
     left = [name for name in weights if name not in taken]
     if left:
         messages.append(f"  not there, or of another shape: {', '.join(left)}")

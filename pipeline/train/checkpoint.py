@@ -33,11 +33,11 @@ from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
-# Fields of TrainState that a checkpoint stores as JSON
+# Fields of TrainState that a checkpoint stores as JSON.
 PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
-# Environment variables: how often the launcher, torchrun, or SLURM has started this training again
+# Environment variables: how often the launcher, torchrun, or SLURM has started this training again.
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-# Keys that `--continue` may change: when and on what the weights are validated, and the schedule
+# Keys that `--continue` may change: when and on what the weights are validated, and the schedule.
 VALIDATION = ("validation", "train.val_every", "train.val_pairs")
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
 
@@ -125,7 +125,7 @@ class TrainState:
         if self.averaged == 1:
             self.average = {name: tensor.clone() for name, tensor in weights.items()}
         else:
-            # look up each name, because a checkpoint gives its tensors back in another order
+            # Look up each name, because a checkpoint gives its tensors back in another order.
             means = [self.average[name] for name in weights]
             torch_compat.lerp_(means, list(weights.values()), 1 / self.averaged)
 
@@ -274,12 +274,12 @@ def fingerprint(
         data: digest of the training keypoints.
         validation: digest of the validation pairs.
     """
-    # Include all keys of `train`, and the content of the data and of the initial weights
+    # Include all keys of `train`, and the content of the data and of the initial weights.
     values = {f"train.{key}": value for key, value in describe(train).items()}
     values.update(data=data, validation=validation)
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
-    # include keys of `run` that decide the steps
+    # Include keys of `run` that decide the steps.
     if run.batch_per_rank or run.lr_scaling != "none":
         values.update(
             batch_per_rank=run.batch_per_rank, lr_scaling=run.lr_scaling, world_size=world_size
@@ -328,7 +328,7 @@ def find_folder(args: argparse.Namespace, ours: Info) -> Path:
 
     With `--fresh` it is a new one.
     """
-    # A training that was started again has its new folder, so `--fresh` makes no other one
+    # A training that was started again has its new folder, so `--fresh` makes no other one.
     name = name_of(ours)
     number = max(distributed.all_gather(_last_number(args.out, name)))
     number = number + 1 if is_fresh(args) else max(number, 1)
@@ -350,12 +350,12 @@ def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool)
         ours: the fingerprint of the training.
         writes: whether this rank writes the checkpoints in `args.out`.
     """
-    # Load the newest checkpoint, or the newest checkpoint of the training to continue
+    # Load the newest checkpoint, or the newest checkpoint of the training to continue.
     saved = load_newest(folder, repair=True) if writes else None
     if args.continued and not distributed.any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
     if writes:
-        # The folder is made before the first checkpoint, so that a restart finds it
+        # The folder is made before the first checkpoint, so that a restart finds it.
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder, args.out):  # a killed writer leaves files that would fill the disk
             for partial in place.glob(".*.tmp"):
@@ -364,13 +364,13 @@ def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool)
     if max(steps) < 0:
         return None
 
-    # send all ranks the checkpoint with the most steps
+    # Send all ranks the checkpoint with the most steps.
     tensors, info = saved or ({}, {})
-    # Clone the tensors, since sending one sends all of its memory, which may be that whole file
+    # Clone the tensors, since sending one sends all of its memory, which may be that whole file.
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     tensors, info = distributed.broadcast((tensors, info), steps.index(max(steps)))
     if writes and not (folder / f"step-{info['step']:08d}.safetensors").is_file():
-        # The checkpoint belongs to another training, or it is missing in this node's own folder
+        # The checkpoint belongs to another training, or it is missing in this node's own folder.
         save(folder, info["step"], tensors, info)
     return tensors, info
 
@@ -402,7 +402,7 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
     if saved is None:
         raise RequestError(f"--continue {folder}: there is no checkpoint step-*")
     info = saved[1]
-    # a longer training may have another schedule, and nothing else
+    # A longer training may have another schedule, and nothing else.
     if "history" not in info:
         raise RequestError(f"--continue {folder}: an earlier version of this program wrote it")
     allowed = {*VALIDATION, *(f"train.{key}" for key in SCHEDULE)}
@@ -418,7 +418,7 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
         raise RequestError(
             f"--continue {folder}: it has {info['step']} steps; raise train.steps above them"
         )
-    # The average of the last steps can begin with the weights of the checkpoint, not before them
+    # The average of the last steps can begin with the weights of the checkpoint, not before them.
     first = first_averaged(ours)
     if first < info["step"] and first != first_averaged(info["fingerprint"]):
         most = ours["train.steps"] - info["step"] + 1
@@ -449,7 +449,7 @@ def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optiona
         RequestError: other code trained it, or its curves are gone. One entry of dvc.lock, which
             has the digests of the code and of the curves, must stand for one model.
     """
-    # After `dvc pull` the outputs are there, but the checkpoints are not
+    # After `dvc pull` the outputs are there, but the checkpoints are not.
     home = folder if folder.is_dir() else args.out
     try:
         info = load_model_file(home / BEST)[1]
@@ -457,7 +457,7 @@ def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optiona
         return None
     if not info.get("finished") or info["training"] != name_of(ours):
         return None
-    # Compare the code
+    # Compare the code.
     path = origin_file(home / BEST)
     origin = json.loads(path.read_text()) if path.is_file() else {"code": {}, "curves": {}}
     again = "`python -m pipeline.launch pipeline.train --fresh` trains again"
@@ -468,7 +468,7 @@ def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optiona
             f"{home / BEST}: this training is finished, and its code has changed since: {names}."
             f" {again}, `dvc commit -f train` keeps the model if the change alters no output"
         )
-    # Compare the curves that are there, if no checkpoint has them
+    # Compare the curves that are there, if no checkpoint has them.
     if not any(folder.glob("step-*.safetensors")):
         present = {
             name: file_sha256(args.reports / "curves" / name)

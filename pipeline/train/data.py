@@ -27,7 +27,7 @@ from superglue_sift.files import GIB
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
-# Numbers of separate streams of random numbers
+# Numbers of separate streams of random numbers.
 _SHUFFLE = 1
 _DRAW = 2
 _VALIDATION = 3
@@ -76,7 +76,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
     and pairs as they are stored.
     """
     samples = []
-    # There are no more pairs than ordered pairs of views
+    # There are no more pairs than ordered pairs of views.
     for i in range(min(count, images * views * (views - 1))):
         draw = _generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
@@ -128,7 +128,7 @@ def load_batch(
     """
     if not samples:
         return from_pairs([], np.zeros((0, 3, 3)), store.dtype, cells=np.zeros((0, 2, 3, 3)))
-    # Change the two views of each pair by the seed of its sample
+    # Change the two views of each pair by the seed of its sample.
     pairs = []
     negative = []
     for sample in samples:
@@ -183,7 +183,7 @@ class StepBatches(Dataset):
 
     def samples(self, step: int) -> List[List[Sample]]:
         """Return this rank's pairs of global step `step`, split into micro-batches."""
-        # All ranks draw the pairs of the whole step, and each takes its part
+        # All ranks draw the pairs of the whole step, and each takes its part.
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
         pairs = training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
@@ -216,7 +216,7 @@ class StepBatches(Dataset):
         if processes:
             ahead = self._prefetch_by_processes(steps, processes)
         else:
-            # The memory is page-locked, so no step waits for the copy to the GPU
+            # The memory is page-locked, so no step waits for the copy to the GPU.
             ahead = prefetch(
                 lambda step: [b.pin_memory() if on_gpu else b for b in self.load(step)], steps
             )
@@ -242,7 +242,7 @@ class StepBatches(Dataset):
             # default is forkserver, whose server dies of a SIGTERM to all processes.
             multiprocessing_context="fork",
             worker_init_fn=functools.partial(workers.ignore_signals, parent=os.getpid()),
-            # A draw from the global generator would change the state that a checkpoint holds
+            # A draw from the global generator would change the state that a checkpoint holds.
             generator=torch.Generator(),
         )
         with workers.block_signals():

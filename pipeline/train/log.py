@@ -39,11 +39,11 @@ from superglue_sift.progress import Progress
 Rows = List[Metrics]  # the points of a curve, each with its `step`
 Curves = Dict[str, Rows]  # "train" and "val"
 
-# Names of the files in reports/train/curves
+# Names of the files in reports/train/curves.
 CURVES = {"train": "train.csv", "val": "validation.csv"}
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
-# Colours of the network, of the ratio test and of everything else
+# Colours of the network, of the ratio test and of everything else.
 OURS = "#10a070"
 RATIO_TEST = "#e0524a"
 GRAY = "#888888"
@@ -148,7 +148,7 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
             axes.axvline(best_step, color=GRAY, lw=0.8, ls=":", label=f"kept: step {best_step}")
             axes.grid(alpha=0.3)
             axes.legend(loc="best", frameon=False)
-        # the file has no date, so equal curves give equal bytes
+        # The file has no date, so equal curves give equal bytes.
         stream = io.BytesIO()
         figure.savefig(
             stream, format="svg", metadata={"Date": None}, bbox_inches="tight", transparent=True
@@ -233,7 +233,7 @@ class TrainingLogger:
         self.writes = writes
         self.pairs = pairs
         self._validation = ""
-        # a resumed training continues its curves, the sums of their next point, and its run
+        # A resumed training continues its curves, the sums of their next point, and its run.
         info = saved[1] if saved else {}
         self.curves: Curves = unpack_curves(*saved) if saved else {}
         self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
@@ -241,7 +241,7 @@ class TrainingLogger:
         data = params.data_name(sections.fetch)
         preset = params.preset(args.params)
         device = context.device.type
-        # only rank 0 has a run, in the local log and in MLflow
+        # Only rank 0 has a run, in the local log and in MLflow.
         self.run = tracking.open_run(
             args.reports,
             {**sections.model_dump(), "world_size": context.world_size},
@@ -256,7 +256,7 @@ class TrainingLogger:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        # Without an error the run is closed already
+        # Without an error the run is closed already.
         self.run.close(tracking.ending(kind) if kind else "FAILED")
 
     def log_start(
@@ -315,7 +315,7 @@ class TrainingLogger:
         pairs = sums.pop("pairs")
         self._log("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
-        # Speed is on no curve, because it differs on every machine
+        # Speed is on no curve, because it differs on every machine.
         timing = {
             "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
             "train/data_wait": self.waited / seconds,
@@ -331,7 +331,7 @@ class TrainingLogger:
         """
         percent = in_percent(metrics)
         self._log("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
-        # print a line; the line of progress shows this F1 until the next validation
+        # Print a line; the line of progress shows this F1 until the next validation.
         self._validation = f"F1 {percent['f1']:.1f}, "
         more = " (untrained, not kept)" if untrained else ""
         line = f"validation at step {state.step}{more}: {_describe(percent)}"
@@ -368,7 +368,7 @@ class TrainingLogger:
             if is_first_of_node():
                 print(f"trained to step {best['train']['steps']}; rank 0 prints the metrics")
             return
-        # Write the metrics for DVC, and add them, the picture and the model to MLflow
+        # Write the metrics for DVC, and add them, the picture and the model to MLflow.
         reports = self.args.reports
         model = self.args.out / BEST
         write_metrics(reports, best)
@@ -380,7 +380,7 @@ class TrainingLogger:
             f"best validation at step {best['step']}: {_describe(percent)}"
             f" ({percent['pairs']:.0f} pairs)"
         )
-        # step 0 has the initial weights
+        # Step 0 has the initial weights.
         if init_from and best["step"] == 0:
             print(
                 f"validation kept the weights of {init_from}: training on these images did not"
@@ -395,7 +395,7 @@ class TrainingLogger:
 
     def _log(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, to the log and to MLflow."""
-        # Keep as many digits as the file of the curve has
+        # Keep as many digits as the file of the curve has.
         row = {name: float(f"{value:.6g}") for name, value in point.items()}
         self.curves.setdefault(kind, []).append({"step": step, **row})
         self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)

@@ -40,7 +40,7 @@ CONFIDENCE_BINS = 500  # Bins of the histograms from which a threshold is chosen
 # on the number of processes.
 CHUNK = 8
 ALL = "all"  # The key of the sums over pairs of every kind
-# Names of the three results of `assignment_loss`
+# Names of the three results of `assignment_loss`.
 LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
 Metrics = Dict[str, float]
@@ -88,11 +88,11 @@ class MatchingObjective(nn.Module):
 
     def __init__(self, model: SuperGlue, precision: str = "float32") -> None:
         super().__init__()
-        # DistributedDataParallel fills its buckets in the order in which modules are registered
+        # DistributedDataParallel fills its buckets in the order in which modules are registered.
         self.in_order = nn.ModuleList(model.in_order)
         self.model = model
         self.precision = precision
-        # If set, each batch is padded to these numbers of pairs and keypoints, for `compile`
+        # If set, each batch is padded to these numbers of pairs and keypoints, for `compile`.
         self.fixed_size: Optional[Tuple[int, int]] = None
 
     def forward(self, batch: PairBatch, wait: bool = True) -> Tuple[Tensor, Dict[str, Tensor]]:
@@ -111,7 +111,7 @@ class MatchingObjective(nn.Module):
             order, batches = [], [batch.pad(*self.fixed_size)]
         else:
             order, batches = batch.size_classes()
-        # The ground truth comes first: its large matrices are freed before activations take memory
+        # The ground truth comes first: its large matrices are freed before activations take memory.
         truths = [ground_truth(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
         parts = [assignment_loss(P, truth) for P, truth in zip(log_P, truths)]
@@ -119,7 +119,7 @@ class MatchingObjective(nn.Module):
         if not wait:
             total = total * torch.ones_like(total).masked_fill(~finite, math.nan)
         values = dict(zip(LOSSES, (total.detach(), positive, unmatched)))
-        # The size classes may have another order than the batch
+        # The size classes may have another order than the batch.
         ordered = order == sorted(order)
         index = torch.tensor(order, dtype=torch.int64, device="cpu")
         places = slice(len(batch)) if ordered else index.argsort()
@@ -163,7 +163,7 @@ class Validation:
         as `f1_zoomed` give the F1 of one kind. `matches_negative` is the mean number of matches
         above `threshold` in pairs without any true match. `pairs` is the number of pairs.
         """
-        # Add up each kind of pairs, by the network as it is used for matching
+        # Add up each kind of pairs, by the network as it is used for matching.
         model = objective.model
         was_training = model.training
         model.eval()
@@ -172,7 +172,7 @@ class Validation:
         sums = kinds.pop(ALL)
         metrics = {name: float(sums[name] / sums["pairs"]) for name in LOSSES}
         metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
-        # Add the metrics of each kind; `first` is the first bin above the threshold
+        # Add the metrics of each kind; `first` is the first bin above the threshold.
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
         for kind, kind_sums in kinds.items() if len(kinds) > 1 else ():
             if kind == "negative":
@@ -195,7 +195,7 @@ class Validation:
 
         Each rank computes a part of the pairs. The result is the same on every rank.
         """
-        # Cut the pairs of each kind into chunks, which the ranks share
+        # Cut the pairs of each kind into chunks, which the ranks share.
         by_kind: Dict[str, List[Sample]] = {}
         for sample in self.samples:
             by_kind.setdefault(self._kind(sample), []).append(sample)
@@ -212,7 +212,7 @@ class Validation:
         ]
         sums: Dict[str, Sums] = {ALL: {}}
         # Every rank adds the same chunks in the same order, so the bits of the sums do not depend
-        # on the number of processes
+        # on the number of processes.
         for kind, part in [part for parts in distributed.all_gather(computed) for part in parts]:
             for total in (sums[ALL], sums.setdefault(kind, {})):
                 for name, value in part.items():
@@ -233,7 +233,7 @@ def choose_pairs(
     Raises:
         RequestError: the model was trained on all of them.
     """
-    # Leave out the photographs that the initial weights were trained on
+    # Leave out the photographs that the initial weights were trained on.
     left = list(range(len(store)))
     messages = []
     if model:
@@ -247,7 +247,7 @@ def choose_pairs(
             ' others (fetch.val_path), train from scratch (train.init_from: ""), or keep them with'
             " run.allow_training_images: true"
         )
-    # Draw pairs among the photographs that are left, and number them as in the store
+    # Draw pairs among the photographs that are left, and number them as in the store.
     pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
 
@@ -282,7 +282,7 @@ def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
     for i, (m, n) in enumerate(batch.counts.tolist()):
-        # m and n are the numbers of real keypoints of this pair. The rest is padding.
+        # M and n are the numbers of real keypoints of this pair. The rest is padding.
         nearest, mutual = neighbours(units[0][i, :m], units[1][i, :n])
         dense = nearest.only(mutual).to_dense(m)
         matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)

@@ -36,7 +36,7 @@ MOMENTUM = 0.95
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 
-# Compute capabilities from which GPUs have matrix units for bfloat16 and for float16
+# Compute capabilities from which GPUs have matrix units for bfloat16 and for float16.
 AMPERE = (8, 0)
 VOLTA = (7, 0)
 PORTABLE = "portable"
@@ -44,7 +44,7 @@ PORTABLE = "portable"
 FOREACH: Any = torch  # the stubs lack its operators over lists of tensors
 
 Parameters = List[Any]  # each has a gradient, which the stubs do not know
-# Type of a device, the precisions that are fast on it, and a reason
+# Type of a device, the precisions that are fast on it, and a reason.
 Abilities = Tuple[str, Tuple[str, ...], str]
 Precision = Tuple[str, str]  # "float32", "bfloat16" or "float16", and why it was chosen
 
@@ -120,7 +120,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tenso
     state: Dict[int, dict] = {}
     for key, tensor in tensors.items():
         index, name = key.split(".", 1)
-        # Adam's step is a number in torch 1.10, a tensor in later versions
+        # Adam's step is a number in torch 1.10, a tensor in later versions.
         plain = name == "step" and not hasattr(torch, "compile")
         state.setdefault(int(index), {})[name] = int(tensor.item()) if plain else tensor
     optimizer.load_state_dict(
@@ -134,7 +134,7 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     The singular values of the result lie near 1.
     """
     tall = matrices.shape[1] > matrices.shape[2]
-    # the iteration converges for singular values of at most 1, which division by the norm ensures
+    # The iteration converges for singular values of at most 1, which division by the norm ensures.
     x = matrices.transpose(1, 2) if tall else matrices
     x = x / x.flatten(1).norm(dim=1).clamp(min=1e-7)[:, None, None]
     a, b, c = COEFFICIENTS
@@ -188,7 +188,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
             by_shape.setdefault(p.shape, []).append(p)
-        # add Nesterov's momentum, and cut it into squares
+        # Add Nesterov's momentum, and cut it into squares.
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
         torch_compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
@@ -208,11 +208,11 @@ class Muon(torch.optim.Optimizer):
     def _adam(self, parameters: Parameters, lr: float) -> None:
         gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
-        # update the first and second moments of Adam
+        # Update the first and second moments of Adam.
         for p, state in zip(parameters, states):
             if not state:
                 state.update(step=0.0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            # The step is a tensor after `load_state_dict`
+            # The step is a tensor after `load_state_dict`.
             state["step"] = float(state["step"]) + 1
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
         torch_compat.lerp_(means, gradients, 1 - BETAS[0])
@@ -221,7 +221,7 @@ class Muon(torch.optim.Optimizer):
         denominators = FOREACH._foreach_div(
             squares, [1 - BETAS[1] ** state["step"] for state in states]
         )
-        # take the roots in one tensor, since the bits of `_foreach_sqrt_` differ between processors
+        # Take the roots in one tensor: the bits of `_foreach_sqrt_` differ between processors.
         roots = sqrt(torch.cat([each.flatten() for each in denominators]))
         parts = roots.split([each.numel() for each in denominators])
         denominators = [part.view_as(each) for part, each in zip(parts, denominators)]

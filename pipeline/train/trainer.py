@@ -32,7 +32,7 @@ MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training 
 # Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
 # initial weights is kept.
 MIN_IMAGES = 16
-# Largest relative difference between the weights of ranks on unlike devices
+# Largest relative difference between the weights of ranks on unlike devices.
 DRIFT = 0.01
 NAMED_PAIRS = 8  # largest number of pairs that the line about a skipped step names
 
@@ -45,7 +45,7 @@ class Data(NamedTuple):
 
     store: KeypointStore
     validation: Validation
-    # The photographs of this training and of its initial weights, or None if they are not known
+    # The photographs of this training and of its initial weights, or None if they are not known.
     photographs: Optional[FrozenSet[str]]
     messages: List[str]  # lines to print
 
@@ -60,13 +60,13 @@ def open_data(args: argparse.Namespace, sections: Params, context: distributed.C
     how = "all" if args.verify else "sample"
     store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
     check(train, store)
-    # Validate on photographs that the initial weights were not trained on
+    # Validate on photographs that the initial weights were not trained on.
     initial = Path(train.init_from) if train.init_from else None
     if initial:
         read_model(initial)
     samples, messages = choose_pairs(train, held_out, sections.run.allow_training_images, initial)
     validation = Validation(held_out, samples, train.max_keypoints, context, Augmentation.of(train))
-    # Join the photographs of this training and of the initial weights, if both are known
+    # Join the photographs of this training and of the initial weights, if both are known.
     names = frozenset(store.photographs) - {""}
     before = provenance.read_photographs(initial) if initial else frozenset()
     photographs = names | before if names and before is not None else None
@@ -139,7 +139,7 @@ def train_step(
             objective, optimizer, scaler, micro_batches, weight, wait
         )
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
-        # The norm is taken after the exchange of gradients, so all ranks decide alike
+        # The norm is taken after the exchange of gradients, so all ranks decide alike.
         if math.isfinite(grad_norm):
             optimizer.step()  # `scaler.step` would wait for the GPU once more
             scaler.update()
@@ -175,7 +175,7 @@ def compute_gradient(
     no_sync = getattr(objective, "no_sync", contextlib.nullcontext)
     for number, batch in enumerate(micro_batches, 1):
         last = number == len(micro_batches)
-        # only the last micro-batch exchanges gradients between the ranks
+        # Only the last micro-batch exchanges gradients between the ranks.
         with contextlib.nullcontext() if last else no_sync():
             total, own = objective(batch, wait)
             scaler.scale(total.sum() * weight).backward()
@@ -216,7 +216,7 @@ def check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None
     ranks = distributed.all_gather(digests)
     for part in ranks[0]:
         digests = [digests[part] for digests in ranks]
-        # Where two ranks disagree, rank 0's digest counts as the common one
+        # Where two ranks disagree, rank 0's digest counts as the common one.
         common = max(digests, key=digests.count)
         others = [str(rank) for rank, digest in enumerate(digests) if digest != common]
         if others and not is_main:
@@ -253,7 +253,7 @@ def train(
     """
     data = open_data(args, sections, context)
     identity = identify(sections, data, context.world_size)
-    # All ranks must have the same request, and the same code
+    # All ranks must have the same request, and the same code.
     request = {**identity, **sections.run.model_dump(), **provenance.code_digests("train")}
     checkpoint.agree(request, context.is_main)
     # One rank writes in each folder, and no other training does. Nodes may share a folder or not.
@@ -341,14 +341,14 @@ class Training:
         writes: bool,
         saved: Optional[Saved],
     ) -> None:
-        # What is asked for
+        # What is asked for.
         self.args = args
         self.sections = sections
         self.train = sections.train
         self.run_params = sections.run
         self.context = context
         self.stop = stop
-        # What it reads, and which training it is
+        # What it reads, and which training it is.
         self.data = data
         self.store = data.store
         self.validation = data.validation
@@ -356,7 +356,7 @@ class Training:
         self.batches = StepBatches(self.train, self.run_params, self.store, self.pairs, context)
         self.identity = identify(sections, data, context.world_size)
         self.name = checkpoint.name_of(self.identity)
-        # Where it writes
+        # Where it writes.
         self.folder = folder
         self.writes = writes
         # What computes it. Devices may differ, and all ranks need one precision.
@@ -373,7 +373,7 @@ class Training:
         names = distributed.all_gather(device_name(context.device))
         self.alike = len(set(names)) == 1  # whether all ranks round alike
         self.history = [{"step": 0, **computed_by}]  # an entry for each change of these
-        # The network with its initial weights, and what trains it
+        # The network with its initial weights, and what trains it.
         model = make_network(self.train, self.run_params, context, self.store)
         messages: List[str] = []
         self.begins_whole = False  # whether step 0 has the model of `init_from`
@@ -415,7 +415,7 @@ class Training:
             if not finished:
                 self.logger.log_stop(self.state)
                 return STOPPED
-            # The last step is done
+            # The last step is done.
             best = self._save_best(finished=True)
             self.logger.log_finish(best, self.train.init_from)
         return 0
@@ -424,7 +424,7 @@ class Training:
         """Go on from a checkpoint, and print what has changed since."""
         state = self.state
         state.restore(tensors, info)
-        # The average of a training that is continued is over other steps
+        # The average of a training that is continued is over other steps.
         first = checkpoint.first_averaged(self.identity)
         state.begin_average(first, same=first == checkpoint.first_averaged(info["fingerprint"]))
         now = self.history[-1]
@@ -443,12 +443,12 @@ class Training:
                     print(f"code changed on resume: {files}")
                 else:
                     print(f"{key} changed on resume: {values[0]} -> {values[1]}")
-        # Validate the best model again if its metrics are from other pairs
+        # Validate the best model again if its metrics are from other pairs.
         if state.best_weights:
             if info["fingerprint"]["validation"] != self.validation.digest:
                 metrics = self._metrics_of(state.best_weights)
                 state.best_metrics = {**metrics, "f1_ratio_test": self.baseline}
-            # The published file may belong to another training
+            # The published file may belong to another training.
             self._save_best()
 
     # --- loop
@@ -477,11 +477,11 @@ class Training:
                 if validates or saves:
                     check_replicas(state, self.context.is_main, self.alike)
 
-                # Once in a while: validate, and keep the weights if they are the best
+                # Once in a while: validate, and keep the weights if they are the best.
                 if validates:
                     self._validate()
 
-                # Once in a while, and before a stop: save a checkpoint
+                # Once in a while, and before a stop: save a checkpoint.
                 if saves:
                     self._save()
                 if stop and not last:
@@ -516,7 +516,7 @@ class Training:
             state.add_to_average()
         self.logger.add_step(sums, waited)
 
-        # Once in a while: add a point to the curves, the mean over all ranks
+        # Once in a while: add a point to the curves, the mean over all ranks.
         if state.step % self.run_params.log_every == 0 or state.step == train.steps:
             metrics = {
                 "lr": lr,
@@ -539,7 +539,7 @@ class Training:
             self._name_pair(sample) for sample, good in zip(step_pairs, finite) if not good
         ]
         names = [name for names in distributed.all_gather(names_here) for name in names]
-        # float16: the scaler searches for the largest scale that does not overflow
+        # float16: the scaler searches for the largest scale that does not overflow.
         state.skipped += bool(names) or not state.scaler.is_enabled()
         if self.context.is_main:
             more = len(names) - NAMED_PAIRS
@@ -616,12 +616,12 @@ class Training:
     def _save_best(self, finished: bool = False) -> Info:
         """Write the best model so far and its description, publish them, and return the latter."""
         state = self.state
-        # Few photographs cannot choose a threshold
+        # Few photographs cannot choose a threshold.
         threshold = state.best_metrics["threshold"]
         photographs = {sample.image for sample in self.validation.samples}
         if len(photographs) < MIN_IMAGES and self.initial_threshold is not None:
             threshold = self.initial_threshold
-        # Describe only what is the same in every run, so that the file has the same bytes
+        # Describe only what is the same in every run, so that the file has the same bytes.
         decided = {"data", "initial_weights", "world_size"}
         info = {
             "model": state.model.config.to_dict(),
