@@ -307,7 +307,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
-    """Keep other runs out of `folder`, and give whether this rank writes there (see `writes`).
+    """Keep other runs out of `folder`, and say whether this rank writes there (`writes`).
 
     The system releases the lock when the process that holds it ends, however it ends. All ranks
     call this together.
@@ -317,7 +317,7 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
             has released that of the run before, which may take time on a network folder.
 
     Raises:
-        RequestError: another run has the lock. On other ranks than 0 this is SystemExit.
+        RequestError: Another run has the lock. On other ranks than 0 this is SystemExit.
     """
     is_writer = writes(folder, context)
     with contextlib.ExitStack() as stack:
@@ -335,7 +335,7 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
-    """Lock a file. Give None, or the name of the process that has the lock already.
+    """Lock a file. Yield None, or the name of the process that has the lock already.
 
     It is a POSIX lock, which belongs to this process alone: processes that load batches do not
     inherit it. It also holds between the nodes of a network folder. On a file system without locks

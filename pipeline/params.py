@@ -289,8 +289,9 @@ def usual_file() -> Path:
 def is_portable(words: Sequence[str]) -> bool:
     """Return whether `train.precision` is `portable` in the file that --params names.
 
-    A command calls it with its command line, before it loads torch. Errors of the command line and
-    of the file are left to its `main`. So is a pipe, which can be read only once.
+    A command calls it with its command line, before it loads torch. `main` of the command reports
+    errors of the command line and of the file. A pipe can be read only once, so
+    it is not read here.
     """
     parser = Parser(add_help=False)
     parser.add_argument("--params", type=Path, default=usual_file())

@@ -128,8 +128,10 @@ def pin(packages: Sequence[str]) -> Dict[str, str]:
 
 
 def processor() -> str:
-    """Return vendor and model of the processor: "AuthenticAMD, AMD EPYC 7742". It is "" if
-    unknown."""
+    """Return vendor and model of the processor, or "" if they are not known.
+
+    An example is "AuthenticAMD, AMD EPYC 7742".
+    """
     # The file repeats both lines for each core.
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
     found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)

@@ -1,5 +1,6 @@
-"""Serve the matcher by MLflow, which copies this file into a model. It gets two images and returns
-their matches.
+"""Serve the matcher by MLflow, which copies this file into a model.
+
+The model gets two images and returns their matches.
 
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})

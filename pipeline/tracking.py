@@ -109,8 +109,10 @@ class EventLog:
         return next((event for event, _ in self.read() if "run" in event), {})
 
     def sent(self) -> Dict[str, int]:
-        """Return how many bytes each server has completely. It is 0 for a server that has only
-        answered once."""
+        """Return how many bytes of the log each server has.
+
+        A server that has only answered once has 0.
+        """
         return {event["place"]: event["sent"] for event, _ in self.read() if "place" in event}
 
 
@@ -128,8 +130,9 @@ def find_log(folder: Path, training: Optional[str]) -> Optional[EventLog]:
 
 
 class Run:
-    """A run whose events go to a log, and from there to a server, which can neither block the work
-    nor make it fail.
+    """A run whose events go to a log, and from there to a server.
+
+    The server can neither block the work nor make it fail.
 
     `open_run` and `attach` create it. Without a log it does nothing, as on ranks other than the
     first. As a context manager it closes itself: as FINISHED, as FAILED on an exception, and as
@@ -336,7 +339,8 @@ EVENTS_AT_ONCE = 100  # largest number of events in one request
 FILES = {"artifact", "model", "compare"}  # events that send or need files
 # Error codes of answers that mean that MLflow will never accept these events.
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
-# Error codes of answers that no wait will change, also of a wrong login or host name.
+# After an answer with one of these error codes, waiting does not help. A wrong login or a wrong
+# host name gives such an answer, too.
 CLOSED = (*REFUSALS, "PERMISSION_DENIED", "UNAUTHENTICATED", "ENDPOINT_NOT_FOUND")
 
 

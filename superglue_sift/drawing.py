@@ -68,8 +68,9 @@ class Picture:
         return f"Picture({self.pixels.shape[1]}x{self.pixels.shape[0]} px; .save(path) writes it)"
 
     def encode(self, ending: str = ".jpg") -> bytes:
-        """Return the bytes of a file with this extension. Raises RequestError if OpenCV writes
-        none.
+        """Return the bytes of a file with this extension.
+
+        Raises RequestError if OpenCV writes no such files.
         """
         try:
             return cv2.imencode(ending, self.pixels)[1].tobytes()

@@ -54,8 +54,9 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS")  # number of thr
 
 
 def prepare_opencv() -> None:
-    """Set the variables that OpenCV reads when it is loaded. Variables that are already set are
-    kept.
+    """Set the variables that OpenCV reads when it is loaded.
+
+    Variables that are already set are kept.
 
     If a program loads OpenCV before this package, OpenCV keeps its AVX-512 code. It also keeps IPP
     if the program has called a function that uses it. Keypoints may then differ in their last bits.

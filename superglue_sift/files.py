@@ -163,8 +163,9 @@ def name_below(path: FileName, root: FileName) -> str:
 
 
 def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
-    """Raise RequestError if `path` could not be written. Call it before long work. It writes
-    nothing.
+    """Raise RequestError if `path` could not be written. This writes nothing.
+
+    Call it before long work.
 
     named: the file or folder that the user gave, which the message names instead of `path`.
     """

@@ -102,8 +102,9 @@ class MatchResult:
 
     @property
     def matches(self) -> np.ndarray:
-        """Return (K, 2) int64, indices into keypoints0 and keypoints1. Each index occurs at most
-        once.
+        """Return the matches, (K, 2) int64 indices into keypoints0 and keypoints1.
+
+        Each index occurs at most once.
         """
         return self.found.indices
 
@@ -118,15 +119,17 @@ class MatchResult:
 
     @property
     def points0(self) -> np.ndarray:
-        """Return the positions of the matches in image 0, (K, 2) float32 px, refined if they can
-        be.
+        """Return the positions of the matches in image 0, (K, 2) float32 px.
+
+        They are refined if they can be.
         """
         return self.keypoints0[self.matches[:, 0]] if self.aligned0 is None else self.aligned0
 
     @property
     def points1(self) -> np.ndarray:
-        """Return the positions of the matches in image 1, (K, 2) float32 px, refined if they can
-        be.
+        """Return the positions of the matches in image 1, (K, 2) float32 px.
+
+        They are refined if they can be.
         """
         return self.keypoints1[self.matches[:, 1]] if self.aligned1 is None else self.aligned1
 
@@ -345,8 +348,9 @@ class MatchResult:
         return f"{fitting}, {flat} of them one plane" if plane.supported else fitting
 
     def summarize(self) -> str:
-        """Say in two lines what the matches fit, and how many keypoints and refined matches there
-        are.
+        """Say in two lines what the matches fit, and how many there are.
+
+        The second line has the numbers of keypoints and of refined matches.
         """
         words = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:

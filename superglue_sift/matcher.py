@@ -358,8 +358,9 @@ class Matcher:
     def refine_batch(
         self, results: Iterable[Tuple[MatchResult, Features, Features]]
     ) -> Iterator[MatchResult]:
-        """Refine each result that is not refined yet, with the features of its images, in their
-        order.
+        """Refine each result that is not refined yet, with the features of its images.
+
+        The results keep their order.
         """
 
         def refine(item: Tuple[MatchResult, Features, Features]) -> MatchResult:
@@ -477,8 +478,9 @@ class Matcher:
     def _match_scene(
         self, batch: Sequence[Tuple[Features, Features]], rules: verification.Rules
     ) -> List[Tuple[Matches, Optional[float]]]:
-        """Match pairs of a scene: run the network where the ratio test finds something,
-        and verify.
+        """Match pairs of a scene.
+
+        The network runs where the ratio test finds something, and then each pair is verified.
         """
         looks = [verification.first_look(pair, self.resize) for pair in batch]
         # Leave out pairs with too few ratio matches, and the keypoints of watermarks.

@@ -110,8 +110,9 @@ def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
 
 
 def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Do `checkpoint` in torch 1.10, whose own form runs a second backward pass inside
-    the first.
+    """Do `checkpoint` in torch 1.10.
+
+    Its own form would run a second backward pass inside the first.
     """
     # The first forward pass saves numbers in place of tensors. The backward pass asks for a number,
     # and the second forward pass computes the tensors again.
@@ -147,8 +148,9 @@ def grad_scaler(enabled: bool):
 
 
 def fused_adam() -> Dict[str, bool]:
-    """Return the options of Adam for one pass over all parameters, which takes a quarter of the
-    time.
+    """Return the options of Adam for one pass over all parameters.
+
+    One pass takes a quarter of the time.
 
     torch 1.10 has no such option.
     """

@@ -570,8 +570,10 @@ def count_matches(matched: Matchers, _: KnownPair, by_name: MatchesByName) -> Di
 def tabulate(
     scores: Sequence[PairScores], matched: Matchers
 ) -> Tuple[pd.DataFrame, Dict[str, List[Scored]], pd.DataFrame]:
-    """Return the long table of all pairs, the scored matches of each network, and the values that
-    each pair contributes to each metric.
+    """Make the long table of all pairs.
+
+    Returns the table, the scored matches of each network, and the values that each pair contributes
+    to each metric.
     """
     _, rows, scored = zip(*scores)
     table = metrics.make_table(rows)

@@ -106,10 +106,11 @@ def values_of_pairs(table: pd.DataFrame, scored: Mapping[str, Sequence[Scored]])
 
 
 def auc_by_pair(errors: Sequence[float], threshold: float) -> np.ndarray:
-    """Return the contribution of each pair to the AUC of the recall curve up to `threshold`.
+    """Return what each pair contributes to the AUC up to `threshold`.
 
-    Contributions are from 0 to 1, and the AUC is their mean. `errors` has one error per pair. It is
-    inf (or NaN) for a pair without an estimate, which counts as a failure.
+    The AUC is the area under the fraction of pairs within an error. It is the mean of the
+    contributions, which are from 0 to 1. `errors` has one error per pair. A pair without an
+    estimate has inf (or NaN), and counts as a failure.
     """
     return np.fmax(0.0, 1.0 - np.asarray(errors, np.float64) / threshold)  # 0 for NaN, too
 

@@ -192,8 +192,10 @@ class HeldOutPairs(Source):
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
 
     def read(self, index: int) -> np.ndarray:
-        """Read photograph `index`, (H, W) uint8. Raises BadImage if it is unreadable or too
-        small."""
+        """Read photograph `index`, (H, W) uint8.
+
+        Raises BadImage if it is unreadable or too small.
+        """
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
         require_size(entry.name, image_size(image), self.view_size)

@@ -241,8 +241,9 @@ def sample_folder() -> Path:
 
 
 def copy_sample(target: Path) -> List[Entry]:
-    """Copy the bundled photographs into the new folder `target`. Return their entries, with the
-    splits of `SAMPLE`.
+    """Copy the bundled photographs into the new folder `target`.
+
+    Returns their entries, with the splits of `SAMPLE`.
     """
     target.mkdir(parents=True)
     entries = []

@@ -55,7 +55,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     args = parser.parse_args(argv)
     params.check_environment()
     sections = params.load(args.params)
-    # --validate-only without initial weights validates the best model
+    # --validate-only without initial weights validates the best model.
     if args.validate_only and not sections.train.init_from:
         best = str(args.out / checkpoint.BEST)
         train = sections.train.model_copy(update={"init_from": best})

@@ -182,8 +182,9 @@ def save(folder: Path, step: int, tensors: Tensors, info: Info) -> None:
 def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
     """Return the newest undamaged checkpoint, or None if there is no checkpoint.
 
-    With `repair`, newer checkpoints that are damaged are deleted, so that they do not count among
-    the newest two that stay. Files that could not be read stay, since they may be whole.
+    The newest two checkpoints stay in the folder. With `repair`, damaged checkpoints newer than the
+    returned one are deleted, so that they do not count as one of the two. Files that could not be
+    read stay, since they may be whole.
 
     Raises RequestError if all are damaged.
     """

@@ -141,7 +141,7 @@ class Validation:
         context: distributed.Context,
         augmentation: Augmentation = NO_CHANGE,
     ) -> None:
-        """Prepare the pairs `samples` of `store`.
+        """Prepare batches of the pairs `samples`, whose keypoints are in `store`.
 
         `max_keypoints` is the largest number of keypoints of a view. `augmentation` changes the
         pairs as in `load_batch`.

@@ -420,8 +420,9 @@ def _add_settings(group: _OptionGroup) -> None:
 
 
 def _expand(path: Path) -> Sequence[Path]:
-    """Return the files of a pattern such as `*.jpg`, which the command line of Windows does not
-    expand.
+    """Return the files of a pattern such as `*.jpg`.
+
+    The command line of Windows does not expand patterns.
     """
     # A file may have brackets or stars in its name, and is then no pattern.
     matches = [] if path.exists() else sorted(glob.glob(str(path)))

@@ -112,7 +112,8 @@ def match_folder(
         pairing: how to choose pairs: "exhaustive" for all pairs, "sequential" or "nearest" for each
             photograph with the `k` before it or with the `k` most similar ones, or "auto":
             "nearest" with `k` or for more than 200 photographs, else "exhaustive".
-        k: number of others. If None, it is 5 for "sequential" and 20 for "nearest".
+        k: number of photographs that each is matched with. If None, it is 5 for "sequential" and
+            20 for "nearest".
         masks: folder of masks, `NAME.jpg.png` for `NAME.jpg`. Black pixels give no keypoints.
         features: folder of the features, which calls may share. If None, it is in `out`.
         pictures: also write `A_B_matches.jpg`.
@@ -418,8 +419,9 @@ def _row(root: Path, photo0: PhotoFile, photo1: PhotoFile, result: MatchResult) 
 
 
 def _write_bad_images(path: Path, bad_images: Mapping[str, str]) -> None:
-    """Write the table of bad images. Without any, delete that of an earlier call, since they may
-    be repaired now.
+    """Write the table of bad images.
+
+    If there are none, delete the table of an earlier call, whose images may be repaired now.
     """
     path.unlink(missing_ok=True)
     if bad_images:

@@ -200,8 +200,9 @@ def check_pairing(pairing: str, k: Optional[int]) -> None:
 
 
 def resolve_pairing(pairing: str, k: Optional[int], count: int) -> str:
-    """Return the pairing that "auto" stands for: "nearest" with `k` or for more than
-    MAX_EXHAUSTIVE photographs, else "exhaustive". Other pairings are returned as they are.
+    """Return the pairing that "auto" stands for. Other pairings are returned as they are.
+
+    It is "nearest" with `k` or for more than MAX_EXHAUSTIVE photographs, else "exhaustive".
     """
     if pairing != AUTO:
         return pairing
@@ -276,8 +277,9 @@ def vocabulary(samples: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def vlad(descriptors: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """Compute the vector of an image, (W * 128,) float32 of unit length, or zeros without
-    keypoints.
+    """Compute the VLAD vector of an image, (W * 128,) float32 of unit length.
+
+    An image without keypoints has a vector of zeros.
     """
     sums = np.zeros_like(words)
     if len(descriptors) and len(words):

@@ -106,8 +106,9 @@ def test_pattern() -> np.ndarray:
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
-    """Return the dtype of keypoints with descriptors of `dim` entries, of kind "sift" or
-    "float".
+    """Return the dtype of keypoints whose descriptors have `dim` entries.
+
+    The kind of the descriptors is "sift" or "float".
     """
     if kind == "sift":
         return sift.ORIENTED

@@ -1,5 +1,6 @@
-"""Features of an image are keypoints with descriptors. They are extracted from its pixels, or
-provided by the caller.
+"""Features of an image: keypoints with descriptors.
+
+They are extracted from its pixels, or provided by the caller.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class Features(NamedTuple):
         return sift.positions(self.records)
 
     def as_found(self, resize: int) -> Features:
-        """Return the keypoints in pixels of the image in which they were found, as the network
-        needs them.
+        """Return the keypoints in pixels of the image in which they were found.
+
+        The network needs them in these pixels.
 
         resize: the longer side to which images are reduced, or 0. It is used for keypoints of your
             own, for which the image in which they were found is not known. SIFT finds no keypoint
@@ -290,8 +292,7 @@ def extract(
 
 
 def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
-    """Return the mask that the caller gave, as (H, W) uint8, for an image of `size` (width,
-    height).
+    """Return the mask that the caller gave, (H, W) uint8, for an image of `size`.
 
     mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W) that is
         0 or False where pixels are left out. Raises RequestError for a mask of another size.
@@ -333,8 +334,9 @@ def gray_of(
 
 
 def photo_of(image: Image, frame: str) -> Photo:
-    """Return an image to draw coordinates of `frame` on. Arrays and tensors are assumed to be
-    upright.
+    """Return an image to draw coordinates of `frame` on.
+
+    Arrays and tensors are assumed to be upright.
     """
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
@@ -342,8 +344,9 @@ def photo_of(image: Image, frame: str) -> Photo:
 
 
 def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert an `Image` to pixels in the layout of OpenCV, with the mask of a transparent PIL
-    image.
+    """Convert an `Image` to pixels in the layout of OpenCV, and to its mask.
+
+    Only a transparent PIL image has a mask.
 
     Raises RequestError for another type, for a PIL image that cannot be read, and for a tensor of
     another shape or range.

@@ -96,8 +96,9 @@ class Photo(NamedTuple):
 
 
 def is_photo(name: str) -> bool:
-    """Say whether a path names a photograph. It has forward slashes, and begins below its
-    folder.
+    """Say whether a path names a photograph.
+
+    The path has forward slashes, and begins below its folder.
     """
     *folders, file = name.split("/")
     return file.lower().endswith(EXTENSIONS) and not any(map(_is_hidden, [*folders, file]))
@@ -154,8 +155,9 @@ def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W) uint8. Raises BadImage with the reason if it
-    is damaged.
+    """Decode the bytes of a file to (H, W) uint8.
+
+    Raises BadImage with the reason if it is damaged.
     """
     return decode(data, name, True, frame).pixels
 
@@ -171,8 +173,9 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 
 
 def read_photo(path: FileName, frame: str) -> Photo:
-    """Read a file in colour and upright, to draw coordinates of `frame` on it. Raises
-    RequestError.
+    """Read a file in colour and upright, to draw coordinates of `frame` on it.
+
+    Raises RequestError if it cannot be read.
     """
     photo = decode(read(path), str(path), False, UPRIGHT)
     turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
@@ -210,8 +213,9 @@ def read(path: FileName) -> bytes:
 
 
 def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
-    """Decode the bytes of a file to gray or BGR pixels in `frame`. Raises BadImage if it is
-    damaged.
+    """Decode the bytes of a file to gray or BGR pixels in `frame`.
+
+    Raises BadImage if it is damaged.
     """
     tags = _tiff_tags(data)
     if tags is None or _pillow_reads(tags):

@@ -1,5 +1,6 @@
-"""Find nearest neighbours by descriptor, run the ratio test (Lowe 2004), and select the keypoints
-that the network gets.
+"""Find nearest neighbours by descriptor, and run the ratio test (Lowe 2004).
+
+The keypoints that the network gets are selected here, too.
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest
 neighbour. `neighbours` compares some hundreds of keypoints: the baselines of training and
@@ -42,10 +43,10 @@ def unit_rows(records: np.ndarray) -> np.ndarray:
 
 
 def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarray]:
-    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D). All are unit
-    vectors.
+    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D).
 
-    Several rows may have the same neighbour. Without a second neighbour the score is 0.
+    All are unit vectors. Several rows may have the same neighbour. Without a second neighbour the
+    score is 0.
 
     Returns n matches, or none if m is 0, and an array (n,) bool. It says whether the row is also
     the nearest one of its neighbour.

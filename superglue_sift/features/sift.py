@@ -150,8 +150,9 @@ def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
 
 
 def _highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` highest ranks (n,). Scale and position decide between
-    equals.
+    """Return the indices of the `count` highest ranks (n,).
+
+    Scale and position decide between equal ranks.
     """
     return np.lexsort((records["x"], records["y"], -records["scale"], -ranks))[:count]
 

@@ -380,8 +380,9 @@ class _View:
         return at, (self.octave[rows] + level).round().long()
 
     def grid(self, points: Tensor, level: Tensor) -> Tensor:
-        """Convert points (K, n, 2), px of the image, on level (K,) to positions (K, n, 2) for
-        `read`.
+        """Convert points (K, n, 2) to positions (K, n, 2) for `read`.
+
+        The points are in px of the image, and on level (K,).
         """
         return points * self.unit[level][:, None] + self.begin[level][:, None]
 
@@ -422,8 +423,10 @@ class Template:
     """
 
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
-        """Prepare patches. samples: (n, (SIDE + 2)^2). weight: (SIDE^2,), as from
-        `sample_patch`.
+        """Prepare patches.
+
+        samples: (n, (SIDE + 2)^2).
+        weight: (SIDE^2,), as from `sample_patch`.
         """
         self.weight = weight
         inner, x, y = inner_and_gradient(samples)
@@ -508,8 +511,9 @@ def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return the inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2), and their gradients in x
-    and y.
+    """Return the inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2).
+
+    Their gradients in x and y are returned, too.
     """
     square = samples.view(-1, SIDE + 2, SIDE + 2)
     # Central differences need the margin of one sample.
@@ -519,8 +523,9 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
 
 
 def energy(samples: Tensor, weight: Tensor) -> Tensor:
-    """Compute gradient energy over variance (n,) of patches (n, (SIDE + 2)^2). Flat
-    patches have 0.
+    """Compute gradient energy over variance (n,) of patches (n, (SIDE + 2)^2).
+
+    Flat patches have 0.
     """
     inner, x, y = inner_and_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2

@@ -89,7 +89,7 @@ def compose(*homographies: np.ndarray) -> np.ndarray:
 
 def inverse(H: np.ndarray) -> np.ndarray:
     """Invert homographies (..., 3, 3) by the adjugate. Singular matrices raise no error."""
-    # The columns of H, whose cross products are the rows of the adjugate
+    # The cross products of the columns of H are the rows of its adjugate.
     a, b, c = np.moveaxis(H, -1, 0)
     return normalize(np.stack([np.cross(b, c), np.cross(c, a), np.cross(a, b)], axis=-2))
 
@@ -171,8 +171,9 @@ def reduced_size(size: Size, unit: float) -> Size:
 
 
 def corners(size: Size) -> np.ndarray:
-    """Return the centres of the corner pixels of an image (width, height): (4, 2) float64,
-    clockwise.
+    """Return the centres of the corner pixels of an image (width, height).
+
+    They are (4, 2) float64, clockwise.
     """
     w, h = size
     return np.array([[0, 0], [w - 1, 0], [w - 1, h - 1], [0, h - 1]], dtype=np.float64)
@@ -297,12 +298,12 @@ def fit_ransac(
     seed: int = 0,
     deviations: Optional[np.ndarray] = None,
 ) -> Optional[np.ndarray]:
-    """Fit a robust homography 0 -> 1 by RANSAC, then by `refine_homography` (Hartley and Zisserman,
-    4.6).
+    """Fit a robust homography 0 -> 1 by RANSAC, then by `refine_homography`.
 
-    This uses OpenCV's USAC framework with uniform samples of four. Models are scored by truncated
-    squared error (MSAC; Torr and Zisserman 2000) instead of inlier counts, and bad models are
-    dropped early (SPRT; Matas and Chum 2005). docs/evaluation.md compares it with other methods.
+    The method is that of Hartley and Zisserman, 4.6. This uses OpenCV's USAC framework with uniform
+    samples of four. Models are scored by truncated squared error (MSAC; Torr and Zisserman 2000)
+    instead of inlier counts, and bad models are dropped early (SPRT; Matas and Chum 2005).
+    docs/evaluation.md compares it with other methods.
 
     points0, points1: (N, 2) matched pixels, which OpenCV reads as float32.
     threshold_px: maximum distance of an inlier in image 1.

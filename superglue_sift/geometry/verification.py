@@ -12,7 +12,7 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
    neighbours that fail the ratio test must also be where the matches around them say.
 
 Matches of two different places may agree with one fundamental matrix by chance, or because windows
-repeat. Two numbers tell whether the place is one, and a logistic regression weighs them
+repeat. Two numbers tell whether it is one place, and a logistic regression weighs them
 (`probability`):
 
 - lead: how many more matches agree with this geometry than with the best other one. Where windows
@@ -140,7 +140,7 @@ def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.nda
     )
     unmarked = positions_of((seen0, seen1), found.only(~marked))
     agreeing = two_view.fit_fundamental(*unmarked, INLIER_PX).inliers
-    # Drop keypoints near the watermarks, also among those that were not matched here.
+    # Drop all keypoints near the watermarks, also those that the ratio test did not match.
     sizes = [view.size for view in pair]
     kept0, kept1 = (
         order[~_is_near(view.keypoints[order], some.keypoints[ends[marked]], sizes)]
@@ -222,9 +222,9 @@ def add_matches_near_lines(
 def agree_with_one_geometry(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> np.ndarray:
-    """Find the matches (K, 2) of refined keypoints that are near their epipolar lines.
+    """Say which matches of refined keypoints are near their epipolar lines.
 
-    points0, points1: (K, 2) px.
+    points0, points1: (K, 2) px, the keypoints of the matches.
     sizes: (width, height) of both images in px.
 
     Returns (K,) bool. All entries are true if there is no geometry.
@@ -345,8 +345,9 @@ def _nearest(points: np.ndarray) -> np.ndarray:
 
 
 def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
-    """Find the matches of date bars, logos and watermarks, which no geometry may use; return (K,)
-    bool.
+    """Find the matches of date bars, logos and watermarks: (K,) bool.
+
+    No geometry may use them.
 
     A watermark lies at the same place in both images, so its matches share one translation, and any
     F = [e]x fits them. Two unrelated photographs with the same date bar would seem to show one
@@ -384,8 +385,9 @@ def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.
 def _translations(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> Iterator[np.ndarray]:
-    """Yield sets of matches, (K,) bool, that share one translation, as the matches of a watermark
-    do.
+    """Yield sets of matches, (K,) bool, that share one translation.
+
+    The matches of a watermark do so.
 
     A watermark has a fixed place relative to two edges or to the centre. It is drawn in pixels, or
     grows with the image.

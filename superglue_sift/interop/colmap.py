@@ -256,8 +256,9 @@ class StoredFeatures:
         self._database.close()
 
     def __call__(self, photo: PhotoFile) -> Features:
-        """Return the features of an image, the largest first. Raises RequestError unless they are
-        SIFT.
+        """Return the features of an image, the largest first.
+
+        Raises RequestError unless they are SIFT.
         """
         return self._read(photo)[0]
 

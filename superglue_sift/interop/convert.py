@@ -43,8 +43,9 @@ def to_keypoints(features: Features) -> List[cv2.KeyPoint]:
 
 
 def to_lightglue(features: Features) -> Dict[str, Tensor]:
-    """Convert SIFT features of one image to the input of LightGlue and glue-factory, a batch of
-    one, float32.
+    """Convert SIFT features of an image to the input of LightGlue and glue-factory.
+
+    The input is a batch of one, float32.
 
     keypoints: (1, N, 2) pixels.
     descriptors: (1, N, 128) RootSIFT.

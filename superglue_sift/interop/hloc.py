@@ -118,8 +118,9 @@ class MatcherForHloc:
         self.matcher = Matcher.load(settings.pop("model"), **settings)
 
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
-        """Match hloc's features of two images; return matches0 (1, M) and
-        matching_scores0 (1, M).
+        """Match hloc's features of two images.
+
+        Returns matches0 (1, M) and matching_scores0 (1, M).
         """
         views = []
         for view in "01":

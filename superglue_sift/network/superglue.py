@@ -1,6 +1,7 @@
-"""Match two sets of local features, such as SIFT, by SuperGlue, a graph neural network (arXiv
-1911.11763). The module is written from the paper. `SuperGlue.assign` has the paper's equations in
-order, and the parts below it follow the same order:
+"""Match two sets of local features, such as SIFT, by SuperGlue (arXiv 1911.11763).
+
+SuperGlue is a graph neural network. The module is written from the paper. `SuperGlue.assign` has
+the paper's equations in order, and the parts below it follow the same order:
 
     (2)       states        x = projection(descriptor) + encoder(position, score, scale, angle)
     (3 - 5)   L times       x <- x + MLP([x, attention of x within its image])
@@ -283,8 +284,9 @@ class SuperGlue(nn.Module):
 
     @torch.no_grad()
     def _start_as_identity(self) -> None:
-        """Initialize the weights so that the score of two keypoints is SHARPNESS times their
-        cosine.
+        """Initialize the weights as the identity.
+
+        The score of two keypoints is then SHARPNESS times the cosine of their descriptors.
         """
         # The biases of both projections, the encoder and the residual branches start at zero.
         zeros = [self.descriptor_projection.bias, self.final_projection.bias]
@@ -499,8 +501,9 @@ def _without_cudnn() -> ContextManager[Any]:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary embedding of 2-D positions, with learned frequencies (Su et al. 2021; LightGlue,
-    section 3.1).
+    """Rotary embedding of 2-D positions, with learned frequencies.
+
+    It is that of Su et al. 2021 and of LightGlue, section 3.1.
 
     Inner products of rotated queries and keys depend on the relative positions of keypoints.
     """

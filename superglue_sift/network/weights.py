@@ -146,8 +146,9 @@ def weights_of(tensors: Tensors) -> Tensors:
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
-    """Return a faster copy of `model` for matching. In float32 its results are equal up to
-    rounding.
+    """Return a faster copy of `model` for matching.
+
+    In float32 its results are equal up to rounding.
 
     The merge of the heads is multiplied into the first map of the MLP, since they follow each other
     without a nonlinearity. The layers' weights are cast once to `precision`: float32, bfloat16 or
