@@ -349,7 +349,7 @@ def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
                 yield stream.read() or "an unknown process"
                 return
             time.sleep(0.2)
-        # The name of this process, for the message of another one.
+        # The message of another process has the name of this one.
         stream.truncate(0)
         stream.write(f"process {os.getpid()} on {socket.gethostname()}")
         stream.flush()

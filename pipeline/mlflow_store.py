@@ -35,7 +35,7 @@ Event = Dict[str, Any]  # a line of the log (`tracking.EventLog`)
 
 # --- no password is printed, stored or sent
 
-# The login in front of the name of a server or a database.
+# The login stands in front of the name of a server or a database.
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
 
 

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, spell_command
 from superglue_sift import environment
 from superglue_sift.errors import Parser
 
-# Types of numbers that several keys have.
+# Types of numbers that several keys have
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -38,7 +38,7 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-# Keys that choose among the user's own images.
+# Keys that choose among the user's own images
 OF_A_FOLDER = ("val_path", "root")
 # Keys without effect, by source. With a source that is not listed, OF_A_FOLDER has no effect.
 UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
@@ -124,17 +124,17 @@ class RunParams(Section):
     stage. The other keys change rounding, memory or reports. No stage depends on them.
     """
 
-    # Decide the steps: the pairs and the learning rate, or what BatchNorm takes statistics over.
+    # These decide the steps: the pairs, the learning rate, what BatchNorm takes statistics over.
     batch_per_rank: int = Field(ge=0, le=65536)
     lr_scaling: Literal["none", "linear", "sqrt"]
     accumulate: int = Field(ge=1, le=4096)
-    # Decides which photographs validate and test.
+    # This decides which photographs validate and test.
     allow_training_images: bool
-    # Memory, speed and reproducibility.
+    # Memory, speed and reproducibility
     checkpoint_layers: bool = False
     compile: bool = False
     deterministic: bool = False
-    # Reports and checkpoints.
+    # Reports and checkpoints
     log_every: Count = 10
     save_every: CountOrZero = 0
 
@@ -142,36 +142,36 @@ class RunParams(Section):
 class TrainParams(Section):
     """The section `train`, which has everything that decides the weights."""
 
-    # How many pairs, and how many keypoints they show.
+    # How many pairs, and how many keypoints they show
     batch: int = Field(ge=1, le=65536)
     steps: Count
     max_keypoints: KeypointCount
     min_keypoints: CountOrZero
-    # Augmentation.
+    # Augmentation
     keypoint_drop: float = Field(ge=0.0, le=0.9)
     rotation_deg: float = Field(ge=0.0, le=180.0)
     negatives: Fraction
     zoom: Fraction
     zoom_far: Fraction
     score_drop: Fraction
-    # The network.
+    # The network
     dim: int = Field(ge=8, le=1024)
     layers: int = Field(ge=1, le=64)
     heads: int = Field(ge=1, le=64)
     norm: Literal["layer", "batch"]
     neighbours: bool
     rotary: bool
-    # The optimizer, its learning rate, and the average of the last weights.
+    # The optimizer, its learning rate, and the average of the last weights
     optimizer: Literal["adam", "muon", "sgd"]
     lr: float = Field(gt=0.0, le=10.0)
     schedule: Literal["constant_decay", "cosine", "wsd"]
     warmup_steps: CountOrZero
     decay_start: CountOrZero
     average: CountOrZero
-    # How a step is computed.
+    # How a step is computed
     sinkhorn_iterations: int = Field(ge=1, le=1000)
     precision: Literal["auto", "portable", "float32", "bfloat16", "float16"]
-    # What it starts from, and how the best weights are chosen.
+    # What it starts from, and how the best weights are chosen
     init_from: str
     freeze: List[str]
     val_pairs: Count

@@ -145,7 +145,7 @@ def machine() -> Dict[str, str]:
     """
     import torch
 
-    # One name for each GPU, such as "NVIDIA H100, NVIDIA H100".
+    # Each GPU has a name, such as in "NVIDIA H100, NVIDIA H100".
     cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     found = {
         **{name.lower().replace("_", "."): os.environ.get(name, "") for name in VARIABLES},

@@ -21,7 +21,7 @@ from pipeline.errors import RequestError, in_image, spell_command
 
 EVALUATION = Path("reports/evaluate")
 MODEL = Path("models/superglue.safetensors")
-# Names of files of an evaluation.
+# Names of files of an evaluation
 SUMMARY = "summary.txt"
 TEXT = "report.txt"
 PAGE = "index.html"

@@ -61,7 +61,7 @@ def extract(matcher: Matcher, image: Any, name: str) -> Features:
         except ValueError:  # also for letters that are not ASCII
             raise RequestError(f"{name}: neither base64 nor pixels") from None
         return matcher.extract_file(data, name)
-    # Nested lists of a JSON request, or an array.
+    # Nested lists of a JSON request, or an array
     try:
         array = np.asarray(image)
     except ValueError:  # rows of different lengths

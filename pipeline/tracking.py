@@ -337,7 +337,7 @@ PATIENCE_SECONDS = 6.0  # how long a run waits for a server that does not answer
 RESEND_PATIENCE_SECONDS = 60.0  # the same for `resend`
 EVENTS_AT_ONCE = 100  # largest number of events in one request
 FILES = {"artifact", "model", "compare"}  # events that send or need files
-# Error codes of answers that mean that MLflow will never accept these events.
+# MLflow will never accept events that it answers with one of these error codes.
 REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST", "INVALID_STATE")
 # After an answer with one of these error codes, waiting does not help. A wrong login or a wrong
 # host name gives such an answer, too.

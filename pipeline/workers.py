@@ -17,7 +17,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Callable, Deque, Generator, Iterable, Iterator, Optional, TypeVar
 
-# Signals that containers, Ctrl-C, and SLURM before preemption send.
+# Signals that containers, Ctrl-C, and SLURM before preemption send
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
 

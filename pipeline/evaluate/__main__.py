@@ -77,14 +77,14 @@ EXCLUDED = (
     ("robustness", "pairs"),
     *((option, "poses") for option in ("pairs", "robustness", "bound", "estimators")),
 )
-# Smallest values of options.
+# Smallest values of options
 LEAST = {"robustness": 0, "short_side": 0}
 # Settings of `Matcher.load` that are options.
 SETTINGS = (
     "max_keypoints", "network_keypoints", "threshold", "resize", "precision", "scene", "accept",
     "likely",
 )  # fmt: skip
-# How captions of pictures begin.
+# How captions of pictures begin
 BEGIN = {"best": "One of the best pairs", "median": "A typical pair", "worst": "One of the worst"}
 Score = Callable[[KnownPair, MatchesByName], Any]
 # The numbers of a pair, its rows of the table, and its scored matches by matcher.
@@ -97,11 +97,11 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     """Parse the command line. Raises RequestError for options that exclude each other."""
     parser = errors.make_parser("pipeline.evaluate", __doc__)
     add = parser.add_argument
-    # Which matchers.
+    # Which matchers
     add("--model", type=Path, help="model to evaluate (default: the shipped weights)")
     also = "another model, or a matcher module:function; repeat for more"
     add("--also", action="append", default=[], metavar="NAME=FILE", help=also)
-    # Which pairs.
+    # Which pairs
     add("--images", type=Path, default=Path("data/images"), help="folder that `fetch` wrote")
     add("--pairs", type=Path, help="instead of held-out images: a folder in HPatches layout")
     add("--poses", type=Path, help="instead: a pairs_with_gt.txt of cameras, images in --images")
@@ -110,7 +110,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add("--params", type=Path, help="parameters (default: params.yaml here, else the project's)")
     add("--mlflow-run", type=Path, help="log.jsonl of the training, to whose run results are added")
     add("--curves", type=Path, help="SVG of the learning curve for the page (default: none)")
-    # The matcher: these options of superglue-match, with the same defaults for --pairs and --poses.
+    # The matcher has these options of superglue-match, with the same defaults for --pairs, --poses.
     group = parser.add_argument_group(
         "how to match",
         "The options of superglue-match, with its defaults for --pairs and --poses. Held-out"
@@ -130,13 +130,13 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     add_setting("--likely", type=int, help="with --scene: fewest classical matches; 0 skips none")
     skip = "skip the metrics of refined matches, to save time"
     add_setting("--no-refine", dest="refine", action="store_false", help=skip)
-    # Metrics.
+    # Metrics
     side = "--pairs, --poses: resize to this shorter side first, in which errors are measured; 480"
     add("--short-side", type=int, default=0, help=f"{side} is HPatches' protocol (default: no)")
     usual = f"default: {','.join(estimators.DEFAULT)}"
     add("--estimators", help=f"of: {', '.join(estimators.ESTIMATORS)}; the first leads ({usual})")
     add("--bound", action="store_true", help="also a row of the true matches, an upper bound")
-    # Further pairs, and the machine.
+    # Further pairs, and the machine
     hard = "number of photographs that are tried under growing blur, noise, ... (default: none)"
     add("--robustness", type=int, default=0, help=hard)
     overlap = "keep photographs of the training (default: run.allow_training_images of --params)"

@@ -26,7 +26,7 @@ MIN_DOUBT = 1e-4  # smallest probability that a match is wrong, so that odds sta
 # The matches with the largest odds get equal weights: so many, or half of all if that is fewer.
 DECIDING = 16
 BASELINE_POWER = 6  # power of the confidence by which a baseline's match is weighted
-# The fraction of a matcher's most confident matches that the estimator `confident` takes.
+# The fraction of a matcher's most confident matches that the estimator `confident` takes
 CONFIDENT = {"nn": 0.15, "mutual_nn": 0.3, "ratio_test": 0.4}
 CONFIDENT_OF_NETWORK = 0.5
 # A match of two cameras is correct below this squared symmetric epipolar distance, in normalized

@@ -253,7 +253,7 @@ def error_curves(table: pd.DataFrame) -> Dict[tuple, pd.DataFrame]:
     limits, unit = (steps / 5, "error_deg") if is_posed(table) else (steps / 10, "error_px")
     curves = {}
     for key, part in table[table["metric"] == "error"].groupby(KEY, sort=False):
-        # (pairs, matchers) errors, then (limits, matchers) fractions
+        # Errors are (pairs, matchers), and fractions (limits, matchers).
         errors = part.pivot(index="number", columns="matcher", values="value")
         errors = errors[part["matcher"].unique()]
         fractions = [(errors <= limit).mean() for limit in limits]

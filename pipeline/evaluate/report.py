@@ -45,13 +45,13 @@ TITLES = {
     "shipped": "shipped weights",
     INITIAL: "initial weights",
 }
-# Names in a sentence.
+# Names in a sentence
 CALLED = {
     RATIO_TEST: "the ratio test",
     "shipped": "the shipped weights",
     INITIAL: "the initial weights",
 }
-# What the metric of `recall_of` means, in plain words.
+# What the metric of `recall_of` means, in plain words
 RECALLED = {"recall": "true matches found", "matching_score": "of keypoints"}
 # The clause of each verdict in a sentence about metrics, in the order of the sentence.
 CLAUSES = {
@@ -60,7 +60,7 @@ CLAUSES = {
     "equal": "{} equal",
     "no difference found": "no difference found in {}",
 }
-# Metrics without an estimator, in the order of the columns: heading, and what it means.
+# Metrics without an estimator, in the order of the columns: heading, and what it means
 SHORT = {
     "precision": ("P", "precision"),
     "recall": ("R", "recall"),

@@ -359,7 +359,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         raise RequestError(
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
-    # All images of a zip, and as yet none of a folder.
+    # The list has all images of a zip, and as yet none of a folder.
     base = zip_container(root) if root.is_file() else Container(root, [])
     members = {_compose(name): name for name in base.names}
     top = os.path.abspath(root)

@@ -38,7 +38,7 @@ from superglue_sift.files import write_atomic, write_json
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
 _IN_FLIGHT = 4  # images of each worker that wait or are computed
-# glibc's numbers of two settings of malloc.
+# glibc's numbers of two settings of malloc
 _MMAP_THRESHOLD = -3
 _TRIM_THRESHOLD = -1
 

@@ -37,7 +37,7 @@ FORMAT = "superglue-sift-keypoints"
 VERSION = 2
 TITLE = f"{FORMAT} {VERSION}"
 INDEX = "store.json"
-# Number of shards to hash with verify="sample".
+# Number of shards to hash with verify="sample"
 SAMPLED_SHARDS = 3
 
 Row = Dict[str, Any]  # A row of store.json, which describes a shard

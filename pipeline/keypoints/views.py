@@ -215,7 +215,7 @@ def _place(
     low = quad.min(0)
     high = quad.max(0)
     last = np.array(image_size) - 1.0
-    # Room that the bounding box leaves in the image, (2,) px.
+    # Room that the bounding box leaves in the image, (2,) px
     margin = np.maximum(last - (high - low), 0.0)
     position = 0.5 + strength * rng.uniform(-0.5, 0.5, 2)
     inside = np.clip(quad - low + margin * position, 0.0, last)

@@ -37,13 +37,13 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     """Parse the command line and read params.yaml."""
     parser = errors.make_parser("pipeline.train", __doc__)
     parser.allow_abbrev = False
-    # Options for where it reads and writes.
+    # Options for where it reads and writes
     add = parser.add_argument
     add("--keypoints", type=Path, default=Path("data/keypoints"), help="of the stage keypoints")
     add("--out", type=Path, default=Path("checkpoints"), help="folder of the checkpoints")
     add("--reports", type=Path, default=Path("reports/train"), help="folder of metrics and curves")
     add("--params", type=Path, default=Path("params.yaml"))
-    # Options for where it starts.
+    # Options for where it starts
     fresh = "begin again, in a new folder, although there is a training with these parameters"
     add("--fresh", action="store_true", help=f"{fresh} and data")
     longer = "begin from the newest checkpoint of this training, whose schedule may differ"

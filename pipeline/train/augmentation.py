@@ -31,7 +31,7 @@ FAR_ZOOM = (5.0, 12.0)
 MAX_NEIGHBOURS = 8  # Largest number of views of other images around the shrunk one
 MAX_BEYOND = 0.25  # Fraction of each side of the shrunk view that may lie outside the canvas
 
-# Numbers of separate streams of random numbers.
+# Numbers of separate streams of random numbers
 _NEGATIVE = 0
 _COUNTS = 1
 _VIEW = 2
@@ -97,7 +97,7 @@ class Augmentation(NamedTuple):
         low = math.log(self.min_keypoints)
         high = math.log(limit + 1)
         random = np.random.default_rng((*seed, _COUNTS))
-        # Log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
+        # The draw is log-uniform: as often between 100 and 200 as between 1,000 and 2,000.
         n0, n1 = np.exp(random.uniform(low, high, 2)).astype(int)
         return int(n0), int(n1)
 

@@ -33,7 +33,7 @@ from superglue_sift.network.superglue import SuperGlue
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
 
 BEST = "best.safetensors"
-# Fields of TrainState that a checkpoint stores as JSON.
+# Fields of TrainState that a checkpoint stores as JSON
 PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
 # Environment variables: how often the launcher, torchrun, or SLURM has started this training again.
 RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")

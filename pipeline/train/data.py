@@ -27,7 +27,7 @@ from superglue_sift.files import GIB
 from superglue_sift.geometry.two_view import compose, inverse
 from superglue_sift.network.batch import Pair, PairBatch, from_pairs
 
-# Numbers of separate streams of random numbers.
+# Numbers of separate streams of random numbers
 _SHUFFLE = 1
 _DRAW = 2
 _VALIDATION = 3

@@ -39,11 +39,11 @@ from superglue_sift.progress import Progress
 Rows = List[Metrics]  # the points of a curve, each with its `step`
 Curves = Dict[str, Rows]  # "train" and "val"
 
-# Names of the files in reports/train/curves.
+# Names of the files in reports/train/curves
 CURVES = {"train": "train.csv", "val": "validation.csv"}
 METRICS = "metrics.json"
 PICTURE = "curves.svg"
-# Colours of the network, of the ratio test and of everything else.
+# Colours of the network, of the ratio test and of everything else
 OURS = "#10a070"
 RATIO_TEST = "#e0524a"
 GRAY = "#888888"

@@ -40,7 +40,7 @@ CONFIDENCE_BINS = 500  # Bins of the histograms from which a threshold is chosen
 # on the number of processes.
 CHUNK = 8
 ALL = "all"  # The key of the sums over pairs of every kind
-# Names of the three results of `assignment_loss`.
+# Names of the three results of `assignment_loss`
 LOSSES = ("loss", "loss_positive", "loss_unmatched")
 Sums = Dict[str, np.ndarray]
 Metrics = Dict[str, float]

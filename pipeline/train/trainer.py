@@ -32,7 +32,7 @@ MAX_SKIPPED = 20  # more steps without a finite gradient mean that the training 
 # Fewest photographs to choose a threshold from. With fewer it is noise, and the threshold of the
 # initial weights is kept.
 MIN_IMAGES = 16
-# Largest relative difference between the weights of ranks on unlike devices.
+# Largest relative difference between the weights of ranks on unlike devices
 DRIFT = 0.01
 NAMED_PAIRS = 8  # largest number of pairs that the line about a skipped step names
 
@@ -341,14 +341,14 @@ class Training:
         writes: bool,
         saved: Optional[Saved],
     ) -> None:
-        # What is asked for.
+        # What is asked for
         self.args = args
         self.sections = sections
         self.train = sections.train
         self.run_params = sections.run
         self.context = context
         self.stop = stop
-        # What it reads, and which training it is.
+        # What it reads, and which training it is
         self.data = data
         self.store = data.store
         self.validation = data.validation
@@ -356,7 +356,7 @@ class Training:
         self.batches = StepBatches(self.train, self.run_params, self.store, self.pairs, context)
         self.identity = identify(sections, data, context.world_size)
         self.name = checkpoint.name_of(self.identity)
-        # Where it writes.
+        # Where it writes
         self.folder = folder
         self.writes = writes
         # What computes it. Devices may differ, and all ranks need one precision.
@@ -373,7 +373,7 @@ class Training:
         names = distributed.all_gather(device_name(context.device))
         self.alike = len(set(names)) == 1  # whether all ranks round alike
         self.history = [{"step": 0, **computed_by}]  # an entry for each change of these
-        # The network with its initial weights, and what trains it.
+        # The network with its initial weights, and what trains it
         model = make_network(self.train, self.run_params, context, self.store)
         messages: List[str] = []
         self.begins_whole = False  # whether step 0 has the model of `init_from`
@@ -477,7 +477,7 @@ class Training:
                 if validates or saves:
                     check_replicas(state, self.context.is_main, self.alike)
 
-                # Once in a while: validate, and keep the weights if they are the best.
+                # Validate before a checkpoint is saved, so that the checkpoint has the best F1.
                 if validates:
                     self._validate()
 
