@@ -120,8 +120,10 @@ def training_step(
     values.update(optimizer="adam", precision="float32", max_keypoints=setting.keypoints)
     values.update(changes)
     several = values.pop("parallel", "") == "dp"
-    run = RunParams(**{name: values.pop(name) for name in {*values} & {*RunParams.model_fields}})
-    train = params.load(presets.FOLDER / "sample.yaml").train.model_copy(update=values)
+    sample = params.load(presets.FOLDER / "sample.yaml")
+    of_run = {name: values.pop(name) for name in {*values} & {*RunParams.model_fields}}
+    run = sample.run.model_copy(update=of_run)
+    train = sample.train.model_copy(update=values)
     precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
     network = make_network(train, run, context)
     objective, wrapped, state = build(network, train, run, context, precision)

@@ -118,7 +118,7 @@ def test_every_way_to_train_works_or_says_what_it_lacks():
     }
     context = training.distributed.Context(0, 1, SETTING.device)
     for changes in ({}, {"accumulate": 2}, {"precision": "bfloat16"}):
-        _, norm = training.training_step(SETTING, 2, context, changes)()
+        _, norm, _ = training.training_step(SETTING, 2, context, changes)()
         assert 0 < norm < 1000
 
 
