@@ -317,7 +317,7 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
             has released that of the run before, which may take time on a network folder.
 
     Raises:
-        RequestError: Another run has the lock. On other ranks than 0 this is SystemExit.
+        RequestError: another run has the lock. On other ranks than 0 this is SystemExit.
     """
     is_writer = writes(folder, context)
     with contextlib.ExitStack() as stack:

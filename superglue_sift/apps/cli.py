@@ -202,7 +202,7 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[str, Dict[str, Any], Dict[str,
         use.
 
     Raises:
-        RequestError: The options are invalid.
+        RequestError: the options are invalid.
     """
     # The parser of all options says what is matched. That of this use refuses the others.
     args = make_parser(None).parse_args(argv)

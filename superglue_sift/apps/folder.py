@@ -128,8 +128,8 @@ def match_folder(
         A report of what was done.
 
     Raises:
-        RequestError: An argument is wrong, or a photograph was replaced while it was matched.
-        OSError: A file cannot be written.
+        RequestError: an argument is wrong, or a photograph was replaced while it was matched.
+        OSError: a file cannot be written.
     """
     folder, out = Path(folder), Path(out)
     check_request(out, features, masks, colmap, pairing, k)

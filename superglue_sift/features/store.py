@@ -80,7 +80,7 @@ class FeatureStore:
         """Return the features of a photograph.
 
         Raises:
-            RequestError: The photograph cannot be read, or was replaced since it was first read.
+            RequestError: the photograph cannot be read, or was replaced since it was first read.
         """
         return self._features(photo)
 
