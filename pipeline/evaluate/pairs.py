@@ -276,7 +276,7 @@ class ZoomedPairs(HeldOutPairs):
         image = self.read(index)
         rng = views.generator(SEED, f"magnified {name}", 0)  # the same places at every level
         H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
-        H_0to1 = zoom_in(rng, self.view_size, self.zoom)
+        H_0to1 = draw_zoom(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         # Magnified pixels contain no finer detail.
         upscale = views.magnification(H_image_to_1, self.view_size).max()
@@ -286,7 +286,7 @@ class ZoomedPairs(HeldOutPairs):
         return images, [(f"{name} x{self.zoom:g}", 0, 1, H_0to1)]
 
 
-def zoom_in(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
+def draw_zoom(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
     # Half the size of the part is `middle / zoom`, so its centre may move by the rest.

@@ -484,7 +484,7 @@ def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optiona
     return info
 
 
-def list_versions(history: List[Info]) -> List[Info]:
+def list_package_versions(history: List[Info]) -> List[Info]:
     """Return the versions of packages from the history of a training, an entry for each change."""
     versions: List[Info] = []
     for entry in history:

@@ -632,7 +632,7 @@ class Training:
             "skipped_steps": state.skipped,
             "finished": finished,
             "training": self.name,
-            "versions": checkpoint.list_versions(self.history),
+            "versions": checkpoint.list_package_versions(self.history),
             "train": checkpoint.describe(self.train),
             provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.data.photographs or ()),
             **{k: v for k, v in self.identity.items() if k in decided},

@@ -32,9 +32,9 @@ from superglue_sift.apps.pairing import (
     PhotoPair,
     check_pairing,
     choose_pairs,
-    listed_pairs,
     name_images,
     name_pairs,
+    read_pair_list,
 )
 from superglue_sift.apps.results import JSON, MATCHES, MISSING, PairFiles
 from superglue_sift.errors import RequestError, import_extra
@@ -217,7 +217,7 @@ def _prepare(
             pairing = EXHAUSTIVE
         return photos, bad_images, choose_pairs(photos, store, pairing, k)
     if isinstance(pairs, (str, Path)):
-        named_pairs = listed_pairs(Path(pairs), store.root)
+        named_pairs = read_pair_list(Path(pairs), store.root)
     else:
         named_pairs = name_pairs(pairs, store.root)
     named_photos = list(dict.fromkeys(itertools.chain.from_iterable(named_pairs)))

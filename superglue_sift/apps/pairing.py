@@ -99,7 +99,7 @@ def name_pairs(pairs: Iterable[Tuple[FileName, FileName]], root: Path) -> List[P
     return _name_pairs(pairs_of_paths, root)
 
 
-def listed_pairs(file: Path, root: Path) -> List[PhotoPair]:
+def read_pair_list(file: Path, root: Path) -> List[PhotoPair]:
     """Read pairs from a text file, `a b` in each line, which name images below `root`.
 
     Names with spaces stand in double quotes, or have a tab between them. Lines that start with `#`

@@ -355,7 +355,7 @@ def test_names_with_spaces_in_a_list_of_pairs(tmp_path):
     lines = ['"a 1.jpg" b.jpg', "a 1.jpg\tc d.jpg", "it's.jpg  b.jpg", "# a b", ""]
     text = "\n".join([*lines, '"a 1.jpg"\t"b.jpg"'])
     (tmp_path / "pairs.txt").write_text(text, encoding="utf-8-sig")  # as Windows' Notepad does
-    pairs = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    pairs = pairing.read_pair_list(tmp_path / "pairs.txt", tmp_path)
     assert names_of(pairs) == [["a 1.jpg", "b.jpg"], ["a 1.jpg", "c d.jpg"], ["it's.jpg", "b.jpg"]]
 
 
@@ -372,7 +372,7 @@ POSE = " ".join(["0.5"] * 34)
 )
 def test_lists_as_other_programs_write_them(tmp_path, text, encoding):
     (tmp_path / "pairs.txt").write_bytes(text.encode(encoding))
-    pairs = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    pairs = pairing.read_pair_list(tmp_path / "pairs.txt", tmp_path)
     assert names_of(pairs) == [["a.jpg", "b.jpg"]]
 
 
@@ -381,7 +381,7 @@ def test_a_name_from_a_mac_is_the_file_of_the_same_letters(tmp_path, on_disk, in
     (tmp_path / unicodedata.normalize(on_disk, "café.jpg")).touch()
     text = unicodedata.normalize(in_list, "café.jpg b.jpg")
     (tmp_path / "pairs.txt").write_text(text, encoding="utf-8")
-    ((photo, _),) = pairing.listed_pairs(tmp_path / "pairs.txt", tmp_path)
+    ((photo, _),) = pairing.read_pair_list(tmp_path / "pairs.txt", tmp_path)
     assert photo.path.exists()
 
 

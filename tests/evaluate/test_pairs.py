@@ -23,7 +23,7 @@ SIZE = (320, 240)
 @settings(max_examples=50)
 @given(seed=st.integers(0, 99), zoom=st.floats(1.0, 8.0))
 def test_a_part_lies_inside_and_is_magnified_as_said(seed, zoom):
-    H = pairs.zoom_in(np.random.default_rng(seed), SIZE, zoom)
+    H = pairs.draw_zoom(np.random.default_rng(seed), SIZE, zoom)
     inside = transform(corners(SIZE), np.linalg.inv(H))
     assert (inside >= -1e-6).all() and (inside <= np.array(SIZE) - 1 + 1e-6).all()
     assert np.ptp(inside, axis=0) == pytest.approx((np.array(SIZE) - 1) / zoom)
