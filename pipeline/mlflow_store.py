@@ -216,11 +216,11 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
         return find_experiment(client, uri, other)
     here = artifacts_folder(uri, name)
     elsewhere = experiment and folder_elsewhere(experiment, here)
-    if elsewhere:
+    if here and elsewhere:
         name = f"{name} in {here.parents[1]}"
         experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        if elsewhere:
+        if here and elsewhere:
             say(f"new runs are in the experiment {name}; {hint_at_files(elsewhere, here)}")
         return client.create_experiment(name, here.as_uri() if here else None)
     number = experiment.experiment_id

@@ -102,7 +102,7 @@ def compare(names: Sequence[str]) -> str:
     if len(columns) == 2:
         before, after = values.columns
         change = (values[after] - values[before]).round(2) + 0.0  # no negative zero
-        table["change"] = change.map("{:+.2f}".format)
+        table["change"] = [f"{value:+.2f}" for value in change]
     elif len(columns) > 2:
         table["mean"] = values.mean(axis=1).round(2)
         table["range"] = (values.max(axis=1) - values.min(axis=1)).round(2)

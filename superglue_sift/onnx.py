@@ -94,15 +94,16 @@ class OnnxSuperGlue(nn.Module):
         masks = []
         views = []
         for keypoints, descriptors, scores, scales, angles, size in (inputs[:6], inputs[6:]):
+            mask = pad(torch.ones_like(scores, dtype=torch.bool), (0, 1))
             # Add a row of padding, since a maximum needs at least one row: (1, M + 1, ...).
-            rows = (pad(values, (0, 1)) for values in (scales, angles, scores))
+            scales, angles, scores = (pad(values, (0, 1)) for values in (scales, angles, scores))
             keypoints, descriptors = (pad(t, (0, 0, 0, 1)) for t in (keypoints, descriptors))
             size = size.unsqueeze(1).expand(-1, keypoints.shape[1], -1)
-            masks.append(pad(torch.ones_like(scores, dtype=torch.bool), (0, 1)))
-            views.append(KeypointTensors(keypoints, *rows, descriptors, size))
+            masks.append(mask)
+            views.append(KeypointTensors(keypoints, scales, angles, scores, descriptors, size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        joined = KeypointTensors(*map(images.join, zip(*views)))
+        joined = KeypointTensors._make(map(images.join, zip(*views)))
         descriptors = self.model.describe(joined, images)
         # A graph cannot fall back to the log domain, so the transport is in float64, whose range
         # is sufficient for trained scores.

@@ -609,13 +609,14 @@ def compute_results(
     for name, mean in pd.DataFrame(counts).mean().items():
         row = mean, math.nan, math.nan, len(counts)
         summary.loc[(name, "negative_matches", "", False), :] = row
+    frames: Any = dict(means)  # pandas has a narrower type for the names of the levels
     return Results(
         *title,
         table,
         values,
         summary.astype({"pairs": int}),
         metrics.compare(values, samples, list(matched.networks)),
-        pd.concat(means, names=["condition", "level"]) if means else pd.DataFrame(),
+        pd.concat(frames, names=["condition", "level"]) if means else pd.DataFrame(),
         metrics.calibration(by_network[OURS]),
     )
 

@@ -429,11 +429,13 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
 
     Batches of keypoints with one orientation are returned unchanged.
     """
-    if batch.second_descriptors0 is None:
+    second_oris: Any = batch.second_oris0, batch.second_oris1
+    second_descriptors: Any = batch.second_descriptors0, batch.second_descriptors1
+    if second_descriptors[0] is None:
         return batch
     both = [
-        torch.stack([batch.descriptors0, batch.second_descriptors0], 2),
-        torch.stack([batch.descriptors1, batch.second_descriptors1], 2),
+        torch.stack([batch.descriptors0, second_descriptors[0]], 2),
+        torch.stack([batch.descriptors1, second_descriptors[1]], 2),
     ]  # (B, M, 2, 128) and (B, N, 2, 128)
     M, N = (descriptors.shape[1] for descriptors in both)
     # Compute the cosines (B, 2 M, 2 N) of as many pairs at a time as fit MAX_BYTES.
@@ -452,8 +454,8 @@ def choose_orientations(batch: PairBatch) -> PairBatch:
     second0, second1 = map(torch.cat, is_second)
     return dataclasses.replace(
         batch,
-        oris0=torch.where(second0, batch.second_oris0, batch.oris0),
-        oris1=torch.where(second1, batch.second_oris1, batch.oris1),
+        oris0=torch.where(second0, second_oris[0], batch.oris0),
+        oris1=torch.where(second1, second_oris[1], batch.oris1),
         descriptors0=torch.where(second0[:, :, None], both[0][:, :, 1], both[0][:, :, 0]),
         descriptors1=torch.where(second1[:, :, None], both[1][:, :, 1], both[1][:, :, 0]),
         second_oris0=None,
