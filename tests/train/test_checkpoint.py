@@ -162,7 +162,8 @@ def test_the_digests_of_a_state_hold_all_that_ranks_share():
 
     def nudge(tensor):
         """Raise one element to the next number of float32."""
-        tensor.data.view(-1)[0] = float(np.nextafter(np.float32(tensor.view(-1)[0].item()), np.inf))
+        value = np.float32(tensor.view(-1)[0].item())
+        tensor.data.view(-1)[0] = float(np.nextafter(value, np.float32(np.inf)))
 
     buffers = [b for b in model.buffers() if b.is_floating_point()]
     momenta = next(iter(state.optimizer.state.values()))
