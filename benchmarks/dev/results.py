@@ -108,8 +108,8 @@ class Bench:
         folder = self.work / name
         command = ["-m", *(str(word).replace("{out}", str(folder)) for word in words)]
         receipt = {"commit": self.commit, "command": command}
-        kept = folder / "receipt.json"
-        if kept.is_file() and json.loads(kept.read_text()) == receipt:
+        receipt_file = folder / "receipt.json"
+        if receipt_file.is_file() and json.loads(receipt_file.read_text()) == receipt:
             return folder
         print(f"{name}: python {' '.join(command)}", flush=True)
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ class Bench:
         if done.returncode:
             raise RequestError(f"{name}: the command above ended with {done.returncode}")
         write_atomic(folder / "printed", done.stdout)
-        write_atomic(kept, json.dumps(receipt))
+        write_atomic(receipt_file, json.dumps(receipt))
         return folder
 
     def fetch(self, name: str, train: Path, held_out: Path, **evaluate: Any) -> Tuple[Path, Path]:
@@ -181,8 +181,8 @@ def metrics_table(folder: Path, headings: Dict[Tuple[str, str, bool], str]) -> s
 def gain_of(row: pd.Series) -> str:
     """Return a difference in points, with its 95 % interval where there are enough scenes."""
     value = f"{100 * row.value:+.1f}"
-    known = row.verdict != "too few"
-    return f"{value} ({100 * row.low:+.1f} to {100 * row.high:+.1f})" if known else value
+    has_interval = row.verdict != "too few"
+    return f"{value} ({100 * row.low:+.1f} to {100 * row.high:+.1f})" if has_interval else value
 
 
 def robustness_table(
@@ -233,7 +233,7 @@ def coco(bench: Bench) -> str:
 
 
 def summary(bench: Bench) -> str:
-    """The table of README."""
+    """Return the table that README shows."""
     values = json.loads((evaluate_coco(bench) / "metrics.json").read_text())
     shown = {
         "precision": "precision",
@@ -312,7 +312,7 @@ def zoom(bench: Bench) -> str:
 
 
 def oxford(bench: Bench) -> str:
-    """The pairs of Oxford."""
+    """Return the metrics of all pairs of Oxford."""
     return metrics_table(evaluate_oxford(bench), HOMOGRAPHIES)
 
 
@@ -406,7 +406,7 @@ def sample(bench: Bench) -> str:
 
 
 def speed(bench: Bench) -> str:
-    """The speed table of this machine's processor."""
+    """Return what the benchmark prints on this processor."""
     groups = "step,sinkhorn,latency,files,modes"
     folder = bench.run("speed", "benchmarks", "--device", "cpu", "--only", groups)
     return "```\n" + (folder / "printed").read_text().rstrip() + "\n```"
