@@ -57,8 +57,9 @@ def dali_views(
 ) -> Callable[[], Iterator[Batch]]:
     """Build DALI's pipeline on GPU `device`, or on the CPU if it is None.
 
-    Returns a function that yields the batches of all photographs each time that it is called. The
-    last batch holds the photographs that are left.
+    Returns:
+        A function that yields the batches of all photographs each time that it is called. The last
+        batch holds the photographs that are left.
     """
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator, LastBatchPolicy

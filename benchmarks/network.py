@@ -31,7 +31,8 @@ SINKHORN_PAIRS = 8
 def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
     """Return a training step with Adam: truth, loss, gradient, update.
 
-    way: "plain", or the precision of the project's network.
+    Args:
+        way: "plain", or the precision of the project's network.
     """
     # All parameters are updated in one pass
     optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **torch_compat.fused_adam())

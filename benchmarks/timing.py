@@ -26,7 +26,8 @@ Call = Callable[[], object]
 class Setting:
     """What the rows of a run share. A comparison takes about `seconds`.
 
-    keypoints: N, the number of keypoints of a view.
+    Attributes:
+        keypoints: N, the number of keypoints of a view.
     """
 
     device: torch.device
@@ -44,7 +45,8 @@ class Setting:
 
         The order reverses each round. At least two rounds run, and none starts after `seconds`.
 
-        Returns the seconds of one pair for each way, (rounds,). A call computes `count` pairs.
+        Returns:
+            The seconds of one pair for each way, (rounds,). A call computes `count` pairs.
         """
         for way in ways.values():
             self.time_once(way)

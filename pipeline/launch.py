@@ -50,7 +50,8 @@ VARIABLES = {
 def processes_per_node() -> int:
     """Return NPROC_PER_NODE as a number.
 
-    Raises RequestError if it is no number, or if ranks would share a GPU, which NCCL refuses.
+    Raises:
+        RequestError: If it is no number, or if ranks would share a GPU, which NCCL refuses.
     """
     import torch
 
@@ -81,7 +82,8 @@ def least_nodes() -> int:
 def torchrun_options(processes: int, restarts: int) -> List[str]:
     """Return the options of torchrun, whose names have underscores for torch 1.10.
 
-    Raises RequestError if the address is wrong, or if the port is in use.
+    Raises:
+        RequestError: If the address is wrong, or if the port is in use.
     """
     from pipeline.distributed import free_port
 
@@ -142,7 +144,8 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
 
     Several nodes have to start again together, so there torchrun does this, whatever ended a rank.
 
-    Returns the exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
+    Returns:
+        The exit code: 0, 1, 2, or 143 if the launcher or a rank was asked to stop.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 

@@ -127,7 +127,8 @@ def give_home() -> None:
 def open_store(uri: str) -> Any:
     """Open the server or local store, and return a client.
 
-    Raises RequestError for an address without a scheme.
+    Raises:
+        RequestError: For an address without a scheme.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
@@ -432,7 +433,8 @@ def use_of_machine() -> Dict[str, float]:
 def describe_model(files: List[str]) -> Dict[str, Any]:
     """Return the arguments with which MLflow saves a model. `files` are the weights and their JSON.
 
-    Raises RequestError if the weights cannot be read.
+    Raises:
+        RequestError: If the weights cannot be read.
     """
     import superglue_sift
     from pipeline import served_model

@@ -126,7 +126,8 @@ def refresh(path: Path) -> bool:
 def write(path: Path, text: str) -> bool:
     """Replace the file at `path` and print the difference.
 
-    Returns False if the file has this text already.
+    Returns:
+        False if the file has this text already.
     """
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if before == text:

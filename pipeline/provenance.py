@@ -98,7 +98,8 @@ def code_version() -> str:
 def code_digests(stage: str) -> Dict[str, str]:
     """Return a digest of each Python file on which a stage depends, as dvc.yaml lists them.
 
-    Raises RequestError if there is no dvc.yaml beside this code.
+    Raises:
+        RequestError: If there is no dvc.yaml beside this code.
     """
     from ruamel.yaml import YAML
 
@@ -186,7 +187,8 @@ def write_photographs(model: Path, photographs: Optional[Iterable[str]]) -> None
 def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
     """Read the photographs that a model was trained on. Returns None if they are not known.
 
-    Raises RequestError if the list belongs to another model.
+    Raises:
+        RequestError: If the list belongs to another model.
     """
     from superglue_sift.network.weights import BadCheckpoint, load_model_file
 

@@ -53,7 +53,8 @@ def signature(threshold: float) -> ModelSignature:
 def extract(matcher: Matcher, image: Any, name: str) -> Features:
     """Extract features of the image of a request, in the column `name`.
 
-    Raises RequestError, which names the column.
+    Raises:
+        RequestError: Which names the column.
     """
     if isinstance(image, str):
         try:

@@ -84,7 +84,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import public names on first use, so that `import superglue_sift` does not import torch.
 
-    Raises AttributeError for an unknown name.
+    Raises:
+        AttributeError: For an unknown name.
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

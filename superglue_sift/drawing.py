@@ -39,11 +39,12 @@ SMALLEST = 12  # minimum height of a letter in pixels
 class Panel:
     """A panel of a picture shows the matches of one matcher.
 
-    heading: text above the picture.
-    points0, points1: (K, 2) pixels.
-    scores: (K,) confidences from 0 to 1.
-    wrong: (K,) bool, False if it is not known.
-    wrong_means: what the legend says about wrong matches.
+    Attributes:
+        heading: text above the picture.
+        points0, points1: (K, 2) pixels.
+        scores: (K,) confidences from 0 to 1.
+        wrong: (K,) bool, False if it is not known.
+        wrong_means: what the legend says about wrong matches.
     """
 
     heading: str
@@ -58,7 +59,8 @@ class Panel:
 class Picture:
     """A picture that a notebook shows.
 
-    pixels: (H, W, 3) uint8 BGR. legend: a text that says what the colours mean.
+    Attributes:
+        pixels: (H, W, 3) uint8 BGR. legend: a text that says what the colours mean.
     """
 
     pixels: np.ndarray
@@ -70,7 +72,8 @@ class Picture:
     def encode(self, ending: str = ".jpg") -> bytes:
         """Return the bytes of a file with this extension.
 
-        Raises RequestError if OpenCV writes no such files.
+        Raises:
+            RequestError: If OpenCV writes no such files.
         """
         try:
             return cv2.imencode(ending, self.pixels)[1].tobytes()
@@ -82,7 +85,8 @@ class Picture:
     def save(self, path: FileName) -> None:
         """Write the picture in the format of its extension.
 
-        Raises RequestError for an unknown extension, and OSError if the file cannot be written.
+        Raises:
+            RequestError: For an unknown extension, and OSError if the file cannot be written.
         """
         write_atomic(path, self.encode(Path(path).suffix.lower()))
 
@@ -102,7 +106,8 @@ def colours_of(points: np.ndarray, width: int) -> np.ndarray:
 def side_by_side(image0: np.ndarray, image1: np.ndarray) -> np.ndarray:
     """Put two images (H0, W0) and (H1, W1) uint8, gray or BGR, next to each other.
 
-    Returns (max(H0, H1), W0 + GAP + W1, 3) uint8 BGR.
+    Returns:
+        (max(H0, H1), W0 + GAP + W1, 3) uint8 BGR.
     """
     height = max(len(image0), len(image1))
     right = image0.shape[1] + GAP
@@ -134,7 +139,8 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
 def draw_lines(canvas: np.ndarray, panel: Panel, size: Size) -> None:
     """Draw the matches of a panel on two images side by side.
 
-    size: (width, height) of the left image.
+    Args:
+        size: (width, height) of the left image.
     """
     # Draw correct matches by rising confidence, then wrong ones, so that these stay visible.
     order = np.lexsort((panel.scores, panel.wrong))
@@ -198,8 +204,10 @@ def draw(
 ) -> np.ndarray:
     """Draw panels below each other, with headings and a legend; return (H, W, 3) uint8 BGR.
 
-    image0, image1: (H, W) gray or (H, W, 3) BGR, uint8. They are reduced to a longer side of SIDE.
-    captions: whether to draw headings and legend. A page may have them as text.
+    Args:
+        image0, image1: (H, W) gray or (H, W, 3) BGR, uint8. They are reduced to a longer side of
+            SIDE.
+        captions: whether to draw headings and legend. A page may have them as text.
     """
     small0, small1 = (reduce_image(image, SIDE) for image in (image0, image1))
     unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))

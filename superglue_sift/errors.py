@@ -83,7 +83,8 @@ def exit_code(main: Main, argv: Optional[List[str]] = None) -> int:
 def import_extra(package: str, extra: str) -> Any:
     """Import an optional package, which an extra of the wheel brings.
 
-    Raises RequestError if it is not installed.
+    Raises:
+        RequestError: If it is not installed.
     """
     try:
         return importlib.import_module(package)

@@ -167,7 +167,8 @@ def check_writable(path: FileName, named: Optional[FileName] = None) -> None:
 
     Call it before long work.
 
-    named: the file or folder that the user gave, which the message names instead of `path`.
+    Args:
+        named: the file or folder that the user gave, which the message names instead of `path`.
     """
     try:
         if Path(path).is_dir():

@@ -34,26 +34,25 @@ FIELDS = (
 class MatchResult:
     """Matches of two images, in the order of image 0's keypoints.
 
-    keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
-    found: the K matches, see `matches` and `scores`.
-    size0, size1: (width, height).
-
     Four attributes describe refined positions (`refinement.refine`). They are None if the result
     was not refined:
 
-    aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement failed,
-        they are SIFT's.
-    deviations: (K,) float32, standard deviation in px of image 1 along each axis. It is NaN where
-        refinement failed.
-    correlations: (K,) float32, from -1 to 1, of both patches. It is NaN where a patch leaves its
-        image or is flat.
-
-    pair_score: probability that both images show one place (`Matcher.load(scene=True)`). It is 0
-        for a pair that was skipped, and None without `scene`.
-    threshold: a number that all scores exceed. It is None if it is not known.
-    frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
-    turned: the EXIF orientation of each image that was undone.
-    images: the matched images, for `show`, or None for features without their image.
+    Attributes:
+        keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
+        found: the K matches, see `matches` and `scores`.
+        size0, size1: (width, height).
+        aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement
+            failed, they are SIFT's.
+        deviations: (K,) float32, standard deviation in px of image 1 along each axis. It is NaN
+            where refinement failed.
+        correlations: (K,) float32, from -1 to 1, of both patches. It is NaN where a patch leaves
+            its image or is flat.
+        pair_score: probability that both images show one place (`Matcher.load(scene=True)`). It is
+            0 for a pair that was skipped, and None without `scene`.
+        threshold: a number that all scores exceed. It is None if it is not known.
+        frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
+        turned: the EXIF orientation of each image that was undone.
+        images: the matched images, for `show`, or None for features without their image.
 
     Example:
         >>> keypoints0 = np.float32([[10, 10], [90, 20], [70, 80], [20, 60], [50, 40]])
@@ -143,8 +142,9 @@ class MatchResult:
     ) -> MatchResult:
         """Build a result from the matches of two images' features.
 
-        scores: deprecated. Version 0.1.0 took (K, 2) indices, or (M,) as `dense` returns them, and
-            scores of the same length, in place of `Matches`.
+        Args:
+            scores: deprecated. Version 0.1.0 took (K, 2) indices, or (M,) as `dense` returns them,
+                and scores of the same length, in place of `Matches`.
         """
         if not isinstance(found, Matches):
             warn_deprecated("MatchResult.of with indices and scores", "Matches(indices, scores)")
@@ -249,8 +249,9 @@ class MatchResult:
         Its model is None for fewer than four matches, and where matches only fit a mirror image.
         `supported` says whether most matches agree with it, and more than by chance.
 
-        threshold_px: distance in image 1 up to which a match is an inlier. If None, it is 3 px, and
-            in images larger than 1,024 px as much more as they are larger.
+        Args:
+            threshold_px: distance in image 1 up to which a match is an inlier. If None, it is 3 px,
+                and in images larger than 1,024 px as much more as they are larger.
         """
         return self._fit("homography", threshold_px)
 
@@ -260,8 +261,9 @@ class MatchResult:
         Its model is None for fewer than eight matches. `supported` says whether most matches agree
         with it, and more than by chance.
 
-        threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is that
-            of `homography`.
+        Args:
+            threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is
+                that of `homography`.
         """
         return self._fit("fundamental", threshold_px)
 
@@ -305,8 +307,9 @@ class MatchResult:
         matches show no parallax: the images are identical, or the camera only rotated. Raises
         RequestError without PoseLib.
 
-        threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px, and
-            more in larger images as for `homography`.
+        Args:
+            threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px,
+                and more in larger images as for `homography`.
         """
         to0, to1, points0, points1 = self._in_reference_px()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
@@ -315,7 +318,8 @@ class MatchResult:
     def _in_reference_px(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Convert the matches to pixels of images of the size at which lengths were chosen.
 
-        Returns the maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.
+        Returns:
+            The maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.
         """
         maps = []
         points = []
@@ -371,10 +375,12 @@ class MatchResult:
 
         A notebook shows the picture, and `.save("matches.png")` writes it.
 
-        image0, image1: the images, if features without their images were matched.
-        captions: whether to write lines of text into the picture. A page may have them as text.
+        Args:
+            image0, image1: the images, if features without their images were matched.
+            captions: whether to write lines of text into the picture. A page may have them as text.
 
-        Raises RequestError if an image is missing or cannot be read.
+        Raises:
+            RequestError: If an image is missing or cannot be read.
         """
         photos = self.photos(image0, image1)
         points0, points1 = (

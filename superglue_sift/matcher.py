@@ -80,26 +80,28 @@ class Matcher:
     spawned, not forked. A matcher is pickled as the name of its file and its settings. Raises
     RequestError for a setting out of range.
 
-    model: the network for inference on `device`, as `fuse_for_inference` returns it.
-    device: the torch device of the network.
-    max_keypoints: maximum number of keypoints of an image.
-    network_keypoints: maximum number of keypoints of an image that are selected for the network
-        (`nearest.select_keypoints`). Time and memory grow with its square.
-    resize: longer side in pixels to which images are reduced for SIFT. Images below
-        `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Keypoints are
-        always in pixels of the original image.
-    threshold: minimum probability of a match of the network.
-    extractor: the extractor of keypoints. None if it may not be run.
-    refine: whether to refine positions by the pixels, if there are any (`MatchResult.aligned1`). If
-        None, refine them without `rules` only: a scene has many matches, and takes the positions
-        on which all pairs agree (`tracks.refine_tracks`). A loaded matcher has True or False.
-    rules: rules for images that show one place, of which not every two overlap. Each pair is first
-        accepted or rejected, then matches of all keypoints are added (`verification`). If None,
-        match any images.
-    frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread` and
-        browsers. "stored" is not rotated, as in COLMAP (see `images`).
-    weights_sha256: SHA-256 of the model file. "" if the network is from no file.
-    workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
+    Attributes:
+        model: the network for inference on `device`, as `fuse_for_inference` returns it.
+        device: the torch device of the network.
+        max_keypoints: maximum number of keypoints of an image.
+        network_keypoints: maximum number of keypoints of an image that are selected for the network
+            (`nearest.select_keypoints`). Time and memory grow with its square.
+        resize: longer side in pixels to which images are reduced for SIFT. Images below
+            `features.ENLARGED_TO` are enlarged to it. If 0, images keep their size. Keypoints are
+            always in pixels of the original image.
+        threshold: minimum probability of a match of the network.
+        extractor: the extractor of keypoints. None if it may not be run.
+        refine: whether to refine positions by the pixels, if there are any
+            (`MatchResult.aligned1`). If None, refine them without `rules` only: a scene has many
+            matches, and takes the positions on which all pairs agree (`tracks.refine_tracks`). A
+            loaded matcher has True or False.
+        rules: rules for images that show one place, of which not every two overlap. Each pair is
+            first accepted or rejected, then matches of all keypoints are added (`verification`). If
+            None, match any images.
+        frame: the frame of coordinates. "upright" is rotated according to EXIF, as by `cv2.imread`
+            and browsers. "stored" is not rotated, as in COLMAP (see `images`).
+        weights_sha256: SHA-256 of the model file. "" if the network is from no file.
+        workers: number of pairs that are matched at a time (`use_one_core_per_pair`).
     """
 
     model: SuperGlue = dataclasses.field(repr=False)
@@ -238,9 +240,10 @@ class Matcher:
     def extract(self, image: Image, mask: Optional[Union[FileName, np.ndarray]] = None) -> Features:
         """Extract keypoints of an image for `match`. Raises RequestError if it cannot be read.
 
-        mask: where it is black (0) or False, there is no keypoint. It is an array (H, W) like the
-            image, or a file of the size of the image's file, as in COLMAP. Transparent pixels are
-            left out in any case.
+        Args:
+            mask: where it is black (0) or False, there is no keypoint. It is an array (H, W) like
+                the image, or a file of the size of the image's file, as in COLMAP. Transparent
+                pixels are left out in any case.
         """
         if isinstance(image, (str, Path)):
             return self.extract_file(read(image), image, mask)
@@ -254,7 +257,8 @@ class Matcher:
     ) -> Features:
         """Extract keypoints from the bytes of a file, as `extract` does.
 
-        path: the name of the file in messages. Features keep it as their image.
+        Args:
+            path: the name of the file in messages. Features keep it as their image.
         """
         photo = decode(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
@@ -268,10 +272,12 @@ class Matcher:
     ) -> Features:
         """Extract keypoints of gray pixels (H, W) uint8. See `extract`.
 
-        masks: (H, W) uint8 or None each. No keypoint lies where one of them is 0.
-        name: name of the image, for warnings.
+        Args:
+            masks: (H, W) uint8 or None each. No keypoint lies where one of them is 0.
+            name: name of the image, for warnings.
 
-        Raises RequestError if the model's extractor may not be run.
+        Raises:
+            RequestError: If the model's extractor may not be run.
         """
         self._check_process()
         if self.extractor is None:
@@ -302,11 +308,13 @@ class Matcher:
     ) -> MatchResult:
         """Match two images, each a file, its pixels or its features from `extract`.
 
-        refine: whether to refine positions by the pixels. If None, do what the matcher was loaded
-            with, and leave the positions of features without pixels (`Features.of`) as they are.
-
         An image without keypoints has no matches. Raises RequestError for an image that cannot be
         read, and for `refine=True` with features without pixels.
+
+        Args:
+            refine: whether to refine positions by the pixels. If None, do what the matcher was
+                loaded with, and leave the positions of features without pixels (`Features.of`) as
+                they are.
         """
         features0, features1 = self.extract_all([image0, image1])
         (result,) = self._match([(features0, features1)], refine)
@@ -323,8 +331,9 @@ class Matcher:
     ) -> Iterator[MatchResult]:
         """Match one image, whose features are computed once, with each of the others in order.
 
-        refine: as for `match`.
-        accepted_only: leave out the pairs of a scene that were not accepted.
+        Args:
+            refine: as for `match`.
+            accepted_only: leave out the pairs of a scene that were not accepted.
         """
         features = self.extract_all([image])[0]
         pairs = ((features, other) for other in others)
@@ -340,10 +349,11 @@ class Matcher:
     ) -> Iterator[MatchResult]:
         """Match each pair, in order. `batch_size` pairs are read and matched at a time.
 
-        refine: as for `match`.
-
         Batches are faster on a GPU. Their scores differ from the scores of single pairs by
         rounding. Raises RequestError for an image that cannot be read, before its batch is matched.
+
+        Args:
+            refine: as for `match`.
         """
         check_range("batch_size", batch_size, 1)
         for group in groups(pairs, batch_size):
@@ -454,11 +464,12 @@ class Matcher:
     ) -> List[Tuple[Pair, Matches, Matches, Tuple[np.ndarray, np.ndarray]]]:
         """Match pairs by the network alone.
 
-        Returns for each pair:
-        - all its keypoints, in pixels of the reduced images,
-        - all matches of the network, whatever their scores,
-        - the mutual nearest neighbours of all keypoints,
-        - the indices (m,) and (n,) of the selected keypoints.
+        Returns:
+            For each pair:
+            - all its keypoints, in pixels of the reduced images,
+            - all matches of the network, whatever their scores,
+            - the mutual nearest neighbours of all keypoints,
+            - the indices (m,) and (n,) of the selected keypoints.
         """
         # Give the network positions and scales in pixels of the reduced images. In pixels of the
         # files, it would see a zoom that is not there.
@@ -527,7 +538,8 @@ def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
     """Return the extractor of a model: SIFT, code that the caller allowed by name, or None.
 
-    Raises RequestError if the caller allowed other code than the model needs.
+    Raises:
+        RequestError: If the caller allowed other code than the model needs.
     """
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")

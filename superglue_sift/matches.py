@@ -19,8 +19,9 @@ class Matches:
     Each keypoint has at most one match. Only in the matches of `nearest.neighbours` a keypoint of
     image 1 may have several.
 
-    indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
-    scores: (K,) float32, from 0 to 1, the confidence of each match.
+    Attributes:
+        indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
+        scores: (K,) float32, from 0 to 1, the confidence of each match.
     """
 
     indices: np.ndarray
@@ -45,7 +46,8 @@ class Matches:
     def renumber(self, index0: np.ndarray, index1: np.ndarray) -> Matches:
         """Return matches of selected keypoints as matches of all keypoints.
 
-        index0 (m,), index1 (n,): which keypoints of each image were selected.
+        Args:
+            index0 (m,), index1 (n,): which keypoints of each image were selected.
         """
         own, other = self.indices.T  # (K,) each, among the selected keypoints
         return Matches(np.stack([index0[own], index1[other]], axis=1), self.scores)
@@ -59,8 +61,9 @@ class Matches:
     def from_dense(cls, matches0: np.ndarray, scores0: np.ndarray) -> Matches:
         """Build matches from the form of the paper's code, one row for each keypoint of image 0.
 
-        matches0: (M,), the index of the match in image 1, or -1 for a keypoint without a match.
-        scores0: (M,), the confidence of each match.
+        Args:
+            matches0: (M,), the index of the match in image 1, or -1 for a keypoint without a match.
+            scores0: (M,), the confidence of each match.
         """
         # (M,) with -1 -> (K, 2) without
         index0 = np.flatnonzero(matches0 >= 0)
@@ -70,7 +73,8 @@ class Matches:
     def to_dense(self, count0: int) -> Tuple[np.ndarray, np.ndarray]:
         """Return `matches0` (M,) int64 and `scores0` (M,) float32, as `from_dense` takes them.
 
-        count0: number M of keypoints of image 0. Keypoints without a match get -1 and 0.
+        Args:
+            count0: number M of keypoints of image 0. Keypoints without a match get -1 and 0.
         """
         matches0 = np.full(count0, -1, np.int64)
         scores0 = np.zeros(count0, np.float32)

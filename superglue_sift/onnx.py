@@ -136,8 +136,9 @@ class ColmapSuperGlue(OnnxSuperGlue):
     ) -> None:
         """Wrap a model in evaluation mode. threshold: minimum probability of a match.
 
-        max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
-            neighbours are kept, and the others have no match.
+        Args:
+            max_keypoints: maximum number of keypoints of an image. Keypoints with the best nearest
+                neighbours are kept, and the others have no match.
         """
         super().__init__(model, threshold)
         self.max_keypoints = max_keypoints
@@ -168,8 +169,9 @@ class ColmapSuperGlue(OnnxSuperGlue):
 def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     """Rank keypoints with unit descriptors (M, D) and (N, D). A smaller rank is a likelier match.
 
-    Returns (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours
-    get the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
+    Returns:
+        (M,) and (N,) float32. The rank is Lowe's ratio of distances. Mutual nearest neighbours get
+        the smaller ratio of both directions, so that both are kept or none. All others get 1 more.
     """
     # A row of zeros is the nearest neighbour where the other image has no keypoint.
     cosines = pad(desc0, (0, 0, 0, 1)) @ pad(desc1, (0, 0, 0, 1)).T
@@ -217,14 +219,16 @@ def export(
 ) -> Path:
     """Write a trained model as ONNX, opset 18, in one .onnx file. This takes a minute or more.
 
-    model: a model file. If None, take the shipped weights.
-    threshold: minimum probability of a match, which the file's metadata contain. If None, it is
-        COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
-    form: a key of FORMS.
-    max_keypoints: for COLMAP, see `ColmapSuperGlue`. If None, it is COLMAP_KEYPOINTS.
+    Args:
+        model: a model file. If None, take the shipped weights.
+        threshold: minimum probability of a match, which the file's metadata contain. If None, it is
+            COLMAP_THRESHOLD for COLMAP, and otherwise the model's own or 0.2.
+        form: a key of FORMS.
+        max_keypoints: for COLMAP, see `ColmapSuperGlue`. If None, it is COLMAP_KEYPOINTS.
 
-    Raises RequestError for `max_keypoints` in another form, if there is no such model, if the file
-    cannot be written or has another extension, or if packages are missing.
+    Raises:
+        RequestError: For `max_keypoints` in another form, if there is no such model, if the file
+            cannot be written or has another extension, or if packages are missing.
     """
     path = Path(path)
     if path.suffix != ".onnx":

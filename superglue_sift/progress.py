@@ -24,7 +24,8 @@ EVERY_SECONDS = (15.0, 0.2)  # time between updates in a log, and on a terminal
 class Progress(tqdm):
     """tqdm that prints a line for each update in a log, and nothing if there are no items.
 
-    terminal: whether stderr is a terminal.
+    Attributes:
+        terminal: whether stderr is a terminal.
     """
 
     monitor_interval = 0  # without a thread, since processes are forked while a bar is shown

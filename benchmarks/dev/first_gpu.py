@@ -65,12 +65,13 @@ REHEARSED: Dict[str, Any] = {
 class Part(NamedTuple):
     """A command with its limit in seconds.
 
-    folder: the folder under OUT in which it runs, or "" for this one.
-    until: pattern of files under OUT. When a new file matches it, SIGTERM stops the command, as it
-        stops a preempted job.
-    expected: exit codes that count as success.
-    missing: what this machine lacks for the part, or "".
-    figures: pattern of the lines with its figures. By default it is the last line.
+    Attributes:
+        folder: the folder under OUT in which it runs, or "" for this one.
+        until: pattern of files under OUT. When a new file matches it, SIGTERM stops the command, as
+            it stops a preempted job.
+        expected: exit codes that count as success.
+        missing: what this machine lacks for the part, or "".
+        figures: pattern of the lines with its figures. By default it is the last line.
     """
 
     name: str

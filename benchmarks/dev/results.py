@@ -125,7 +125,8 @@ class Bench:
     def fetch(self, name: str, train: Path, held_out: Path, **evaluate: Any) -> Tuple[Path, Path]:
         """List photographs as the stage `fetch` does. Half of `held_out` is tested on.
 
-        Returns the file of parameters, with the keys `evaluate`, and the folder of the images.
+        Returns:
+            The file of parameters, with the keys `evaluate`, and the folder of the images.
         """
         yaml = YAML()
         parameters = yaml.load(presets.read("folder"))

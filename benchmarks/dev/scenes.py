@@ -59,9 +59,10 @@ CENTRES = MODEL.index("centres, cm")
 class Camera(NamedTuple):
     """Describe a photograph's camera.
 
-    K: (3, 3) in pixels; the centre of the first pixel is (0, 0).
-    R: (3, 3), from the world to the camera.
-    C: (3,), its centre in the world.
+    Attributes:
+        K: (3, 3) in pixels; the centre of the first pixel is (0, 0).
+        R: (3, 3), from the world to the camera.
+        C: (3,), its centre in the world.
     """
 
     K: np.ndarray
@@ -177,8 +178,9 @@ def map_scene(database: Path, photos: Path, cameras: Cameras, seed: int) -> List
 def model_errors(model: Any, cameras: Cameras) -> Tuple[float, float, float]:
     """Measure a pycolmap.Reconstruction's cameras, after the best similarity of their centres.
 
-    Returns the mean distance of the centres in the units of `cameras`, the same in percent of the
-    largest distance between two true cameras, and the mean angle of rotations in degrees.
+    Returns:
+        The mean distance of the centres in the units of `cameras`, the same in percent of the
+        largest distance between two true cameras, and the mean angle of rotations in degrees.
     """
     import pycolmap
 

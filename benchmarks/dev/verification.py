@@ -161,10 +161,11 @@ def look(
 ) -> View:
     """Take a view of walls.
 
-    frames: for each wall, a matrix (3, 3). Its columns are the direction of x, the direction of y,
-        and the place of the first pixel. A pixel of a wall is the unit of length, and the third
-        axis points down.
-    eye, ahead: (3,), place and direction of the camera.
+    Args:
+        frames: for each wall, a matrix (3, 3). Its columns are the direction of x, the direction of
+            y, and the place of the first pixel. A pixel of a wall is the unit of length, and the
+            third axis points down.
+        eye, ahead: (3,), place and direction of the camera.
     """
     focal = LARGE[0] * rng.uniform(0.7, 1.2)
     K = np.array([[focal, 0, LARGE[0] / 2], [0, focal, LARGE[1] / 2], [0, 0, 1]])
@@ -275,7 +276,8 @@ def learn(pairs: pd.DataFrame) -> np.ndarray:
 def count(pairs: pd.DataFrame, weights: Sequence[float]) -> str:
     """Tabulate how many right pairs are refused, and wrong ones accepted, at each limit.
 
-    weights: the weights of the evidence, then the bias.
+    Args:
+        weights: the weights of the evidence, then the bias.
     """
     scores = expit(pairs[EVIDENCE].to_numpy(float) @ weights[:-1] + weights[-1])
     right = pairs.right.to_numpy(bool)

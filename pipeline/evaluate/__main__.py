@@ -148,7 +148,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
 def check_options(args: argparse.Namespace) -> argparse.Namespace:
     """Check the options, and add the models, the estimators and the file of parameters.
 
-    Raises RequestError for a wrong option.
+    Raises:
+        RequestError: For a wrong option.
     """
     # Refuse options that exclude each other.
     for option, other in EXCLUDED:
@@ -178,7 +179,8 @@ def models_of(
 ) -> Tuple[Dict[str, Path], Dict[str, Callable[[Pair], Matches]]]:
     """Return all model files by name, the evaluated model first, and all matcher functions by name.
 
-    Raises RequestError if a name is invalid or used already.
+    Raises:
+        RequestError: If a name is invalid or used already.
     """
     models = {OURS: args.model or shipped_weights()}
     further = {}
@@ -493,7 +495,8 @@ def describe(source: Source, where: str, matched: Matchers, settings: Settings) 
 def evaluate(args: argparse.Namespace) -> Tuple[Results, Mapping[str, Any]]:
     """Evaluate all matchers. Return the results and the description of the network.
 
-    Raises RequestError for a wrong request and WorkError if nothing can be evaluated.
+    Raises:
+        RequestError: For a wrong request and WorkError if nothing can be evaluated.
     """
     # Read the section of params.yaml, and load the networks.
     sections = params.load(args.params)
@@ -572,8 +575,9 @@ def tabulate(
 ) -> Tuple[pd.DataFrame, Dict[str, List[Scored]], pd.DataFrame]:
     """Make the long table of all pairs.
 
-    Returns the table, the scored matches of each network, and the values that each pair contributes
-    to each metric.
+    Returns:
+        The table, the scored matches of each network, and the values that each pair contributes to
+        each metric.
     """
     _, rows, scored = zip(*scores)
     table = metrics.make_table(rows)

@@ -194,7 +194,8 @@ class HeldOutPairs(Source):
     def read(self, index: int) -> np.ndarray:
         """Read photograph `index`, (H, W) uint8.
 
-        Raises BadImage if it is unreadable or too small.
+        Raises:
+            BadImage: If it is unreadable or too small.
         """
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
@@ -426,7 +427,8 @@ class PosePairs(FilePairs):
 def find_sequences(folder: Path) -> List[HPatchesSequence]:
     """Read the sequences in `folder` and in folders below it, sorted by name.
 
-    Raises RequestError if there is none, or if a sequence lacks a file.
+    Raises:
+        RequestError: If there is none, or if a sequence lacks a file.
     """
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
@@ -447,7 +449,8 @@ def find_sequences(folder: Path) -> List[HPatchesSequence]:
 def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
     """Return the images in a folder, image 1 first, and the homographies H_1_k by their number k.
 
-    Raises RequestError for an image without its homography, or a homography without its image.
+    Raises:
+        RequestError: For an image without its homography, or a homography without its image.
     """
     images: Dict[int, Path] = {}
     homographies: Dict[int, Path] = {}

@@ -99,8 +99,9 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
 def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Container]]:
     """Split the images of the source, and download those that are missing into `archives`.
 
-    Returns the names by split, and the containers. A whole archive is downloaded without
-    `fetch.limit`, else only its chosen images.
+    Returns:
+        The names by split, and the containers. A whole archive is downloaded without `fetch.limit`,
+        else only its chosen images.
     """
     wanted = dict(zip(("train", "val"), SOURCES[settings.source]))
     stems = " and ".join(Path(archive.file).stem for archive in wanted.values())
@@ -157,7 +158,8 @@ def _open_local(archive: Archive, path: Path) -> Container:
 class Remote:
     """An archive at the first of its addresses that serves parts of it.
 
-    Raises WorkError if no address serves them.
+    Raises:
+        WorkError: If no address serves them.
     """
 
     def __init__(self, archive: Archive) -> None:
@@ -242,7 +244,8 @@ class Remote:
     def download(self, target: Path) -> Container:
         """Download the archive to `target`, and show the progress. Return its container.
 
-        Raises WorkError if the MD5 is wrong. If the download fails, `NAME.part` is kept.
+        Raises:
+            WorkError: If the MD5 is wrong. If the download fails, `NAME.part` is kept.
         """
         target = real_path(target)
         target.parent.mkdir(parents=True, exist_ok=True)

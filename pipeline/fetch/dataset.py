@@ -205,7 +205,8 @@ def open_manifest(folder: Path) -> ImageSet:
 def unpack(data: bytes, entry: Entry) -> bytes:
     """Unpack the bytes of an image.
 
-    Raises BadImage unless its size and CRC-32 are as the entry states.
+    Raises:
+        BadImage: Unless its size and CRC-32 are as the entry states.
     """
     if entry.method == DEFLATED:
         try:
@@ -243,7 +244,8 @@ def sample_folder() -> Path:
 def copy_sample(target: Path) -> List[Entry]:
     """Copy the bundled photographs into the new folder `target`.
 
-    Returns their entries, with the splits of `SAMPLE`.
+    Returns:
+        Their entries, with the splits of `SAMPLE`.
     """
     target.mkdir(parents=True)
     entries = []
@@ -303,7 +305,8 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
     The names in a list or annotation file are relative to `root`, which may be a zip. If it is "",
     they are relative to the file's own folder.
 
-    Raises RequestError if there is nothing at `path`, no image in it, or a name that leads outside.
+    Raises:
+        RequestError: If there is nothing at `path`, no image in it, or a name that leads outside.
     """
     path = Path(path)
     kind = path.suffix.lower()
@@ -334,7 +337,8 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
 def zip_container(path: Path, **facts: Any) -> Container:
     """Open all images of an archive, which are read in place.
 
-    Raises RequestError if the archive is damaged or unsafe.
+    Raises:
+        RequestError: If the archive is damaged or unsafe.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -424,8 +428,9 @@ def _read_annotations(path: Path) -> List[str]:
 def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
     """Return the photographs among the members, sorted by name.
 
-    Raises RequestError, which names the member, if one cannot be used. Nothing is unpacked, but
-    names go to other files.
+    Raises:
+        RequestError: Which names the member, if one cannot be used. Nothing is unpacked, but names
+            go to other files.
     """
     images = [member for member in members if is_photo(member.filename)]
     for member in images:
@@ -447,7 +452,8 @@ def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipf
 def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
     """Make the entry of a member from its local header, without split and container.
 
-    Raises RequestError if the bytes are no header.
+    Raises:
+        RequestError: If the bytes are no header.
     """
     if len(header) < HEADER or header[:4] != b"PK\x03\x04":
         raise RequestError(f"{path}: refused, no data where its directory puts '{member.filename}'")
@@ -483,9 +489,12 @@ def hash_fraction(seed: int, name: str) -> float:
 def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """Split the user's own images. They are one set, of which a part is held out, or two sets.
 
-    Returns the names by split, and the containers. Raises RequestError if a path is wrong, or no
-    image is left to train or to validate. Test images may be missing, since the evaluation then
-    uses the val images.
+    Returns:
+        The names by split, and the containers.
+
+    Raises:
+        RequestError: If a path is wrong, or no image is left to train or to validate. Test images
+            may be missing, since the evaluation then uses the val images.
     """
     # There is one set, or a second one with the held-out images.
     held = {"train": open_container(settings.path, settings.root)}

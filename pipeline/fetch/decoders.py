@@ -65,7 +65,8 @@ def _read_jpegs(images: ImageSet, batch: Sequence[Entry]) -> Dict[Entry, bytes]:
 def make_decoder(decoder: str) -> Optional[Decode]:
     """Return the function that decodes batches, or None for Pillow.
 
-    Raises RequestError, which names the package to install, if the decoder is missing.
+    Raises:
+        RequestError: Which names the package to install, if the decoder is missing.
     """
     from superglue_sift import torch_compat
 

@@ -95,7 +95,8 @@ def _extract(
 
     `workers` is the number of processes, or 0 for one per core.
 
-    Raises OSError if the disk is full. Finished shards are kept.
+    Raises:
+        OSError: If the disk is full. Finished shards are kept.
     """
     todo = shards.find_missing(mine)
     entries = [entry for shard in todo for entry in shard.entries]
@@ -115,7 +116,8 @@ def _extract(
 def _wait_for_all(planned: Sequence[Shard]) -> List[Row]:
     """Return the rows of all shards. Wait for the other ranks, and say so.
 
-    Raises WorkError if no rank has written a shard for `SILENCE` seconds.
+    Raises:
+        WorkError: If no rank has written a shard for `SILENCE` seconds.
     """
     missing = 0
     since = time.monotonic()

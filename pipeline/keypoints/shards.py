@@ -117,7 +117,8 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
 def write(shard: Shard, results: Iterable[Result]) -> None:
     """Write one shard from the results of its entries, and its note.
 
-    Raises OSError, for example if the disk is full.
+    Raises:
+        OSError: For example if the disk is full.
     """
     # The views of SHARD_IMAGES images are in memory at most.
     done = list(results)

@@ -76,9 +76,13 @@ def shard_name(index: int) -> str:
 def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
     """Write the images of one shard atomically (temporary file, fsync, rename).
 
-    Returns its row in store.json, with the keys file, images (their names), keypoints, bytes and
-    sha256. Equal images give equal bytes. Raises OSError, for example if the disk is full, without
-    leaving a partial shard under the final name.
+    Returns:
+        Its row in store.json, with the keys file, images (their names), keypoints, bytes and
+        sha256. Equal images give equal bytes.
+
+    Raises:
+        OSError: For example if the disk is full, without leaving a partial shard under the final
+            name.
     """
     records = [records for image in images for records in image.records]
     # (keypoints,) records become (keypoints, R) bytes, because safetensors has no records
@@ -154,8 +158,9 @@ class KeypointStore:
     def __init__(self, path: Union[str, Path], verify: str = "sample") -> None:
         """Open the store in a folder. `verify` is "none", "sample" (hash a few shards) or "all".
 
-        Raises RequestError, which names the file, if the store is missing, damaged, newer than this
-        program, or another kind of file.
+        Raises:
+            RequestError: Which names the file, if the store is missing, damaged, newer than this
+                program, or another kind of file.
         """
         self.path = Path(path)
         about = read_index(self.path)
@@ -236,7 +241,8 @@ def read_index(folder: Path) -> Dict[str, Any]:
 def map_shard(path: Path) -> Dict[str, np.ndarray]:
     """Map the tensors of a safetensors file as read-only arrays. The library would copy them.
 
-    Raises RequestError if the file cannot be read.
+    Raises:
+        RequestError: If the file cannot be read.
     """
     try:
         with path.open("rb") as stream:

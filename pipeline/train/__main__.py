@@ -66,8 +66,9 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
 def check(argv: Optional[Sequence[str]], world_size: int) -> None:
     """Check the request before any process starts.
 
-    Raises RequestError if the stores, a checkpoint or a model file do not fit the request, or if a
-    folder cannot be written.
+    Raises:
+        RequestError: If the stores, a checkpoint or a model file do not fit the request, or if a
+            folder cannot be written.
     """
     args, sections = parse(argv)
     if not args.validate_only:

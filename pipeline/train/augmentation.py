@@ -42,15 +42,16 @@ _SCORE = 4
 class Augmentation(NamedTuple):
     """Amounts of the changes. The defaults change nothing.
 
-    keypoint_drop: largest fraction of a view's keypoints to leave out.
-    rotation_deg: largest rotation of each view either way. The canvas grows to hold the view.
-    negatives: fraction of pairs from different images, which have no match.
-    min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the limit.
-        If 0, n is the limit.
-    zoom: fraction of pairs with one view that is shrunk and surrounded by views of other images.
-        The factor is log-uniform in the range ZOOM.
-    zoom_far: fraction of the zoomed pairs whose factor is in the range FAR_ZOOM instead.
-    score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
+    Attributes:
+        keypoint_drop: largest fraction of a view's keypoints to leave out.
+        rotation_deg: largest rotation of each view either way. The canvas grows to hold the view.
+        negatives: fraction of pairs from different images, which have no match.
+        min_keypoints: each view keeps its first n keypoints, with n log-uniform from here to the
+            limit. If 0, n is the limit.
+        zoom: fraction of pairs with one view that is shrunk and surrounded by views of other
+            images. The factor is log-uniform in the range ZOOM.
+        zoom_far: fraction of the zoomed pairs whose factor is in the range FAR_ZOOM instead.
+        score_drop: fraction of pairs whose keypoints all get the score TYPICAL_SCORE.
     """
 
     keypoint_drop: float = 0.0

@@ -186,7 +186,8 @@ def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
     returned one are deleted, so that they do not count as one of the two. Files that could not be
     read stay, since they may be whole.
 
-    Raises RequestError if all are damaged.
+    Raises:
+        RequestError: If all are damaged.
     """
     paths = _newest_first(folder)
     damaged: List[Path] = []
@@ -397,7 +398,8 @@ def find_related(out: Path, ours: Info) -> str:
 def load_to_continue(folder: Path, ours: Info) -> Saved:
     """Return the newest checkpoint in the folder of another training, which `ours` continues.
 
-    Raises RequestError if there is no checkpoint, or if more than the schedule differs.
+    Raises:
+        RequestError: If there is no checkpoint, or if more than the schedule differs.
     """
     saved = load_newest(folder)
     if saved is None:

@@ -72,7 +72,11 @@ def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int
 def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     """Freeze the parameters whose names match one of the shell-style `patterns`.
 
-    Returns their names, sorted. Raises RequestError if a pattern matches no parameter.
+    Returns:
+        Their names, sorted.
+
+    Raises:
+        RequestError: If a pattern matches no parameter.
     """
     parameters = dict(model.named_parameters())
     frozen = set()
@@ -92,7 +96,8 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
 def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimizer:
     """Make Adam, Muon or SGD (momentum 0.9) for the parameters that are not frozen.
 
-    Raises RequestError if all parameters are frozen.
+    Raises:
+        RequestError: If all parameters are frozen.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not parameters:

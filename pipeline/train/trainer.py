@@ -86,7 +86,8 @@ def check(train: TrainParams, store: KeypointStore) -> None:
 def check_request(args: argparse.Namespace, sections: Params, world_size: int) -> None:
     """Check a request before any process starts, without building a training.
 
-    Raises RequestError if the stores, the initial weights or the checkpoint to continue do not fit.
+    Raises:
+        RequestError: If the stores, the initial weights or the checkpoint to continue do not fit.
     """
     context = distributed.Context(0, world_size, torch.device("cpu"))
     data = open_data(args, sections, context)
@@ -166,9 +167,10 @@ def compute_gradient(
 ) -> Tuple[List[str], Tensor, Tensor]:
     """Compute the gradient of the sum of all losses, times `weight`, and clip it.
 
-    Returns the names of the V values of a pair (see MatchingObjective). Then a tensor (1 + V,)
-    float64: the norm of the gradient before clipping, and the sum of each value over all pairs.
-    Then the loss of each pair, (B,).
+    Returns:
+        The names of the V values of a pair (see MatchingObjective). Then a tensor (1 + V,) float64:
+        the norm of the gradient before clipping, and the sum of each value over all pairs. Then the
+        loss of each pair, (B,).
     """
     optimizer.zero_grad()
     values = []  # the values of each micro-batch, by name
@@ -456,8 +458,9 @@ class Training:
     def _loop(self) -> bool:
         """Train to the last step.
 
-        Returns True when the last step is done. Returns False, with a saved checkpoint, when a
-        signal stopped the training.
+        Returns:
+            True when the last step is done. Returns False, with a saved checkpoint, when a signal
+            stopped the training.
         """
         state = self.state
         train = self.train

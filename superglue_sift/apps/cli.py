@@ -126,9 +126,11 @@ def match_two_images(
 def match_photos(matcher: Matcher, out_dir: Path, **options: Any) -> int:
     """Match pairs of photographs into a folder, and say what was done; return the exit code.
 
-    options: further arguments of `match_folder`.
+    Args:
+        options: further arguments of `match_folder`.
 
-    Raises WorkError if some photographs cannot be read, after the others are matched.
+    Raises:
+        WorkError: If some photographs cannot be read, after the others are matched.
     """
     report = folder.match_folder(matcher, out=out_dir, **options)
     print(f"{report.matched} pairs matched: {out_dir}")
@@ -153,9 +155,14 @@ def match_database(
 ) -> int:
     """Match the features of an existing COLMAP database, and write the matches into it.
 
-    settings: arguments of `Matcher.load`.
+    Args:
+        settings: arguments of `Matcher.load`.
 
-    Returns the exit code. Raises RequestError as `StoredFeatures`.
+    Returns:
+        The exit code.
+
+    Raises:
+        RequestError: As `StoredFeatures`.
     """
     from superglue_sift.interop.colmap import StoredFeatures
 
@@ -443,7 +450,8 @@ def _find_use(
 ) -> str:
     """Say which use of the command is meant.
 
-    Raises RequestError if nothing is to be matched, or more than one thing.
+    Raises:
+        RequestError: If nothing is to be matched, or more than one thing.
     """
     uses = [LIST] * bool(pairs) + [PAGE] * serve + [FILES] * bool(inputs)
     # --colmap alone reads a database. With photographs it writes one.

@@ -61,13 +61,14 @@ logger = logging.getLogger(__name__)
 class FolderReport:
     """What `match_folder` did.
 
-    matched: number of pairs that were matched.
-    unchanged: number of pairs whose results were there, fit and were kept.
-    matched_again: number of pairs whose results were there and did not fit, by the reason. They are
-        also counted in `matched`.
-    others: number of results in the folder that are of other pairs.
-    photos: number of photographs that can be read.
-    bad_images: the reason for each file that cannot be read.
+    Attributes:
+        matched: number of pairs that were matched.
+        unchanged: number of pairs whose results were there, fit and were kept.
+        matched_again: number of pairs whose results were there and did not fit, by the reason. They
+            are also counted in `matched`.
+        others: number of results in the folder that are of other pairs.
+        photos: number of photographs that can be read.
+        bad_images: the reason for each file that cannot be read.
     """
 
     matched: int
@@ -206,8 +207,12 @@ def _prepare(
 ) -> Tuple[List[PhotoFile], Dict[str, str], Pairs]:
     """Extract all features, and choose the pairs. The arguments are those of `match_folder`.
 
-    Returns the photographs that can be read, the reason for each path that cannot be read, and the
-    pairs. Raises RequestError for a list or a folder that cannot be read.
+    Returns:
+        The photographs that can be read, the reason for each path that cannot be read, and the
+        pairs.
+
+    Raises:
+        RequestError: For a list or a folder that cannot be read.
     """
     if pairs is None:
         paths = list_photos(store.root) if images is None else images
@@ -232,8 +237,11 @@ def extract_photos(
 ) -> Tuple[List[PhotoFile], Dict[str, str]]:
     """Extract missing features.
 
-    Returns the photographs that can be read, and, for each path that cannot be read, the reason.
-    Raises RequestError if there are masks, but none of a photograph.
+    Returns:
+        The photographs that can be read, and, for each path that cannot be read, the reason.
+
+    Raises:
+        RequestError: If there are masks, but none of a photograph.
     """
     if store.masks:
         check_masks([photo.path for photo in photos], store.masks, store.root)
@@ -283,7 +291,8 @@ def _match_all(
 ) -> Tuple[int, int, Dict[str, int], int]:
     """Match the pairs into their files, into the table of a scene, and into the database, if any.
 
-    Returns the first four numbers of a FolderReport.
+    Returns:
+        The first four numbers of a FolderReport.
     """
     fits, matched_again, others = _check_results(files, pairs, overwrite)
     rules = store.matcher.rules
@@ -320,8 +329,9 @@ def _check_results(
 ) -> Tuple[bytearray, Dict[str, int], int]:
     """Find the pairs whose results are there and fit.
 
-    Returns whether each pair fits (0 or 1), how many do not fit by the reason, and the number of
-    results in the folder that are of other pairs.
+    Returns:
+        Whether each pair fits (0 or 1), how many do not fit by the reason, and the number of
+        results in the folder that are of other pairs.
     """
     names = files.existing()
     fits = bytearray(len(pairs))
@@ -392,7 +402,8 @@ def _finish(
 ) -> Optional[MatchResult]:
     """Write the missing files of a pair; return its result, or None if it was not read.
 
-    result: the new result, or None for a pair that was done.
+    Args:
+        result: the new result, or None for a pair that was done.
     """
     if result is not None:
         files.write(pair, result, endings)

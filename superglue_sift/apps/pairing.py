@@ -44,7 +44,8 @@ PhotoPair = Tuple[PhotoFile, PhotoFile]
 def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
     """Name the files to match by their paths below `root`. Pictures of matches are left out.
 
-    Raises RequestError if there are fewer than two.
+    Raises:
+        RequestError: If there are fewer than two.
     """
     # An earlier command may have written pictures of matches into the folder.
     photos = [path for path in map(Path, paths) if not path.name.endswith(f"_{PICTURE}")]
@@ -60,7 +61,8 @@ def name_images(paths: Iterable[FileName], root: FileName) -> List[PhotoFile]:
 def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
     """Name photographs by their path below `root`, without extension if every A_B stays unique.
 
-    Raises RequestError if two results would have one name.
+    Raises:
+        RequestError: If two results would have one name.
     """
     inside = [path.relative_to(root) if root in path.parents else path for path in paths]
     # A file elsewhere is named by its whole path, without "/", ".." and the drive.
@@ -91,7 +93,8 @@ def name_photos(paths: Sequence[Path], root: Path) -> List[PhotoFile]:
 def name_pairs(pairs: Iterable[Tuple[FileName, FileName]], root: Path) -> List[PhotoPair]:
     """Name the photographs of pairs of files below `root`. Each pair is returned once, in order.
 
-    Raises RequestError if there is no pair, or one of a photograph with itself.
+    Raises:
+        RequestError: If there is no pair, or one of a photograph with itself.
     """
     pairs_of_paths = [_paths_of_pair(pair, root) for pair in pairs]
     if not pairs_of_paths:
@@ -133,7 +136,8 @@ def _name_pairs(pairs: Iterable[Tuple[Path, Path]], root: Path) -> List[PhotoPai
 def _paths_of_pair(names: Tuple[FileName, FileName], root: Path) -> Tuple[Path, Path]:
     """Return the paths of a pair of files below `root`.
 
-    Raises RequestError if both are one file.
+    Raises:
+        RequestError: If both are one file.
     """
     # A name that is not found stays as it is, and is reported as a bad image.
     spelled = (spelled_as_file(root, str(name)) or name for name in names)
@@ -235,10 +239,12 @@ def nearest_pairs(
 ) -> List[Tuple[int, int]]:
     """Pair each image with the k (at least 1) most similar others.
 
-    descriptors: returns SIFT (n, 128) uint8 of an image. It is called twice for each image, with
-        one result in memory at a time.
+    Args:
+        descriptors: returns SIFT (n, 128) uint8 of an image. It is called twice for each image,
+            with one result in memory at a time.
 
-    Returns pairs (i, j) with i < j, sorted and unique.
+    Returns:
+        Pairs (i, j) with i < j, sorted and unique.
     """
     if len(images) < 2:
         return []

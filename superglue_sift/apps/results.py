@@ -53,7 +53,8 @@ class PairFiles:
     def __init__(self, folder: Path, store: FeatureStore) -> None:
         """Name the folder. It need not exist.
 
-        store: the features of the photographs, and the matcher.
+        Args:
+            store: the features of the photographs, and the matcher.
         """
         self.folder = folder
         self._store = store
@@ -110,8 +111,9 @@ class PairFiles:
     def write(self, pair: PhotoPair, result: MatchResult, endings: Collection[str]) -> None:
         """Write all files of a pair that was matched.
 
-        endings: JSON and PICTURE, if they are asked for. A file of the earlier matches is made
-            again in any case.
+        Args:
+            endings: JSON and PICTURE, if they are asked for. A file of the earlier matches is made
+                again in any case.
         """
         path = self.path(pair, MATCHES)
         path.unlink(missing_ok=True)  # the earlier matches, until all files are new
@@ -212,7 +214,8 @@ def npz_of(result: MatchResult, **about: str) -> bytes:
     Refined matches also have aligned0, aligned1 (M, 2) px, deviations (M,) px and correlations
     (M,), float32, which are NaN without a match. Pairs of a scene also have pair_score ().
 
-    about: further texts by name, such as the names of the photographs.
+    Args:
+        about: further texts by name, such as the names of the photographs.
     """
     matches, scores = result.dense()
     arrays: Dict[str, Any] = {
@@ -247,7 +250,8 @@ def json_of(result: MatchResult, **about: str) -> bytes:
     aligned0, aligned1, deviations, correlations: in the order of the matches. An entry is null
         where refinement failed. All are null if the matches were not refined.
 
-    about: further texts by name, such as the names of the photographs.
+    Args:
+        about: further texts by name, such as the names of the photographs.
     """
 
     def rounded(values: Optional[np.ndarray], digits: int) -> Any:

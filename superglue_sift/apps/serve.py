@@ -123,7 +123,8 @@ def make_app(matcher: Matcher) -> Any:
 def _extract(matcher: Matcher, data: bytes, name: str) -> Features:
     """Extract features of an image, with its pixels in colour.
 
-    Raises RequestError for a bad image.
+    Raises:
+        RequestError: For a bad image.
     """
     features = matcher.extract_file(data, name)
     return features._replace(image=decode_color(data, name, UPRIGHT))

@@ -32,11 +32,12 @@ from superglue_sift.files import file_sha256
 class Extractor:
     """An extractor finds the keypoints of an image. Call it as `sift.extract`.
 
-    name: "sift" or "module:function".
-    dtype: dtype of the keypoints that it returns.
-    scale_angle: whether it provides scale and angle, which are 0 otherwise.
-    function: the function that finds keypoints.
-    code: the SHA-256 of the module's file. For SIFT it is its version.
+    Attributes:
+        name: "sift" or "module:function".
+        dtype: dtype of the keypoints that it returns.
+        scale_angle: whether it provides scale and angle, which are 0 otherwise.
+        function: the function that finds keypoints.
+        code: the SHA-256 of the module's file. For SIFT it is its version.
     """
 
     name: str
@@ -50,7 +51,8 @@ class Extractor:
     ) -> np.ndarray:
         """Extract (n,) keypoints, n <= max_keypoints, highest rank first, positions distinct.
 
-        Raises RequestError if descriptors are not like those of other images.
+        Raises:
+            RequestError: If descriptors are not like those of other images.
         """
         # SIFT takes the mask itself, and its keypoints need no checks.
         if self.name == DEFAULT.name:
@@ -77,7 +79,8 @@ DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
 def load(name: str) -> Extractor:
     """Load an extractor by name, and run it on a test pattern to learn the size of a descriptor.
 
-    Raises RequestError if there is no such module or function, or if it returns a wrong value.
+    Raises:
+        RequestError: If there is no such module or function, or if it returns a wrong value.
     """
     if name == DEFAULT.name:
         return DEFAULT
@@ -129,7 +132,8 @@ def kind_of(dtype: np.dtype) -> Tuple[str, int]:
 def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
     """Convert the return value of an extractor to (n,) keypoints with float descriptors.
 
-    name: what messages begin with. Raises RequestError for a wrong value.
+    Args:
+        name: what messages begin with. Raises RequestError for a wrong value.
     """
 
     def wrong(reason: str) -> RequestError:

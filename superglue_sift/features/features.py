@@ -55,14 +55,15 @@ logger = logging.getLogger(__name__)
 class Features(NamedTuple):
     """Features of one image of `size` (width, height).
 
-    records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`, in pixels
-        of the image.
-    gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
-    image: the image, to draw matches on it. None if it is not known.
-    frame: whether pixels are upright or stored (`images`).
-    turned: the EXIF orientation that was undone.
-    found_at: (width, height) of the resized image in which the keypoints were found. None if it is
-        not known.
+    Attributes:
+        records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`, in
+            pixels of the image.
+        gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
+        image: the image, to draw matches on it. None if it is not known.
+        frame: whether pixels are upright or stored (`images`).
+        turned: the EXIF orientation that was undone.
+        found_at: (width, height) of the resized image in which the keypoints were found. None if it
+            is not known.
     """
 
     records: np.ndarray
@@ -86,10 +87,11 @@ class Features(NamedTuple):
 
         The network needs them in these pixels.
 
-        resize: the longer side to which images are reduced, or 0. It is used for keypoints of your
-            own, for which the image in which they were found is not known. SIFT finds no keypoint
-            below `sift.MIN_SCALE`. If `resize` would make a keypoint smaller than this, your SIFT
-            saw a larger image, and the image is reduced less.
+        Args:
+            resize: the longer side to which images are reduced, or 0. It is used for keypoints of
+                your own, for which the image in which they were found is not known. SIFT finds no
+                keypoint below `sift.MIN_SCALE`. If `resize` would make a keypoint smaller than
+                this, your SIFT saw a larger image, and the image is reduced less.
         """
         # SIFT of this library has seen the image at this size.
         if self.found_at is not None:
@@ -263,12 +265,14 @@ def extract(
 ) -> Features:
     """Extract keypoints of gray pixels (H, W) uint8, in these pixels.
 
-    resize: longer side to which a larger image is reduced for the extractor. An image below
-        ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it is.
-    extractor: a function that is called as `sift.extract`.
-    masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
-    name: name of the image, for the warning about a picture without keypoints or with few gray
-        levels.
+    Args:
+        resize: longer side to which a larger image is reduced for the extractor. An image below
+            ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it
+            is.
+        extractor: a function that is called as `sift.extract`.
+        masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
+        name: name of the image, for the warning about a picture without keypoints or with few gray
+            levels.
     """
     size = gray.shape[1::-1]
     # The extractor sees a smaller or a larger image. The masks are resized to it.
@@ -294,8 +298,10 @@ def extract(
 def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
     """Return the mask that the caller gave, (H, W) uint8, for an image of `size`.
 
-    mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W) that is
-        0 or False where pixels are left out. Raises RequestError for a mask of another size.
+    Args:
+        mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W)
+            that is 0 or False where pixels are left out. Raises RequestError for a mask of another
+            size.
     """
     # A file belongs to the stored pixels, and an array to those of the caller.
     if isinstance(mask, (str, Path)):
@@ -348,8 +354,9 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
 
     Only a transparent PIL image has a mask.
 
-    Raises RequestError for another type, for a PIL image that cannot be read, and for a tensor of
-    another shape or range.
+    Raises:
+        RequestError: For another type, for a PIL image that cannot be read, and for a tensor of
+            another shape or range.
     """
     if isinstance(image, np.ndarray):
         return image, None

@@ -61,7 +61,8 @@ ORIENTATION = 0x0112  # EXIF tag
 class BadImage(RequestError):
     """A file is not a usable image.
 
-    name: name of the file. reason: one line for bad_images.csv.
+    Attributes:
+        name: name of the file. reason: one line for bad_images.csv.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -77,12 +78,14 @@ class BadImage(RequestError):
 class Photo(NamedTuple):
     """The pixels of a file.
 
-    pixels: (H, W) or (H, W, 3) uint8 BGR.
-    to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
-    size: (width, height) of the file in the frame of `pixels`, which are fewer for files above
-        `MAX_PIXELS`.
-    turned: EXIF orientation of the file, 1 to 8.
-    mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is none such.
+    Attributes:
+        pixels: (H, W) or (H, W, 3) uint8 BGR.
+        to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
+        size: (width, height) of the file in the frame of `pixels`, which are fewer for files above
+            `MAX_PIXELS`.
+        turned: EXIF orientation of the file, 1 to 8.
+        mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is none
+            such.
     """
 
     pixels: np.ndarray
@@ -175,7 +178,8 @@ def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
 def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame` on it.
 
-    Raises RequestError if it cannot be read.
+    Raises:
+        RequestError: If it cannot be read.
     """
     photo = decode(read(path), str(path), False, UPRIGHT)
     turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
@@ -188,10 +192,15 @@ def read_photo(path: FileName, frame: str) -> Photo:
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     """Read a mask, which has the size of the stored pixels of its photograph.
 
-    size: (width, height) of the photograph after it was rotated by the EXIF orientation `turned`.
+    Args:
+        size: (width, height) of the photograph after it was rotated by the EXIF orientation
+            `turned`.
 
-    Returns the rotated mask, (H, W) uint8. It is 0 where the mask is black, and 255 elsewhere.
-    Raises RequestError if the mask cannot be read or has another size than the stored pixels.
+    Returns:
+        The rotated mask, (H, W) uint8. It is 0 where the mask is black, and 255 elsewhere.
+
+    Raises:
+        RequestError: If the mask cannot be read or has another size than the stored pixels.
     """
     image = open_image(read(path), str(path))
     stored = turn_size(size, turned)
@@ -215,7 +224,8 @@ def read(path: FileName) -> bytes:
 def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     """Decode the bytes of a file to gray or BGR pixels in `frame`.
 
-    Raises BadImage if it is damaged.
+    Raises:
+        BadImage: If it is damaged.
     """
     tags = _tiff_tags(data)
     if tags is None or _pillow_reads(tags):
@@ -242,7 +252,8 @@ def _decode_by_pillow(
 ) -> Tuple[np.ndarray, Optional[np.ndarray], Size, int]:
     """Decode by Pillow, and colours of more than 8 bits by OpenCV, since Pillow keeps only 8.
 
-    Returns pixels and mask as stored, (width, height) as stored, and the EXIF orientation.
+    Returns:
+        Pixels and mask as stored, (width, height) as stored, and the EXIF orientation.
     """
     image = open_image(data, name)
     width, height = image.size
@@ -352,8 +363,9 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
 def read_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert a PIL image of the user as `pixels_of`, to gray if it has no colours.
 
-    Raises RequestError if it has no pixels, if its file is cut off or closed, or if Pillow cannot
-    convert its mode.
+    Raises:
+        RequestError: If it has no pixels, if its file is cut off or closed, or if Pillow cannot
+            convert its mode.
     """
     file = getattr(image, "filename", "") or "an image of Pillow"
     if 0 in image.size:
@@ -368,8 +380,9 @@ def read_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
 def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert a PIL image to pixels and a mask.
 
-    Returns the pixels, (H, W) uint8 gray or (H, W, 3) uint8 BGR, and the mask, (H, W) uint8. The
-    mask is 0 where the image is transparent or has no data. It is None if there is no such pixel.
+    Returns:
+        The pixels, (H, W) uint8 gray or (H, W, 3) uint8 BGR, and the mask, (H, W) uint8. The mask
+        is 0 where the image is transparent or has no data. It is None if there is no such pixel.
     """
     if image.mode[0] in "IF":
         return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
@@ -397,7 +410,8 @@ def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
 def _read_deep_colours(image: Image.Image, data: bytes) -> Optional[np.ndarray]:
     """Read colours of more than 8 bits, of which Pillow keeps 8, by OpenCV.
 
-    Returns (H, W, 3 or 4) RGB or RGBA as stored, or None for other files.
+    Returns:
+        (H, W, 3 or 4) RGB or RGBA as stored, or None for other files.
     """
     may_be_deep = ";16" in str(getattr(image, "tile", "")) or image.format in ("PPM", "JPEG2000")
     if not may_be_deep or image.mode not in ("LA", "RGB", "RGBA"):
@@ -523,10 +537,12 @@ def _pixels_of_values(
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Scale values of any type to 8 bits by the range that is in use.
 
-    values: (H, W) gray or (H, W, 3 or 4) RGB(A).
-    nodata: value of pixels without data, or None.
+    Args:
+        values: (H, W) gray or (H, W, 3 or 4) RGB(A).
+        nodata: value of pixels without data, or None.
 
-    Returns pixels and mask, as `pixels_of`.
+    Returns:
+        Pixels and mask, as `pixels_of`.
     """
     colours = values[..., :3] if values.ndim == 3 else values
     known = np.isfinite(colours)
@@ -632,7 +648,8 @@ def inverse(orientation: int) -> int:
 def to_upright(orientation: int, size: Size) -> np.ndarray:
     """Return the map (3, 3) float64 from stored to upright pixel coordinates.
 
-    size: stored (width, height).
+    Args:
+        size: stored (width, height).
     """
     H = np.eye(3)
     if orientation > 4:

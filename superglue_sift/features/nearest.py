@@ -48,8 +48,9 @@ def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarra
     All are unit vectors. Several rows may have the same neighbour. Without a second neighbour the
     score is 0.
 
-    Returns n matches, or none if m is 0, and an array (n,) bool. It says whether the row is also
-    the nearest one of its neighbour.
+    Returns:
+        N matches, or none if m is 0, and an array (n,) bool. It says whether the row is also the
+        nearest one of its neighbour.
     """
     if len(rows) == 0 or len(others) == 0:
         return Matches.none(), np.zeros(0, bool)
@@ -64,14 +65,15 @@ def compare(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Find the nearest of `others` (m, D) for each of `rows` (n, D), unit vectors, by one product.
 
-    Returns four arrays (n,):
-    - the index of the nearest neighbour, int64,
-    - the cosine of the row and this neighbour,
-    - the second largest cosine of the row,
-    - the rival, the largest cosine of this neighbour with any other row.
-
     The rival is infinite where another row is nearer to the neighbour. If several rows are equally
     near, only the first has a finite rival.
+
+    Returns:
+        Four arrays (n,):
+        - the index of the nearest neighbour, int64,
+        - the cosine of the row and this neighbour,
+        - the second largest cosine of the row,
+        - the rival, the largest cosine of this neighbour with any other row.
     """
     nearest = np.empty(len(rows), np.int64)
     cosine, second = np.empty((2, len(rows)), np.float32)
@@ -115,8 +117,9 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
     The score is one minus the larger ratio of both directions, so the order of the images does not
     matter. A keypoint with two orientations is matched by either.
 
-    ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
-        returned.
+    Args:
+        ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
+            returned.
     """
     rows, owner = _describe(records0)
     others, other_owner = _describe(records1)
@@ -154,8 +157,9 @@ def one_each(matches: Matches) -> Matches:
 def most_confident_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Find the matches that share neither end with a better one; return indices by falling score.
 
-    ends0, ends1: (K,) keypoints or (K, 2) positions. scores: (K,). The order of the images does not
-        matter.
+    Args:
+        ends0, ends1: (K,) keypoints or (K, 2) positions. scores: (K,). The order of the images does
+            not matter.
     """
     order = np.argsort(-scores, kind="stable")
     # `np.unique` returns the first match of each end, which is the best one in this order.
@@ -172,8 +176,9 @@ def select_keypoints(
     image, above all on its scale. So keypoints are selected for each pair: first those that the
     ratio test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
 
-    records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1. Returns
-        indices (m,) and (n,), ascending.
+    Args:
+        records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1.
+            Returns indices (m,) and (n,), ascending.
     """
     if max(len(records0), len(records1)) <= most:
         return np.arange(len(records0)), np.arange(len(records1))

@@ -46,11 +46,13 @@ VERSION = "2"
 def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
     """Extract the `max_keypoints` (1 or more) keypoints of highest `rank` of an image (H, W) uint8.
 
-    mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
+    Args:
+        mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
 
-    Returns (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing
-    rank. The first orientation of a keypoint has the smaller angle. An image without structure
-    gives (0,). Equal input gives equal bytes.
+    Returns:
+        (n,) records of dtype ORIENTED, n <= max_keypoints, at distinct positions, by decreasing
+        rank. The first orientation of a keypoint has the smaller angle. An image without structure
+        gives (0,). Equal input gives equal bytes.
     """
     points = detector().detect(gray, mask)
     values = values_of(points)
@@ -160,7 +162,8 @@ def _highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
 def _by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     """Sort (n,) records by position, and at each position by falling score.
 
-    Returns the order (n,), and where in it each position begins.
+    Returns:
+        The order (n,), and where in it each position begins.
     """
     falling = -records["scale"], -records["score"]
     order = np.lexsort((records["angle"], *falling, records["x"], records["y"]))

@@ -116,8 +116,9 @@ class FeatureStore:
     def _read(self, photo: PhotoFile) -> Tuple[bytes, Optional[Path]]:
         """Read the bytes of a photograph; return them and the file of its mask.
 
-        Raises RequestError if the photograph or the mask changed since they were first read. Their
-        features and their results would be of two different photographs.
+        Raises:
+            RequestError: If the photograph or the mask changed since they were first read. Their
+                features and their results would be of two different photographs.
         """
         content = read(photo.path)
         digest = hashlib.sha256(content)

@@ -74,12 +74,14 @@ def refine(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Refine K matches of two images. Any images and finite positions are accepted.
 
-    gray0, gray1: (H, W) uint8.
-    records0, records1: (K,) keypoint records (`sift.KEYPOINT`). Entry k of one matches entry k of
-        the other.
-    device: torch device for the computation.
+    Args:
+        gray0, gray1: (H, W) uint8.
+        records0, records1: (K,) keypoint records (`sift.KEYPOINT`). Entry k of one matches entry k
+            of the other.
+        device: torch device for the computation.
 
-    Returns the same as `refine_points`.
+    Returns:
+        The same as `refine_points`.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
     maps = two_view.local_maps(points0, points1, similarities(records0, records1))
@@ -152,7 +154,8 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
 def _equally_sharp(work: _Work) -> _Work:
     """Blur the sharper image until patches of both images have the same gradient energy.
 
-    Returns the same matches for images of equal sharpness. They are not refined yet.
+    Returns:
+        The same matches for images of equal sharpness. They are not refined yet.
     """
     sharper = 0 if work.sharpness() > 0 else 1
     least = 0.0
@@ -170,17 +173,17 @@ def _equally_sharp(work: _Work) -> _Work:
 class _Work:
     """K matches while they are refined.
 
-    steps: (2, K), the distance of two samples in px of each image.
-    blur: deviation of the blur that was added to one image, in samples of the finest level.
-
     `run` sets the result:
 
-    shift: (K, 2) px of image 1, how far each match has moved.
-    deviation: (K,) px of image 1, the standard deviation along each axis.
-    plain: (K,), the deviation without regard to added blur.
-    correlation: (K,), the correlation of both patches.
-
     `deviation`, `plain` and `correlation` are NaN where they are not known.
+
+    Attributes:
+        steps: (2, K), the distance of two samples in px of each image.
+        blur: deviation of the blur that was added to one image, in samples of the finest level.
+        shift: (K, 2) px of image 1, how far each match has moved.
+        deviation: (K,) px of image 1, the standard deviation along each axis.
+        plain: (K,), the deviation without regard to added blur.
+        correlation: (K,), the correlation of both patches.
     """
 
     blur = 0.0
@@ -297,9 +300,10 @@ class _Work:
 def _descend(template: Template, view: _View, frame: Tensor, grid: Tensor, unit: Tensor) -> Tensor:
     """Find by Gauss-Newton how far (n, 2) patches of image 1 move, in samples of a level.
 
-    frame: (n, 2, 2), a sample in px.
-    grid: (n, SIDE^2, 2), where the patches start.
-    unit: (n, 2), a px in the units of the grid.
+    Args:
+        frame: (n, 2, 2), a sample in px.
+        grid: (n, SIDE^2, 2), where the patches start.
+        unit: (n, 2), a px in the units of the grid.
     """
     moved = torch.zeros_like(unit)
     # Indices of the matches that have not converged
@@ -326,12 +330,13 @@ class _View:
     The levels of the image, each half as large as the one before, lie one below another in one
     picture, so that patches of different levels are read together.
 
-    points: (K, 2) px.
-    frame: (K, 2, 2), how far the next samples to the right and down are, in px.
-    octave: (K,), log2 of a sample in px.
-    last: (levels, 2), the last sample of each level, in px of the image.
-    unit, begin: (levels, 2), a px of the image, and the first sample of each level, both in the
-        units of grid_sample, which are from -1 to 1 over the picture.
+    Attributes:
+        points: (K, 2) px.
+        frame: (K, 2, 2), how far the next samples to the right and down are, in px.
+        octave: (K,), log2 of a sample in px.
+        last: (levels, 2), the last sample of each level, in px of the image.
+        unit, begin: (levels, 2), a px of the image, and the first sample of each level, both in the
+            units of grid_sample, which are from -1 to 1 over the picture.
     """
 
     def __init__(
@@ -372,8 +377,9 @@ class _View:
     ) -> Tuple[Tensor, Tensor]:
         """Return where the samples of shifted points lie, (n, s s, 2) px, and on which level (n,).
 
-        offsets: (s s, 2) samples from a point. rows: the points that are asked for. level: how many
-            levels coarser than the finest one of a match. shift: (n, 2) px.
+        Args:
+            offsets: (s s, 2) samples from a point. rows: the points that are asked for. level: how
+                many levels coarser than the finest one of a match. shift: (n, 2) px.
         """
         frame = self.frame[rows] * 2.0**level
         at = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
@@ -397,8 +403,9 @@ class _View:
     def holds(self, points: Tensor, level: Tensor) -> Tensor:
         """Test whether each patch lies inside the image on its level. Return (K,) bool.
 
-        points: (K, n, 2), the samples of each patch, in px of the image.
-        level: (K,), the level of each patch.
+        Args:
+            points: (K, n, 2), the samples of each patch, in px of the image.
+            level: (K,), the level of each patch.
         """
         width = round(points.shape[1] ** 0.5)
         points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # four corners
@@ -425,8 +432,9 @@ class Template:
     def __init__(self, samples: Tensor, weight: Tensor) -> None:
         """Prepare patches.
 
-        samples: (n, (SIDE + 2)^2).
-        weight: (SIDE^2,), as from `sample_patch`.
+        Args:
+            samples: (n, (SIDE + 2)^2).
+            weight: (SIDE^2,), as from `sample_patch`.
         """
         self.weight = weight
         inner, x, y = inner_and_gradient(samples)
@@ -456,7 +464,8 @@ class Template:
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
         """Compare the patches with samples of image 1 (n, s s).
 
-        Returns the shift (n, 2) to undo, and the correlation (n,) with the template.
+        Returns:
+            The shift (n, 2) to undo, and the correlation (n,) with the template.
         """
         samples = samples - self.mean
         # (n, 4, s s) and (n, s s, 1) -> (n, 4): sums with both gradients, the template, the weights
@@ -470,12 +479,13 @@ class Template:
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
         """Compute the standard deviation of the shift along each axis, (n,) in samples.
 
-        correlation: (n,), as from `step`, which gives the residual.
-        blur: deviation of the blur added to one image, in samples. The residuals of two samples at
-            a distance d correlate by exp(-d^2 / (4 s^2)), with s the deviation of all smoothing.
-            The covariance sums over all pairs of samples. What samples have in common in the whole
-            patch is not in the residual, since its mean was made 0. Without added blur, the
-            covariance is CORRELATED times that of independent samples.
+        Args:
+            correlation: (n,), as from `step`, which gives the residual.
+            blur: deviation of the blur added to one image, in samples. The residuals of two samples
+                at a distance d correlate by exp(-d^2 / (4 s^2)), with s the deviation of all
+                smoothing. The covariance sums over all pairs of samples. What samples have in
+                common in the whole patch is not in the residual, since its mean was made 0. Without
+                added blur, the covariance is CORRELATED times that of independent samples.
         """
         residual = (2.0 - 2.0 * correlation).clamp(min=0)  # mean square difference
         weighted = self.rows[:, :2]
@@ -496,10 +506,11 @@ class Template:
 def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
     """Return where the samples of a patch lie, and their weights.
 
-    Returns three arrays:
-    - ((SIDE + 2)^2, 2), the offsets of the samples with a margin of one sample,
-    - (SIDE^2, 2), the offsets without the margin,
-    - (SIDE^2,), the weights of the samples without the margin. Their sum is 1.
+    Returns:
+        Three arrays:
+        - ((SIDE + 2)^2, 2), the offsets of the samples with a margin of one sample,
+        - (SIDE^2, 2), the offsets without the margin,
+        - (SIDE^2,), the weights of the samples without the margin. Their sum is 1.
     """
     # Samples are one unit apart, around the keypoint in the middle.
     line = torch.arange(-RADIUS - 1.0, RADIUS + 2.0, dtype=torch.float32, device=device)
@@ -536,8 +547,9 @@ def energy(samples: Tensor, weight: Tensor) -> Tensor:
 def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
     """Invert Hessians (n, 2, 2), except along directions without structure.
 
-    Returns the inverses (n, 2, 2), and how many directions of each have no structure, (n,) in the
-    dtype of the Hessians.
+    Returns:
+        The inverses (n, 2, 2), and how many directions of each have no structure, (n,) in the dtype
+        of the Hessians.
     """
     values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
     kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)

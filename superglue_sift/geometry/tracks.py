@@ -36,7 +36,8 @@ def refine_tracks(
         pairs: (i, j, result), the refined matches of image i with image j. Results and matches that
             are not refined are ignored. The pairs are read once, one at a time.
 
-    Returns (N, 2) float32 px for each image. Keypoints without a refined match are unchanged.
+    Returns:
+        (N, 2) float32 px for each image. Keypoints without a refined match are unchanged.
     """
     # All keypoints are numbered through: those of image i begin at starts[i].
     starts = np.cumsum([0, *map(len, keypoints)])
@@ -64,11 +65,13 @@ def _equations(
 ) -> Tuple[np.ndarray, ...]:
     """Build the equations of n refined matches of two images.
 
-    start0, start1: number of the first keypoint of each image. unit0, unit1: px of each image per
-        px of the reduced one.
+    Args:
+        start0, start1: number of the first keypoint of each image. unit0, unit1: px of each image
+            per px of the reduced one.
 
-    Returns the numbers of both keypoints (n,), the map (n, 2, 2), the shift d (n, 2), and the
-    deviation (n,), in px of the reduced image 1.
+    Returns:
+        The numbers of both keypoints (n,), the map (n, 2, 2), the shift d (n, 2), and the deviation
+        (n,), in px of the reduced image 1.
     """
     index0, index1 = aligned.matches.T
     p = aligned.points0.astype(np.float64) / unit0

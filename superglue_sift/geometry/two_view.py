@@ -109,7 +109,8 @@ def through_four_points(source: np.ndarray, target: np.ndarray) -> np.ndarray:
 def _of_unit_square(quad: np.ndarray) -> np.ndarray:
     """Compute the homography that maps the unit square to a quadrilateral (Heckbert 1989, 2.2.3).
 
-    quad: (4, 2), the images of (0, 0), (1, 0), (1, 1) and (0, 1).
+    Args:
+        quad: (4, 2), the images of (0, 0), (1, 0), (1, 1) and (0, 1).
     """
     (x0, y0), (x1, y1), (x2, y2), (x3, y3) = quad.tolist()
     sum_x = x0 - x1 + x2 - x3
@@ -148,7 +149,8 @@ def mirrored_part(maps: np.ndarray) -> float:
 def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
     """Return the map (3, 3) of pixel coordinates when `cv2.resize` changes the (width, height).
 
-    before, after: (width, height) of both images in px.
+    Args:
+        before, after: (width, height) of both images in px.
     """
     # Pixel centres have whole coordinates, so corners of the image are at -0.5.
     sx = after[0] / before[0]
@@ -159,8 +161,9 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
 def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
     """Return the length in px, in an image of `size`, of one px after a reduction to `side`.
 
-    side: the longer side of the reduced image. If it is 0, or the image is smaller, the image is
-        not reduced, and the result is 1.
+    Args:
+        side: the longer side of the reduced image. If it is 0, or the image is smaller, the image
+            is not reduced, and the result is 1.
     """
     return max(1.0, max(size) / side) if side else 1.0
 
@@ -196,9 +199,10 @@ def corner_error(H_estimated: Optional[np.ndarray], H_true: np.ndarray, size: Si
 class Fit:
     """A robust fit to K matches. `model, inliers = fit` takes it apart.
 
-    model: (3, 3) float64, or None.
-    inliers: (K,) bool.
-    significance: decimal digits, see the function `significance`.
+    Attributes:
+        model: (3, 3) float64, or None.
+        inliers: (K,) bool.
+        significance: decimal digits, see the function `significance`.
     """
 
     model: Optional[np.ndarray]
@@ -233,8 +237,9 @@ def significance(count: int, inliers: int, chance: float, sample: int) -> float:
     pairs (a contrario; Moisan and Stival 2004). Chernoff's inequality bounds the tail of the
     binomial distribution. The result s is at least 0.
 
-    chance: probability that a wrong match is an inlier.
-    sample: number of matches that determine a model.
+    Args:
+        chance: probability that a wrong match is an inlier.
+        sample: number of matches that determine a model.
     """
     rest = count - sample
     part = (inliers - sample) / max(rest, 1)
@@ -305,14 +310,16 @@ def fit_ransac(
     instead of inlier counts, and bad models are dropped early (SPRT; Matas and Chum 2005).
     docs/evaluation.md compares it with other methods.
 
-    points0, points1: (N, 2) matched pixels, which OpenCV reads as float32.
-    threshold_px: maximum distance of an inlier in image 1.
-    iterations: maximum number of samples.
-    seed: seed of the samples.
-    deviations: (N,) px of refined matches, see `refine_homography`.
+    Args:
+        points0, points1: (N, 2) matched pixels, which OpenCV reads as float32.
+        threshold_px: maximum distance of an inlier in image 1.
+        iterations: maximum number of samples.
+        seed: seed of the samples.
+        deviations: (N,) px of refined matches, see `refine_homography`.
 
-    Returns (3, 3) float64. It is None for fewer than four matches, if OpenCV finds no model, and
-    for a mirror image.
+    Returns:
+        (3, 3) float64. It is None for fewer than four matches, if OpenCV finds no model, and for a
+        mirror image.
     """
     if len(points0) < MIN_POINTS:
         return None
@@ -346,11 +353,12 @@ def refine_homography(
     The loss is robust, since true matches scatter by a few tenths of a pixel, and large keypoints
     by several pixels.
 
-    points0, points1: (N, 2), of which the matches within `threshold_px` of H count.
-    deviations: (N,) px along each axis from `refinement.refine`. Distances are divided by them.
-        Where they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation from
-        a plane is added to them in quadrature. A first fit measures it by the median distance of
-        refined matches.
+    Args:
+        points0, points1: (N, 2), of which the matches within `threshold_px` of H count.
+        deviations: (N,) px along each axis from `refinement.refine`. Distances are divided by them.
+            Where they are NaN, or without them, the deviation is SCATTER_PX. The scene's deviation
+            from a plane is added to them in quadrature. A first fit measures it by the median
+            distance of refined matches.
     """
     inliers = _within(H, points0, points1, threshold_px)
     if inliers.sum() < MIN_POINTS:
@@ -373,9 +381,10 @@ def refine_homography(
 def weights_of(deviations: np.ndarray, added_px: float = MIN_DEVIATION_PX) -> np.ndarray:
     """Compute the weights (N,) of distances from the deviations (N,) px of matches.
 
-    added_px: a further deviation, which is added in quadrature.
-
     A match whose deviation is NaN has the weight 1.
+
+    Args:
+        added_px: a further deviation, which is added in quadrature.
     """
     return np.nan_to_num(SCATTER_PX / np.hypot(deviations, added_px), nan=1.0)
 
@@ -466,7 +475,8 @@ def fit_fundamental(points0: np.ndarray, points1: np.ndarray, threshold_px: floa
 def epipolar_distances(F: np.ndarray, points0: np.ndarray, points1: np.ndarray) -> np.ndarray:
     """Compute the distances of matched points (K, 2) from their epipolar lines.
 
-    Returns (K,) px, the larger distance of both images.
+    Returns:
+        (K,) px, the larger distance of both images.
     """
     homogeneous0, homogeneous1 = map(to_homogeneous, (points0, points1))
     # (K, 3) lines in image 1, and in image 0
@@ -489,9 +499,10 @@ class Pose(NamedTuple):
     If t is None and R is not, the matches show no parallax: a camera that only rotates explains
     them, so the direction in which it moved cannot be known, and no depth either.
 
-    R: (3, 3) rotation, or None.
-    t: (3,) of length 1, or None.
-    inliers: (K,) bool.
+    Attributes:
+        R: (3, 3) rotation, or None.
+        t: (3,) of length 1, or None.
+        inliers: (K,) bool.
     """
 
     R: Optional[np.ndarray]
@@ -553,8 +564,9 @@ def _explain_by_rotation(
 ) -> Optional[Pose]:
     """Return a pose without t if the matches show no parallax, else None.
 
-    pose: the pose that PoseLib found. pixels0, pixels1: (K, 2) px from the principal points of two
-        cameras with the same focal length. threshold_px: as for `relative_pose`.
+    Args:
+        pose: the pose that PoseLib found. pixels0, pixels1: (K, 2) px from the principal points of
+            two cameras with the same focal length. threshold_px: as for `relative_pose`.
     """
     assert pose.R is not None and pose.t is not None
     rays0, rays1 = (to_homogeneous(pixels / focal) for pixels in (pixels0, pixels1))
@@ -591,7 +603,8 @@ def _explain_by_rotation(
 def _fit_rotation(rays0: np.ndarray, rays1: np.ndarray, scale: float) -> np.ndarray:
     """Fit the rotation 0 -> 1 (3, 3) to rays (n, 3), by the Cauchy loss of the angles between them.
 
-    scale: the angle in radians at which a ray has half the weight.
+    Args:
+        scale: the angle in radians at which a ray has half the weight.
     """
     unit0, unit1 = (rays / np.linalg.norm(rays, axis=1, keepdims=True) for rays in (rays0, rays1))
     weights = np.ones(len(unit0))
@@ -612,7 +625,8 @@ def local_maps(points0: np.ndarray, points1: np.ndarray, fallback: np.ndarray) -
     least-squares affine map of the nearest inliers of one homography or epipolar geometry. Without
     a geometry all get `fallback`.
 
-    points0, points1: (K, 2) px. fallback: (K, 2, 2).
+    Args:
+        points0, points1: (K, 2) px. fallback: (K, 2, 2).
     """
     rounded = points0.astype(np.float32), points1.astype(np.float32)
     H, planar = fit_homography(*rounded, GEOMETRY_PX)
@@ -634,8 +648,9 @@ def nearest_affine(points0: np.ndarray, points1: np.ndarray, agreeing: np.ndarra
 
     Each map is regularized by one map of all agreeing matches.
 
-    points0, points1: (K, 2) px.
-    agreeing: (K,) bool, the matches to which maps are fitted, two or more.
+    Args:
+        points0, points1: (K, 2) px.
+        agreeing: (K,) bool, the matches to which maps are fitted, two or more.
     """
     from scipy.spatial import KDTree
 

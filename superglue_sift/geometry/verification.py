@@ -106,10 +106,13 @@ Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) in both im
 class Rules:
     """Say how the pairs of a scene are matched.
 
-    accept: minimum probability that both photographs of an accepted pair show one place.
-    likely: pairs are skipped if fewer ratio matches of the first keypoints agree on one geometry.
+    Attributes:
+        accept: minimum probability that both photographs of an accepted pair show one place.
+        likely: pairs are skipped if fewer ratio matches of the first keypoints agree on one
+            geometry.
 
-    Raises RequestError for a value out of range.
+    Raises:
+        RequestError: For a value out of range.
     """
 
     accept: float = ACCEPT
@@ -123,10 +126,12 @@ class Rules:
 def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.ndarray, np.ndarray]]:
     """Look at two photographs with the ratio test alone.
 
-    resize: longer side in pixels to which the photographs were reduced.
+    Args:
+        resize: longer side in pixels to which the photographs were reduced.
 
-    Returns the number of ratio matches that agree with one fundamental matrix. Also returns, for
-    each photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
+    Returns:
+        The number of ratio matches that agree with one fundamental matrix. Also returns, for each
+        photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
     # Match the first keypoints by the ratio test.
     orders = [np.argsort(-rank(view.records), kind="stable") for view in pair]
@@ -169,7 +174,8 @@ def match_one_place(
             distances.
         accept: minimum probability of an accepted pair.
 
-    Returns the matches, none for a rejected pair, and the probability of one place.
+    Returns:
+        The matches, none for a rejected pair, and the probability of one place.
     """
     # A watermark may lie on keypoints that the first look did not match.
     network = network.only(~find_watermarks(pair, network))
@@ -185,10 +191,12 @@ def verify_pair(
 ) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Fit a geometry to the matches of a pair, and measure how well they agree with it.
 
-    network, mutual: as for `match_one_place`.
-    points: (M, 2) and (N, 2) px, positions of all keypoints in the images that SIFT saw.
+    Args:
+        network, mutual: as for `match_one_place`.
+        points: (M, 2) and (N, 2) px, positions of all keypoints in the images that SIFT saw.
 
-    Returns F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (2,).
+    Returns:
+        F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (2,).
     """
     counted = network.above(COUNTED)
     ratio = mutual.above(1.0 - nearest.RATIO)
@@ -208,8 +216,9 @@ def add_matches_near_lines(
 ) -> Matches:
     """Keep the matches near their epipolar lines, and add those that agree with the matches around.
 
-    F, network, mutual, points: as for `verify_pair`. If both the network and the ratio test find a
-        match, it has the network's score.
+    Args:
+        F, network, mutual, points: as for `verify_pair`. If both the network and the ratio test
+            find a match, it has the network's score.
     """
     # Matches that the network or the ratio test is sure of need to be near their lines only.
     exact = _join(network, mutual.above(1.0 - nearest.RATIO))
@@ -224,10 +233,12 @@ def agree_with_one_geometry(
 ) -> np.ndarray:
     """Say which matches of refined keypoints are near their epipolar lines.
 
-    points0, points1: (K, 2) px, the keypoints of the matches.
-    sizes: (width, height) of both images in px.
+    Args:
+        points0, points1: (K, 2) px, the keypoints of the matches.
+        sizes: (width, height) of both images in px.
 
-    Returns (K,) bool. All entries are true if there is no geometry.
+    Returns:
+        (K,) bool. All entries are true if there is no geometry.
     """
     # EXACT_PX was chosen for images reduced to RESIZE.
     points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
@@ -254,7 +265,8 @@ def _near_lines(F: np.ndarray, found: Matches, points: Points, limit_px: float) 
 def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keep one match for each position, since two orientations of a point are two keypoints.
 
-    Returns positions (k, 2) in both images and scores (k,) float64, by falling score.
+    Returns:
+        Positions (k, 2) in both images and scores (k,) float64, by falling score.
     """
     points0, points1 = positions_of(points, found)
     kept = nearest.most_confident_each(points0, points1, found.scores)
@@ -274,11 +286,13 @@ def evidence(
 ) -> np.ndarray:
     """Measure lead and support of a geometry F (3, 3); return (2,).
 
-    network: matches with a score above COUNTED.
-    ratio: matches of the ratio test.
-    points: (M, 2) and (N, 2) px.
+    Args:
+        network: matches with a score above COUNTED.
+        ratio: matches of the ratio test.
+        points: (M, 2) and (N, 2) px.
 
-    Returns zeros if there is no geometry, or if it is the geometry of a mirror image.
+    Returns:
+        Zeros if there is no geometry, or if it is the geometry of a mirror image.
     """
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
@@ -303,8 +317,9 @@ def evidence(
 def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.ndarray, int]:
     """Fit affine maps from image 0 to image 1 to the neighbours of each match, (k, 2) px.
 
-    Returns the maps (k, 2, 2), none for too few matches, and the number of matches that are where
-    their neighbours say, in both images.
+    Returns:
+        The maps (k, 2, 2), none for too few matches, and the number of matches that are where their
+        neighbours say, in both images.
     """
     if len(points0) <= NEIGHBOURS:
         return np.zeros((0, 2, 2)), 0
@@ -322,8 +337,9 @@ def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np
     A match agrees if it is near its epipolar lines. Neighbours are searched in each image, and the
     lower part of both images is taken.
 
-    points0, points1: (k, 2) px, the ratio test's matches.
-    scores: (k,), their weights.
+    Args:
+        points0, points1: (k, 2) px, the ratio test's matches.
+        scores: (k,), their weights.
     """
     near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
     count = int(near.sum())
@@ -372,7 +388,8 @@ def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
 def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
     """Find the points (n, 2) that lie on the watermark whose matches are at `mark` (k, 2).
 
-    Returns (n,) bool.
+    Returns:
+        (n,) bool.
     """
     from scipy.spatial import KDTree
 
@@ -449,14 +466,16 @@ def maps_around(
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Fit an affine map to the neighbours of each of k matches.
 
-    known: (m, 2) px each, positions of the known matches in both images.
-    near: (k, n), the neighbours of each match, as indices of known matches.
-    points: (k, 2) px each, positions of the k matches in both images.
+    Args:
+        known: (m, 2) px each, positions of the known matches in both images.
+        near: (k, n), the neighbours of each match, as indices of known matches.
+        points: (k, 2) px each, positions of the k matches in both images.
 
-    Returns three arrays:
-    - (k, 2, 2), the maps,
-    - (k,), the distance in px of each match from the place that its map predicts,
-    - (k,), the spread in px of its neighbours in image 1.
+    Returns:
+        Three arrays:
+        - (k, 2, 2), the maps,
+        - (k,), the distance in px of each match from the place that its map predicts,
+        - (k,), the spread in px of its neighbours in image 1.
     """
     # (m, 2) -> (k, n, 2) neighbours -> (k, 2), their centres
     middle0, middle1 = (each[near].mean(1) for each in known)
@@ -477,7 +496,8 @@ def guided_matches(known: Matches, others: Matches, points: Points) -> Matches:
     A match that shares a keypoint with a known match is dropped. The score of each match that is
     kept is the mean score of those around it.
 
-    points: (M, 2) and (N, 2) px, positions of all keypoints of both images.
+    Args:
+        points: (M, 2) and (N, 2) px, positions of all keypoints of both images.
     """
     from scipy.spatial import KDTree
 
@@ -508,11 +528,12 @@ def add_guided_matches(
 ) -> Matches:
     """Add mutual nearest neighbours that the network did not get, where its matches lead to them.
 
-    found: the network's matches, of which those above `threshold` guide. A match that is added
-        replaces less confident matches of its keypoints.
-    mutual: mutual nearest neighbours of all keypoints.
-    selected: (m,) and (n,), indices of the keypoints that the network got.
-    points: (M, 2) and (N, 2) px, positions of all keypoints.
+    Args:
+        found: the network's matches, of which those above `threshold` guide. A match that is added
+            replaces less confident matches of its keypoints.
+        mutual: mutual nearest neighbours of all keypoints.
+        selected: (m,) and (n,), indices of the keypoints that the network got.
+        points: (M, 2) and (N, 2) px, positions of all keypoints.
     """
     # Where the network got both keypoints, its answer stands.
     had0, had1 = map(np.isin, mutual.indices.T, selected)
@@ -524,7 +545,8 @@ def add_guided_matches(
 def positions_of(points: Points, matches: Matches) -> Points:
     """Return the positions of K matches in both images, (K, 2) float64 each.
 
-    points: (M, 2) and (N, 2) px, positions of all keypoints.
+    Args:
+        points: (M, 2) and (N, 2) px, positions of all keypoints.
     """
     index0, index1 = matches.indices.T
     return points[0][index0].astype(np.float64), points[1][index1].astype(np.float64)

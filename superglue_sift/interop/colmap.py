@@ -125,9 +125,11 @@ def _pycolmap() -> Any:
 def _import_photographs(database: Path, root: Path, names: List[str], mode: str) -> None:
     """Write photographs with their cameras and positions by GPS, by COLMAP's importer.
 
-    mode: how cameras are shared, in COLMAP's words.
+    Args:
+        mode: how cameras are shared, in COLMAP's words.
 
-    Raises RequestError, which names the photographs, if COLMAP cannot read some of them.
+    Raises:
+        RequestError: Which names the photographs, if COLMAP cannot read some of them.
     """
     pycolmap = _pycolmap()
     level = pycolmap.logging.minloglevel
@@ -209,8 +211,9 @@ class StoredFeatures:
     Use it as a context manager, which closes the database. Only pairs without matches are added, so
     that the same command goes on where it was stopped.
 
-    photos: the images with features. Their paths are those that the database states.
-    without: names of the images without features.
+    Attributes:
+        photos: the images with features. Their paths are those that the database states.
+        without: names of the images without features.
     """
 
     def __init__(self, path: Path, max_keypoints: int) -> None:
@@ -258,14 +261,16 @@ class StoredFeatures:
     def __call__(self, photo: PhotoFile) -> Features:
         """Return the features of an image, the largest first.
 
-        Raises RequestError unless they are SIFT.
+        Raises:
+            RequestError: Unless they are SIFT.
         """
         return self._read(photo)[0]
 
     def check(self, pairs: Iterable[Tuple[PhotoFile, PhotoFile]]) -> None:
         """Read the features of all images of these pairs, to find those that cannot be matched.
 
-        Raises RequestError unless they are SIFT.
+        Raises:
+            RequestError: Unless they are SIFT.
         """
         for photo in dict.fromkeys(itertools.chain.from_iterable(pairs)):
             self(photo)
@@ -285,7 +290,8 @@ class StoredFeatures:
     def _read_image(self, photo: PhotoFile) -> Tuple[Features, np.ndarray, Entry]:
         """Read the features of an image.
 
-        Returns the features, their rows in the database, and the entry of all rows.
+        Returns:
+            The features, their rows in the database, and the entry of all rows.
         """
         image = self._images[photo.name]
         camera = self._database.read_camera(image.camera_id)

@@ -52,7 +52,8 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     keypoint_scores, scales, oris: (1, N). Scales are in pixels, and oris in radians.
     image_size: (1, 2), width and height.
 
-    Raises RequestError for other features than SIFT.
+    Raises:
+        RequestError: For other features than SIFT.
     """
     records = features.records
     if kind_of(records.dtype)[0] != "sift":
@@ -118,8 +119,9 @@ def from_lightglue_matches(
 ) -> MatchResult:
     """Convert the output of LightGlue, glue-factory or a similar matcher to a result.
 
-    data: tensors or arrays for a pair, alone or as a batch of one. `matches0` is (M,) or (1, M),
-        and -1 for a keypoint without a match. `matching_scores0` has the same shape.
+    Args:
+        data: tensors or arrays for a pair, alone or as a batch of one. `matches0` is (M,) or (1,
+            M), and -1 for a keypoint without a match. `matching_scores0` has the same shape.
     """
     matches0, scores0 = (
         torch.as_tensor(data[name], device="cpu").detach().reshape(-1)

@@ -120,7 +120,8 @@ class MatcherForHloc:
     def _forward(self, data: Mapping[str, Tensor]) -> Dict[str, Tensor]:
         """Match hloc's features of two images.
 
-        Returns matches0 (1, M) and matching_scores0 (1, M).
+        Returns:
+            Matches0 (1, M) and matching_scores0 (1, M).
         """
         views = []
         for view in "01":
@@ -142,7 +143,8 @@ class MatcherForHloc:
 def register() -> Type:
     """Register the matcher `superglue_sift` in hloc; return its class.
 
-    Raises RequestError if hloc is not installed.
+    Raises:
+        RequestError: If hloc is not installed.
     """
     try:
         from hloc.utils.base_model import BaseModel  # pyright: ignore[reportMissingImports]

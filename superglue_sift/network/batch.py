@@ -41,8 +41,9 @@ Layout = Dict[str, Tuple[torch.dtype, Tuple[int, ...]]]  # dtype and shape of te
 class Pair(NamedTuple):
     """Two views of one pair.
 
-    records0, records1: (n,) keypoints of each view.
-    size0, size1: (width, height) of each view in px.
+    Attributes:
+        records0, records1: (n,) keypoints of each view.
+        size0, size1: (width, height) of each view in px.
     """
 
     records0: np.ndarray
@@ -181,7 +182,8 @@ class PairBatch:
         On a GPU there is one class, because launching the work of another class takes longer than
         its padding.
 
-        Returns the indices of the pairs in the order of the batches, and the batches.
+        Returns:
+            The indices of the pairs in the order of the batches, and the batches.
         """
         if self.device.type != "cpu" or len(self) < 2:
             return list(range(len(self))), [self]
@@ -233,7 +235,8 @@ class PairBatch:
 def split_flat(flat: Dict[torch.dtype, Tensor], layout: Layout) -> PairBatch:
     """Make a batch whose tensors are views of flat ones, one for each dtype.
 
-    layout: the dtype and the shape of each tensor, by name, in their order in the flat ones.
+    Args:
+        layout: the dtype and the shape of each tensor, by name, in their order in the flat ones.
     """
     tensors = {}
     begins = dict.fromkeys(flat, 0)
@@ -256,8 +259,9 @@ def size_class(keypoints: int) -> int:
 def similar_sizes(counts: Sequence[Tuple[int, int]], padding: float) -> List[List[int]]:
     """Return the indices of the pairs of each size class, from the largest pair to the smallest.
 
-    counts: the numbers of keypoints (M, N) of each pair.
-    padding: maximum number of padded rows per keypoint in a class of several pairs.
+    Args:
+        counts: the numbers of keypoints (M, N) of each pair.
+        padding: maximum number of padded rows per keypoint in a class of several pairs.
     """
     classes: List[List[int]] = []
     # Neighbours in this order have similar sizes.
@@ -280,16 +284,18 @@ class Images:
     the partners of images i are images `i ^ 1`. Each of the first three attributes has an entry for
     each of these groups of B images with N keypoints:
 
-    masks: (B, N) bool, True for keypoints.
-    visible: (B, 1, 1, N) bool, the keypoints to which others attend. None without padding.
-    occupied: (B, 1, 1, 1) bool, whether there is any keypoint. None without padding.
-    valid: (T,) bool, True for keypoints. None without any padding.
+    Attributes:
+        masks: (B, N) bool, True for keypoints.
+        visible: (B, 1, 1, N) bool, the keypoints to which others attend. None without padding.
+        occupied: (B, 1, 1, 1) bool, whether there is any keypoint. None without padding.
+        valid: (T,) bool, True for keypoints. None without any padding.
     """
 
     def __init__(self, masks: Sequence[Tensor], padded: Sequence[bool]) -> None:
         """Create the masks of attention from the masks of keypoints, (B, N) each.
 
-        padded: whether some image of a group has padding.
+        Args:
+            padded: whether some image of a group has padding.
         """
         self.masks = list(masks)
         self.visible: List[Optional[Tensor]] = []
@@ -316,7 +322,8 @@ class Images:
 def join_keypoints(batches: Sequence[PairBatch]) -> Tuple[KeypointTensors, Images]:
     """Join all keypoints of several batches, with their padding, to tensors (T, ...).
 
-    Returns the tensors, and the images that the keypoints belong to.
+    Returns:
+        The tensors, and the images that the keypoints belong to.
     """
     views = [batch.view(index) for batch in batches for index in (0, 1)]
     masks = [mask for batch in batches for mask in batch.masks]
@@ -347,11 +354,6 @@ def from_pairs(
 ) -> PairBatch:
     """Make a batch of pairs of views.
 
-    H_0to1: (B, 3, 3) float64, true homographies, if they are known.
-    dtype: dtype of the keypoints. If None, it is ORIENTED if any keypoints are or there are no
-        pairs, and otherwise the dtype of the first pair.
-    cells: see `PairBatch`.
-
     >>> from superglue_sift.network.ground_truth import ground_truth
     >>> keypoints = np.zeros(2, KEYPOINT)
     >>> keypoints["x"] = 10, 20
@@ -362,6 +364,12 @@ def from_pairs(
              [20.,  0.]]])
     >>> ground_truth(batch).matches0
     tensor([[ 0, -1]])
+
+    Args:
+        H_0to1: (B, 3, 3) float64, true homographies, if they are known.
+        dtype: dtype of the keypoints. If None, it is ORIENTED if any keypoints are or there are no
+            pairs, and otherwise the dtype of the first pair.
+        cells: see `PairBatch`.
     """
     dtypes = [dtype] if dtype else [view.dtype for pair in pairs for view in pair[:2]]
     used = ORIENTED if ORIENTED in (dtypes or [ORIENTED]) else dtypes[0]
@@ -488,7 +496,8 @@ def choose_pair(pair: Pair) -> Pair:
 def unit_vectors(descriptors: Tensor, kind: str) -> Tensor:
     """Return descriptors (..., D) as unit vectors, float32 (..., D). Zeros stay zeros.
 
-    kind: "sift" gives RootSIFT, of uint8 or float; "float" divides by the length.
+    Args:
+        kind: "sift" gives RootSIFT, of uint8 or float; "float" divides by the length.
     """
     if kind == "float":
         return normalize(descriptors, dim=-1)

@@ -27,8 +27,9 @@ FAR = 1e38  # px; the square of this distance is infinite
 class Truth(NamedTuple):
     """True matches of keypoints.
 
-    matches0: (..., M) int64, the index in image 1, UNMATCHED or IGNORED. Padding is IGNORED.
-    matches1: (..., N) int64, the index in image 0, in the same way.
+    Attributes:
+        matches0: (..., M) int64, the index in image 1, UNMATCHED or IGNORED. Padding is IGNORED.
+        matches1: (..., N) int64, the index in image 0, in the same way.
     """
 
     matches0: Tensor
@@ -49,7 +50,8 @@ def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
 def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
     """Return (..., N) bool, whether `cell` (..., 3, 3) maps points to the unit square.
 
-    points: (..., N, 2) px.
+    Args:
+        points: (..., N, 2) px.
     """
     mapped = transform(points.double(), cell)
     # Points on the horizon are nan, and not inside.
@@ -99,14 +101,16 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
 def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     """Map the keypoints of each view to the other view.
 
-    padded: (2, B, W) bool, True for padding. W is the larger of M and N.
-
-    Returns for both views:
-    - the keypoints, (2, B, W, 2) float32 px,
-    - their places in the other view, (2, B, W, 2) float32 px,
-    - whether the other view shows them, (2, B, W) bool.
-
     Padding, keypoints of other photographs, and points on the horizon are far from everything.
+
+    Args:
+        padded: (2, B, W) bool, True for padding. W is the larger of M and N.
+
+    Returns:
+        For both views:
+        - the keypoints, (2, B, W, 2) float32 px,
+        - their places in the other view, (2, B, W, 2) float32 px,
+        - whether the other view shows them, (2, B, W) bool.
     """
     assert batch.H_0to1 is not None
     H = batch.H_0to1.double()

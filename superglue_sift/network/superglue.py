@@ -96,7 +96,8 @@ SumRanks = Callable[[Tensor], Tensor]
 class SuperGlueConfig:
     """Describe the architecture of a network and its inputs. A model file contains it.
 
-    Raises ValueError for a value out of range.
+    Raises:
+        ValueError: For a value out of range.
     """
 
     dim: int = 128  # D, width of a state; the paper has 128 for SIFT, 256 for SuperPoint
@@ -216,8 +217,9 @@ class SuperGlue(nn.Module):
     ) -> Tensor:
         """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
-        keypoints, images: as from `join_keypoints`.
-        precision: as for `assign`.
+        Args:
+            keypoints, images: as from `join_keypoints`.
+            precision: as for `assign`.
         """
         config = self.config
         dtype = self.dustbin.dtype
@@ -245,9 +247,10 @@ class SuperGlue(nn.Module):
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments from matching descriptors (T, D) (equations 7 to 9).
 
-        dtype: the precision of the optimal transport. If None, it is that of the descriptors.
-
         wait and what is returned: as for `assign`.
+
+        Args:
+            dtype: the precision of the optimal transport. If None, it is that of the descriptors.
         """
         # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
         # divided by the root of sqrt(D).
@@ -326,9 +329,10 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
 def geometry_of(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
     """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
 
-    keypoints: as from `join_keypoints`.
-
     Without `scale_angle`, return position and log score, (T, 3).
+
+    Args:
+        keypoints: as from `join_keypoints`.
     """
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
     # A batch that is padded has images of size 0.
@@ -387,13 +391,15 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
 def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Find the nearest neighbour of each keypoint, for both images.
 
-    cosines: (B, M, N) between unit descriptors of both images, -inf for padding.
+    Args:
+        cosines: (B, M, N) between unit descriptors of both images, -inf for padding.
 
-    Returns for image 0 four tensors (B, M), and for image 1 the same (B, N):
-        - the index of the nearest neighbour in the other image,
-        - the distance of the descriptors,
-        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
-        - whether both are mutual nearest neighbours.
+    Returns:
+        For image 0 four tensors (B, M), and for image 1 the same (B, N):
+            - the index of the nearest neighbour in the other image,
+            - the distance of the descriptors,
+            - its ratio to the distance of the second nearest neighbour, 1 if there is none,
+            - whether both are mutual nearest neighbours.
     """
     best0 = cosines.max(2)
     best1 = cosines.max(1)
@@ -424,8 +430,9 @@ class AttentionalLayer(nn.Module):
     def __init__(self, dim: int, heads: int, norm: str, cross: bool) -> None:
         """Create a layer.
 
-        cross: whether each image attends to the other image of its pair. If not, it attends to
-            itself.
+        Args:
+            cross: whether each image attends to the other image of its pair. If not, it attends to
+                itself.
         """
         super().__init__()
         self.heads = heads
@@ -441,9 +448,10 @@ class AttentionalLayer(nn.Module):
     ) -> Tensor:
         """Update the states x (T, D) of all keypoints; return (T, D).
 
-        dtype: precision of the products by autocast. If None, it is the precision of the weights.
-            The residual stream is not rounded to it.
-        rotation: (2, T, d / 2) of queries and keys in self-attention, see `rotate`.
+        Args:
+            dtype: precision of the products by autocast. If None, it is the precision of the
+                weights. The residual stream is not rounded to it.
+            rotation: (2, T, d / 2) of queries and keys in self-attention, see `rotate`.
         """
         state = x.to(dtype or self.query_key_value.weight.dtype)
         # Autocast is inside the layer, because gradient checkpointing runs the layer again.
@@ -472,11 +480,13 @@ class AttentionalLayer(nn.Module):
 def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v without storing the weights (equation 4).
 
-    query: (B, H, M, d).
-    key, value: (B, H, N, d).
-    visible: (B, 1, 1, N) bool, True for keys to attend to. If None, attend to all keys.
+    Args:
+        query: (B, H, M, d).
+        key, value: (B, H, N, d).
+        visible: (B, 1, 1, N) bool, True for keys to attend to. If None, attend to all keys.
 
-    Returns (B, H, M, d).
+    Returns:
+        (B, H, M, d).
     """
     if not hasattr(nn.functional, "scaled_dot_product_attention"):
         # torch 1.10 has no kernel for attention.
@@ -522,8 +532,9 @@ class RotaryPositions(nn.Module):
 def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
     """Rotate vectors (..., d), whose entries i and i + d / 2 are a point of the plane.
 
-    rotation: cos and sin of the angles, (2, ..., d / 2), broadcast. The result has the dtype of the
-        vectors.
+    Args:
+        rotation: cos and sin of the angles, (2, ..., d / 2), broadcast. The result has the dtype of
+            the vectors.
     """
     # (..., d) -> two halves (..., d / 2), whose entries are the coordinates of d / 2 points
     a, b = vectors.chunk(2, -1)
@@ -540,7 +551,8 @@ class MLP(nn.Sequential):
         The products of each input are added, so that the concatenation need not exist. It would be
         a fifth of what a training step keeps for the gradient.
 
-        valid: (T,) bool, False for padding. If None, there is no padding.
+        Args:
+            valid: (T,) bool, False for padding. If None, there is no padding.
         """
         first: Any = self[0]
         # Split the columns of the first map by the input that they belong to.
@@ -580,7 +592,8 @@ class TokenBatchNorm(nn.Module):
     def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
         """Normalize x (T, C); return (T, C). This is computed in float32 also under autocast.
 
-        valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
+        Args:
+            valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
         """
         x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         mean = self.running_mean
@@ -626,11 +639,6 @@ def synchronize(model: nn.Module, sum_ranks: Optional[SumRanks]) -> None:
 def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
     """Find mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
 
-    log_P: (B, M + 1, N + 1), output of `SuperGlue`.
-
-    Returns matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
-    float32, which is 0 without a match. matches1 and scores1 (B, N) say the same of image 1.
-
     Two keypoints in each image. The second of image 0 belongs in the dustbin:
 
     >>> P = torch.tensor([[[0.9, 0.0, 0.1], [0.0, 0.3, 0.7], [0.1, 0.7, 0.0]]])
@@ -639,6 +647,13 @@ def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
     tensor([[ 0, -1]])
     >>> scores0
     tensor([[0.9000, 0.0000]])
+
+    Args:
+        log_P: (B, M + 1, N + 1), output of `SuperGlue`.
+
+    Returns:
+        Matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
+        float32, which is 0 without a match. matches1 and scores1 (B, N) say the same of image 1.
     """
     # (B, M + 1, N + 1) -> (B, M, N), without the dustbins
     inner = log_P.detach()[:, :-1, :-1].float()
@@ -663,9 +678,10 @@ def match_pairs(
 ) -> List[Matches]:
     """Match pairs by the network in one batch. Return all mutual matches, whatever their scores.
 
-    selected: for each pair, the keypoints of both images that the network gets, ascending indices
-        (m,) and (n,) (`nearest.select_keypoints`). The matches that are returned have indices of
-        all keypoints.
+    Args:
+        selected: for each pair, the keypoints of both images that the network gets, ascending
+            indices (m,) and (n,) (`nearest.select_keypoints`). The matches that are returned have
+            indices of all keypoints.
     """
     if not pairs:
         return []

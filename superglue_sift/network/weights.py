@@ -54,7 +54,8 @@ def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
 def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
     """Write `info` to a .json, then a `model_file` to `path` (.safetensors). Both have one name.
 
-    Raises OSError if a file cannot be written.
+    Raises:
+        OSError: If a file cannot be written.
     """
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
@@ -66,7 +67,8 @@ def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping
 def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
     """Read and verify a `model_file`; return its tensors and its `info`.
 
-    Raises FileNotFoundError if there is no file, and BadCheckpoint if it is damaged or foreign.
+    Raises:
+        FileNotFoundError: If there is no file, and BadCheckpoint if it is damaged or foreign.
     """
     path = Path(path)
     if not path.is_file():
@@ -93,7 +95,8 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
 def shipped_weights() -> Path:
     """Return the path of the shipped weights, in the installed package or next to it in a clone.
 
-    Raises RequestError if there are none.
+    Raises:
+        RequestError: If there are none.
     """
     # An installed package contains the folder, and a clone has it next to the package.
     package = Path(__file__).resolve().parents[1]
@@ -107,12 +110,12 @@ def shipped_weights() -> Path:
 def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
     """Load a network in evaluation mode on `device`; return it with its description.
 
-    Raises RequestError if there is no such file, if it is damaged, or if it is not a SuperGlue
-    model.
-
     >>> model, info = load_model(shipped_weights())
     >>> model.config.layers, info["model"]["dim"]
     (9, 128)
+
+    Raises:
+        RequestError: If there is no such file, if it is damaged, or if it is not a SuperGlue model.
     """
     try:
         tensors, info = load_model_file(path)
@@ -174,7 +177,8 @@ def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlu
 def match_threshold(info: Mapping[str, Any]) -> float:
     """Return the minimum probability of a match that a model's `info` states, or else THRESHOLD.
 
-    Raises RequestError for a value that is not a probability.
+    Raises:
+        RequestError: For a value that is not a probability.
     """
     value = info.get("match_threshold", THRESHOLD)
     if type(value) not in (int, float) or not 0.0 <= value <= 1.0:
@@ -187,7 +191,8 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 def choose_device(name: str) -> str:
     """Resolve "auto" to "cuda" if available, else "cpu".
 
-    Raises RequestError if this machine lacks the device.
+    Raises:
+        RequestError: If this machine lacks the device.
     """
     # torch 1.10 turns TF32 on, which has errors of 0.02 where scores reach 40.
     torch.backends.cuda.matmul.allow_tf32 = False
