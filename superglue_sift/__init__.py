@@ -2,7 +2,7 @@
 
     from superglue_sift import Matcher
 
-    found = Matcher.load().match("A.jpg", "B.jpg")
+    result = Matcher.load().match("A.jpg", "B.jpg")
 
 The library needs torch, numpy, scipy, OpenCV, Pillow, safetensors and tqdm. `onnx`, `serve` and
 HEIC need further packages, which are imported on use. `pipeline` trains the models. Read the

@@ -39,7 +39,7 @@ class MatchResult:
 
     Attributes:
         keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
-        found: the K matches, see `matches` and `scores`.
+        scored_matches: the K matches, see `matches` and `scores`.
         size0, size1: (width, height).
         aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement
             failed, they are SIFT's.
@@ -76,7 +76,7 @@ class MatchResult:
 
     keypoints0: np.ndarray
     keypoints1: np.ndarray
-    found: Matches
+    scored_matches: Matches
     size0: Size
     size1: Size
     aligned0: Optional[np.ndarray] = None
@@ -105,7 +105,7 @@ class MatchResult:
 
         Each index occurs at most once.
         """
-        return self.found.indices
+        return self.scored_matches.indices
 
     @property
     def scores(self) -> np.ndarray:
@@ -114,7 +114,7 @@ class MatchResult:
         A guided match has the mean of the matches around it, or with `scene` one minus the ratio of
         distances.
         """
-        return self.found.scores
+        return self.scored_matches.scores
 
     @property
     def points0(self) -> np.ndarray:
@@ -137,7 +137,7 @@ class MatchResult:
         cls,
         features0: Features,
         features1: Features,
-        found: Union[Matches, np.ndarray],
+        matches: Union[Matches, np.ndarray],
         scores: Optional[np.ndarray] = None,
     ) -> MatchResult:
         """Build a result from the matches of two images' features.
@@ -146,17 +146,17 @@ class MatchResult:
             scores: deprecated. Version 0.1.0 took (K, 2) indices, or (M,) as `dense` returns them,
                 and scores of the same length, in place of `Matches`.
         """
-        if not isinstance(found, Matches):
+        if not isinstance(matches, Matches):
             warn_deprecated("MatchResult.of with indices and scores", "Matches(indices, scores)")
-            indices = np.asarray(found)
+            indices = np.asarray(matches)
             make = Matches.from_dense if indices.ndim == 1 else Matches
-            found = make(indices, np.asarray(scores))
+            matches = make(indices, np.asarray(scores))
         elif scores is not None:
             raise TypeError("MatchResult.of: Matches have their scores; leave out `scores`")
         return cls(
             features0.keypoints,
             features1.keypoints,
-            found,
+            matches,
             features0.size,
             features1.size,
             frame=STORED if STORED in (features0.frame, features1.frame) else UPRIGHT,
@@ -172,7 +172,7 @@ class MatchResult:
         """
         # For image 1, the columns of the indices change places.
         if image == 0:
-            return self.found.to_dense(len(self.keypoints0))
+            return self.scored_matches.to_dense(len(self.keypoints0))
         return Matches(self.matches[:, ::-1], self.scores).to_dense(len(self.keypoints1))
 
     def above(self, threshold: float) -> MatchResult:
@@ -180,11 +180,15 @@ class MatchResult:
         highest = max(threshold, self.threshold or 0.0)
         return replace(self.only(self.scores > threshold), threshold=highest)
 
-    def only(self, chosen: np.ndarray) -> MatchResult:
-        """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
+    def only(self, index: np.ndarray) -> MatchResult:
+        """Keep some of the matches.
+
+        Args:
+            index: (K,) bool, whether each match is kept, or (k,) indices of the matches.
+        """
         arrays = {name: getattr(self, name) for name in REFINED}
-        refined = {name: array[chosen] for name, array in arrays.items() if array is not None}
-        return replace(self, found=self.found.only(chosen), **refined)
+        refined = {name: array[index] for name, array in arrays.items() if array is not None}
+        return replace(self, scored_matches=self.scored_matches.only(index), **refined)
 
     def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
         """Refine the positions by the pixels of both images (`refinement.refine`).
@@ -221,7 +225,7 @@ class MatchResult:
         warn_deprecated("MatchResult._replace", "dataclasses.replace")
         if "matches" in changes or "scores" in changes:
             matches = changes.pop("matches", self.matches)
-            changes["found"] = Matches(matches, changes.pop("scores", self.scores))
+            changes["scored_matches"] = Matches(matches, changes.pop("scores", self.scores))
         return replace(self, **changes)
 
     def __iter__(self) -> Iterator[Any]:

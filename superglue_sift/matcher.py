@@ -3,11 +3,11 @@
     from superglue_sift import Matcher
 
     matcher = Matcher.load()                         # the shipped weights; a GPU if there is one
-    found = matcher.match("A.jpg", "B.jpg")
-    found.points0, found.points1, found.scores        # (K, 2), (K, 2) pixels, (K,) probabilities
+    result = matcher.match("A.jpg", "B.jpg")
+    result.points0, result.points1, result.scores     # (K, 2), (K, 2) pixels, (K,) probabilities
 
-    found.show().save("matches.png")                  # a notebook shows the picture by itself
-    found.homography().model, found.fundamental().inliers    # (3, 3) or None, (K,) bool
+    result.show().save("matches.png")                 # a notebook shows the picture by itself
+    result.homography().model, result.fundamental().inliers  # (3, 3) or None, (K,) bool
 
 To match an image several times, compute its features once: `a = matcher.extract("A.jpg")`, then
 `matcher.match(a, "B.jpg")`, or `matcher.match_many("A.jpg", ["B.jpg", "C.jpg"])`.

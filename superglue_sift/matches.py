@@ -31,9 +31,13 @@ class Matches:
         """Return the number of matches, K."""
         return len(self.indices)
 
-    def only(self, chosen: np.ndarray) -> Matches:
-        """Keep the chosen matches. chosen: (K,) bool, or indices (k,)."""
-        return Matches(self.indices[chosen], self.scores[chosen])
+    def only(self, index: np.ndarray) -> Matches:
+        """Keep some of the matches.
+
+        Args:
+            index: (K,) bool, whether each match is kept, or (k,) indices of the matches.
+        """
+        return Matches(self.indices[index], self.scores[index])
 
     def above(self, threshold: float) -> Matches:
         """Keep the matches with a score above `threshold`."""
@@ -49,8 +53,8 @@ class Matches:
         Args:
             index0 (m,), index1 (n,): which keypoints of each image were selected.
         """
-        own, other = self.indices.T  # (K,) each, among the selected keypoints
-        return Matches(np.stack([index0[own], index1[other]], axis=1), self.scores)
+        row0, row1 = self.indices.T  # (K,), rows of index0 and index1
+        return Matches(np.stack([index0[row0], index1[row1]], axis=1), self.scores)
 
     @classmethod
     def none(cls) -> Matches:

@@ -284,7 +284,7 @@ class StoredFeatures:
         """Write the matches of a pair, none if it was rejected, and their geometry if verified."""
         _, order0, entry0 = self._read(photo0)
         _, order1, entry1 = self._read(photo1)
-        matches = result.found.renumber(order0, order1).indices
+        matches = result.scored_matches.renumber(order0, order1).indices
         _write_pair(self._database, entry0, entry1, matches)
 
     def _read_image(self, photo: PhotoFile) -> Tuple[Features, np.ndarray, Entry]:

@@ -217,9 +217,7 @@ class SuperGlue(nn.Module):
     ) -> Tensor:
         """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
-        Args:
-            keypoints, images: as from `join_keypoints`.
-            precision: as for `assign`.
+        Keypoints and images are as from `join_keypoints`, and the precision is as for `assign`.
         """
         config = self.config
         dtype = self.dustbin.dtype
@@ -247,9 +245,8 @@ class SuperGlue(nn.Module):
     ) -> Tuple[List[Tensor], Tensor]:
         """Compute the log assignments from matching descriptors (T, D) (equations 7 to 9).
 
-        wait and what is returned: as for `assign`.
-
         Args:
+            wait: as for `assign`, as is the result.
             dtype: the precision of the optimal transport. If None, it is that of the descriptors.
         """
         # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
@@ -329,10 +326,8 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
 def geometry_of(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
     """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
 
-    Without `scale_angle`, return position and log score, (T, 3).
-
-    Args:
-        keypoints: as from `join_keypoints`.
+    The keypoints are as from `join_keypoints`. Without `scale_angle`, return position and log score
+    only, (T, 3).
     """
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
     # A batch that is padded has images of size 0.
@@ -396,10 +391,10 @@ def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Te
 
     Returns:
         For image 0 four tensors (B, M), and for image 1 the same (B, N):
-            - the index of the nearest neighbour in the other image,
-            - the distance of the descriptors,
-            - its ratio to the distance of the second nearest neighbour, 1 if there is none,
-            - whether both are mutual nearest neighbours.
+        - the index of the nearest neighbour in the other image,
+        - the distance of the descriptors,
+        - its ratio to the distance of the second nearest neighbour, 1 if there is none,
+        - whether both are mutual nearest neighbours.
     """
     best0 = cosines.max(2)
     best1 = cosines.max(1)
@@ -428,12 +423,7 @@ class AttentionalLayer(nn.Module):
     """The layer updates every keypoint once: x <- x + MLP([x, message]) (equation 3)."""
 
     def __init__(self, dim: int, heads: int, norm: str, cross: bool) -> None:
-        """Create a layer.
-
-        Args:
-            cross: whether each image attends to the other image of its pair. If not, it attends to
-                itself.
-        """
+        """Create a layer. If `cross`, an image attends to the other image of its pair."""
         super().__init__()
         self.heads = heads
         self.cross = cross

@@ -88,7 +88,7 @@ def names_around_blocks():
         "s": rng.uniform(0, 1, 20).astype(np.float32),
         "d": rng.normal(size=(20, 64)).astype(np.float32),
         "matcher": matcher,
-        "found": matcher.match("a.jpg", "b.jpg"),
+        "result": matcher.match("a.jpg", "b.jpg"),
     }
 
 
