@@ -256,6 +256,17 @@ class MatchResult:
         Args:
             threshold_px: distance in image 1 up to which a match is an inlier. If None, it is 3 px,
                 and in images larger than 1,024 px as much more as they are larger.
+
+        Example:
+            >>> keypoints0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
+            >>> keypoints1 = 2 * keypoints0 + [10, 20]
+            >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
+            >>> result = MatchResult(keypoints0, keypoints1, matches, (500, 500), (1010, 1020))
+            >>> fit = result.homography()
+            >>> bool(np.allclose(fit.model, [[2, 0, 10], [0, 2, 20], [0, 0, 1]], atol=1e-3))
+            True
+            >>> int(fit.inliers.sum()), fit.supported
+            (50, True)
         """
         return self._fit("homography", threshold_px)
 
@@ -268,6 +279,18 @@ class MatchResult:
         Args:
             threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is
                 that of `homography`.
+
+        Example:
+            >>> keypoints0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
+            >>> keypoints1 = keypoints0.copy()
+            >>> keypoints1[:, 0] -= 100 / np.linspace(1, 5, 50)  # a step to the right
+            >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
+            >>> fit = MatchResult(
+            ...     keypoints0, keypoints1, matches, (500, 500), (500, 500)
+            ... ).fundamental()
+            >>> distances = two_view.epipolar_distances(fit.model, keypoints0, keypoints1)
+            >>> bool(distances.max() < 0.1), fit.supported
+            (True, True)
         """
         return self._fit("fundamental", threshold_px)
 
@@ -314,6 +337,19 @@ class MatchResult:
         Args:
             threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px,
                 and more in larger images as for `homography`.
+
+        Example:
+            >>> K = np.array([[400.0, 0, 250], [0, 400, 250], [0, 0, 1]])
+            >>> keypoints0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
+            >>> keypoints1 = keypoints0.copy()
+            >>> keypoints1[:, 0] -= 100 / np.linspace(1, 5, 50)  # a step to the right
+            >>> matches = Matches(np.stack([np.arange(50)] * 2, axis=1), np.ones(50))
+            >>> result = MatchResult(keypoints0, keypoints1, matches, (500, 500), (500, 500))
+            >>> pose = result.relative_pose(K, K)
+            >>> bool(np.allclose(pose.R, np.eye(3), atol=1e-3))
+            True
+            >>> bool(np.allclose(pose.t, [-1, 0, 0], atol=1e-3))  # its length is not known
+            True
         """
         to0, to1, points0, points1 = self._in_reference_px()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
@@ -385,6 +421,14 @@ class MatchResult:
 
         Raises:
             RequestError: If an image is missing or cannot be read.
+
+        Example:
+            >>> keypoints = np.float32([[10, 10], [90, 20], [70, 80], [20, 60]])
+            >>> matches = Matches(np.stack([np.arange(4)] * 2, axis=1), np.ones(4))
+            >>> result = MatchResult(keypoints, keypoints, matches, (100, 100), (100, 100))
+            >>> image = np.zeros((100, 100), np.uint8)
+            >>> result.show(image, image, captions=False)  # 8 px between the images
+            Picture(208x100 px; .save(path) writes it)
         """
         photos = self.photos(image0, image1)
         points0, points1 = (

@@ -166,6 +166,10 @@ class Matcher:
             refine: refine positions by the pixels. If None, refine them without `scene` only.
             scene: follow `verification.Rules`.
             accept, likely: settings of `verification.Rules`.
+
+        Example:
+            >>> Matcher.load(device="cpu", max_keypoints=2048).max_keypoints
+            2048
         """
         # Check the settings before the model is loaded.
         _check_choice("precision", precision, PRECISIONS)
@@ -244,6 +248,13 @@ class Matcher:
             mask: where it is black (0) or False, there is no keypoint. It is an array (H, W) like
                 the image, or a file of the size of the image's file, as in COLMAP. Transparent
                 pixels are left out in any case.
+
+        Example:
+            >>> from skimage import data
+            >>> matcher = Matcher.load(device="cpu", max_keypoints=200)
+            >>> features = matcher.extract(data.camera())
+            >>> features.size, features.keypoints.shape
+            ((512, 512), (200, 2))
         """
         if isinstance(image, (str, Path)):
             return self.extract_file(read(image), image, mask)
@@ -315,6 +326,15 @@ class Matcher:
             refine: whether to refine positions by the pixels. If None, do what the matcher was
                 loaded with, and leave the positions of features without pixels (`Features.of`) as
                 they are.
+
+        Example:
+            >>> from skimage import data
+            >>> photo = data.camera()
+            >>> matcher = Matcher.load(device="cpu", max_keypoints=500)
+            >>> result = matcher.match(photo, photo[:, 40:])  # without its left 40 columns
+            >>> moves = result.points1 - result.points0
+            >>> np.median(moves, axis=0).round().astype(int).tolist()
+            [-40, 0]
         """
         features0, features1 = self.extract_all([image0, image1])
         (result,) = self._match([(features0, features1)], refine)

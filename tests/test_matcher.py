@@ -97,7 +97,11 @@ def test_files_pixels_and_features_give_the_same_matches(
 
 
 def assert_same(one, other):
-    for name in {each.name for each in dataclasses.fields(one)} - {"images", "_fits", "scored_matches"}:
+    for name in {each.name for each in dataclasses.fields(one)} - {
+        "images",
+        "_fits",
+        "scored_matches",
+    }:
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
     np.testing.assert_array_equal(one.matches, other.matches)
     np.testing.assert_array_equal(one.scores, other.scores)

@@ -131,6 +131,15 @@ def match_folder(
     Raises:
         RequestError: an argument is wrong, or a photograph was replaced while it was matched.
         OSError: a file cannot be written.
+
+    Example:
+        The folder `photos` has two photographs, `a.jpg` and `b.jpg`.
+
+        >>> from superglue_sift import Matcher
+        >>> matcher = Matcher.load(device="cpu", max_keypoints=500)
+        >>> report = match_folder(matcher, "photos", "found")
+        >>> report.matched, [path.name for path in Path("found").glob("*.npz")]
+        (1, ['a_b_matches.npz'])
     """
     folder, out = Path(folder), Path(out)
     check_request(out, features, masks, colmap, pairing, k)

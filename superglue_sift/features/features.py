@@ -152,6 +152,14 @@ class Features(NamedTuple):
 
         Raises:
             RequestError: a wrong shape or range, or a keypoint that occurs twice.
+
+        Example:
+            >>> keypoints = np.array([[10.0, 20.0], [30.0, 5.0]])
+            >>> one = np.ones(2)
+            >>> descriptors = np.full((2, 128), 45)
+            >>> features = Features.of(keypoints, 4 * one, 90 * one, one, descriptors, (64, 48))
+            >>> features.keypoints.tolist()
+            [[10.0, 20.0], [30.0, 5.0]]
         """
         features = cls._of_sift(keypoints, scales, angles, scores, descriptors, size)
         geometry = np.stack([features.records[name] for name in ("x", "y", "scale", "angle")])

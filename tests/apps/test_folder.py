@@ -1,6 +1,5 @@
 """Which pairs are matched, what their files are called and hold, and how stopped work goes on."""
 
-import doctest
 import functools
 import itertools
 import os
@@ -324,10 +323,6 @@ def test_the_names_of_a_pair_fit_any_limit(name0, name1, limit):
     assert results.pair_stem(name0, name1, limit) == stem
     plain = f"{name0}_{name1}"
     assert stem == plain or len(plain.encode("utf-8", "surrogateescape")) > limit - 13
-
-
-def test_the_examples_of_docstrings_are_right():
-    assert doctest.testmod(results).failed == 0
 
 
 def test_long_names_that_begin_alike_are_different_pairs():
