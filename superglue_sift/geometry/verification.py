@@ -30,7 +30,7 @@ Guided matching: the network gets some hundreds of keypoints of each image. Near
 the others are matches, too, if they lie where the network's matches around them lead
 (docs/results.md).
 
-`python -m benchmarks.dev.verification` learns the weights from made places (docs/matching.md).
+`python -m benchmarks.dev.verification` learns the weights from made places (docs/scenes.md).
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ def names_around_blocks():
         "K1": K,
         "width": 200,
         "height": 100,
-        "k": rng.uniform(0, 100, (20, 2)).astype(np.float32),
-        "s": rng.uniform(0, 1, 20).astype(np.float32),
-        "d": rng.normal(size=(20, 64)).astype(np.float32),
+        "keypoints": rng.uniform(0, 100, (20, 2)).astype(np.float32),
+        "scores": rng.uniform(0, 1, 20).astype(np.float32),
+        "descriptors": rng.normal(size=(20, 64)).astype(np.float32),
         "matcher": matcher,
         "result": matcher.match("a.jpg", "b.jpg"),
     }
