@@ -3,7 +3,7 @@
     python -m benchmarks.dev.results --data DIR
     python -m benchmarks.dev.results --data DIR --only coco,oxford
 
-A table stands in README.md or docs/ between the lines `<!-- table NAME -->` and
+A table stands in README.md, docs/ or pretrained/ between the lines `<!-- table NAME -->` and
 `<!-- end NAME -->`. Its last line says from which commit, date and processor it is. The program
 measures the tables whose data it finds below DIR, with the commit that is checked out. Any other
 table stays as it is, and the program says which data it lacked. Results of a commit are kept in
@@ -30,13 +30,19 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+import cv2
+import numpy as np
 import pandas as pd
 from ruamel.yaml import YAML
+from scipy.spatial import KDTree
 
 from pipeline import errors, presets
 from pipeline.errors import RequestError
 from pipeline.evaluate.metrics import name_of
+from superglue_sift import Matcher, MatchResult
+from superglue_sift.features.images import read_gray
 from superglue_sift.files import write_atomic
+from superglue_sift.matcher import RESIZE
 
 ROOT = Path(__file__).resolve().parents[2]
 MATCHERS = {
@@ -56,6 +62,13 @@ HOMOGRAPHIES = {
     ("auc_5", "dlt", False): "AUC@5 least squares",
     ("auc_5", "dlt", True): "refined ",  # a heading of its own for pandas
 }
+WORDS = {
+    "P": "precision",
+    "R": "recall",
+    "R@P": "recall at the ratio test's precision",
+    "refined": "AUC@5 RANSAC, refined matches",
+    "refined ": "AUC@5 least squares, refined matches",
+}
 POSES = {
     ("precision", "", False): "P",
     ("matching_score", "", False): "MS",
@@ -70,6 +83,10 @@ DISTURBANCES = {
     ("recall_at_ratio_precision", "", False): "R@P",
     ("auc_5", "ransac", True): "AUC@5 RANSAC, refined",
 }
+# Pairs of photographs of Herz-Jesus-P25, and the sizes that the second one gets
+PAIRS_OF_SIZES = ((3, 4), (6, 7), (10, 11), (14, 15), (2, 4), (20, 22))
+SIDES = (384, 512, 640, 768, 1024, 1536, 2048, 4096)  # px, longer side
+SAME_PX = 3.0  # a match is the same up to this distance, in px of an image of 1,024 px
 VIEWS = {"width": 640, "height": 480, "max_keypoints": 512, "pairs_per_image": 2}
 
 
@@ -255,6 +272,24 @@ def summary(bench: Bench) -> str:
     return markdown(table.rename_axis(columns="in %"))
 
 
+def weights(bench: Bench) -> str:
+    """Return the table of the model card: the gain over the best baseline of each metric."""
+    folder = evaluate_coco(bench)
+    values = json.loads((folder / "metrics.json").read_text())
+    differences = pd.read_csv(folder / "differences.csv")
+    rows = {}
+    for key, heading in HOMOGRAPHIES.items():
+        metric = name_of(*key)
+        cells = [percent(values.get(f"{matcher}.{metric}")) for matcher in PAIR]
+        # The best baseline is the one from which SuperGlue differs least.
+        best = differences[differences.metric == metric].sort_values("value").iloc[0]
+        title = MATCHERS.get(best.baseline, best.baseline)
+        rows[WORDS.get(heading, heading)] = [*cells, gain_of(best), title]
+    heads = [*(MATCHERS[matcher] for matcher in PAIR), "gain over the best baseline", "which is"]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    return markdown(table.rename_axis(columns="in %"))
+
+
 def negatives(bench: Bench) -> str:
     """Pairs of photographs with nothing in common."""
     values = json.loads((evaluate_coco(bench) / "metrics.json").read_text())
@@ -368,12 +403,55 @@ def buildings(bench: Bench) -> str:
     return metrics_table(folder, POSES)
 
 
+def file_sizes(bench: Bench) -> str:
+    """Return how many matches there are if the second file of a pair has another size."""
+    folder = bench.find("strecha")
+    matcher = Matcher.load()
+    heads = ["matches", "the same matches", "refined matches"]
+    counts = pd.DataFrame(0.0, index=SIDES, columns=heads)
+    for numbers in PAIRS_OF_SIZES:
+        paths = [folder / f"Herz-Jesus-P25_{number:04}.jpg" for number in numbers]
+        image0, image1 = (resize_to(read_gray(path), RESIZE) for path in paths)
+        features0 = matcher.extract(image0)
+        result = matcher.match(features0, image1)
+        for side in SIDES:
+            resized = matcher.match(features0, resize_to(image1, side))
+            refined = int(np.isfinite(resized.deviations).sum())
+            counts.loc[side] += [len(resized.scores), count_found_again(result, resized), refined]
+    totals = counts.loc[RESIZE]
+    percents = (100 * counts / totals).round().astype(int).astype(str)
+    percents.columns = [f"{name}, % of {totals[name]:,.0f}" for name in heads]
+    percents.index = [f"{side:,}" for side in SIDES]
+    return markdown(percents.rename_axis(columns="longer side of the second file, px"))
+
+
+def resize_to(image: np.ndarray, side: int) -> np.ndarray:
+    """Resize an image (H, W) uint8, so that its longer side is `side` px."""
+    scale = side / max(image.shape)
+    method = cv2.INTER_AREA if scale < 1 else cv2.INTER_CUBIC
+    return cv2.resize(image, None, fx=scale, fy=scale, interpolation=method)
+
+
+def count_found_again(result: MatchResult, resized: MatchResult) -> int:
+    """Count the matches of `result` that `resized` has, too.
+
+    A match is found again if `resized` has a match that is at most SAME_PX away along each axis of
+    both images.
+    """
+    scale = max(result.size1) / max(resized.size1)
+    # Pixel centres have whole coordinates, so both images have their corner at -0.5.
+    points1 = (resized.points1 + 0.5) * scale - 0.5
+    tree = KDTree(np.hstack([resized.points0, points1]))
+    positions = np.hstack([result.points0, result.points1])
+    return int(np.isfinite(tree.query(positions, p=np.inf, distance_upper_bound=SAME_PX)[0]).sum())
+
+
 def scenes(bench: Bench) -> str:
     """COLMAP models of two places, from our matches and from COLMAP's, over five seeds."""
     images = bench.find("strecha")
     folder = bench.run(
         "scenes", "benchmarks.dev.scenes", images, "--cameras", images / "cameras_gt.txt",
-        "--ways", "superglue", "colmap", "--seeds", 5,
+        "--ways", "superglue", "stored", "colmap", "--seeds", 5,
     )  # fmt: skip
     return (folder / "printed").read_text().strip()
 
@@ -416,8 +494,8 @@ def speed(bench: Bench) -> str:
 TABLES: Dict[str, Callable[[Bench], str]] = {
     function.__name__: function
     for function in (
-        summary, coco, negatives, disturbances, rotation, zoom, oxford, sequences, selection,
-        buildings, scenes, collections, places, sample, speed,
+        summary, coco, weights, negatives, disturbances, rotation, zoom, oxford, sequences,
+        selection, buildings, file_sizes, scenes, collections, places, sample, speed,
     )
 }  # fmt: skip
 
@@ -427,7 +505,8 @@ TABLES: Dict[str, Callable[[Bench], str]] = {
 
 def pages_with(name: str) -> List[Path]:
     """Return the pages that have a table."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "pretrained" / "README.md"]
+    pages += sorted((ROOT / "docs").glob("*.md"))
     return [page for page in pages if f"<!-- table {name} -->" in page.read_text(encoding="utf-8")]
 
 
@@ -461,10 +540,9 @@ def processor() -> str:
 
 def checked_out() -> str:
     """Return the commit. Raises RequestError if the code has changes that are not in it."""
-    changed = subprocess.run(
-        ["git", "status", "--porcelain", "--", "superglue_sift", "pipeline", "pretrained"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    measured = ("superglue_sift", "pipeline", "pretrained/*.safetensors")
+    command = ["git", "status", "--porcelain", "--", *measured]
+    changed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     if changed:
         raise RequestError(f"commit first, so that the tables name a commit: {changed.split()[1]}")
     command = ["git", "rev-parse", "--short=10", "HEAD"]
