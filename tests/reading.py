@@ -1,4 +1,4 @@
-"""What tests read: JSON, YAML, and all files of a folder, to be compared with another one's."""
+"""What tests read: JSON, YAML, the error of a command, and all files of a folder."""
 
 import json
 import re
@@ -19,6 +19,14 @@ def read_pins(path):
     """Package -> version of a lock."""
     lines = re.findall(r"^([a-z0-9-]+)==([^\s\\;+]+)", path.read_text().lower(), re.MULTILINE)
     return dict(lines)
+
+
+def read_error(capture):
+    """The one line in which a command refused a request, without a traceback."""
+    text = capture.readouterr().err
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in text
+    return line
 
 
 def read_files(folder):

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline import errors, params
-from pipeline.train import __main__ as train
+from pipeline import params
 from superglue_sift import environment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -111,16 +110,6 @@ def test_a_process_is_prepared_if_torch_and_numpy_come_later():
     changed = {**inherited, "OMP_NUM_THREADS": "4"}
     script = "from superglue_sift import environment; print(environment.is_prepared())"
     assert run_python("-c", script, **changed).stdout == "False\n"
-
-
-def test_a_training_does_not_claim_portable_bytes_if_torch_was_loaded_before(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.delenv(environment.PREPARED, raising=False)
-    file = params_file(tmp_path, "portable")
-    assert errors.run(train.main, ["--params", str(file)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "train.precision = 'portable': torch was loaded without" in line
 
 
 def test_libraries_choose_their_code_by_them():

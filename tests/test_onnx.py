@@ -10,12 +10,14 @@ import pytest
 import torch
 from made_pairs import pair
 from made_scenes import TURN, write_model
+from reading import read_error
 
 from superglue_sift import (
     Features,
     Matcher,
     Pair,
     RequestError,
+    errors,
     from_pairs,
     load_model,
     mutual_matches,
@@ -140,16 +142,28 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
     np.testing.assert_array_equal(matches[0], matcher.match(*sides).dense()[0])
 
 
-def test_a_wrong_request_is_one_line(tmp_path, monkeypatch):
-    with pytest.raises(RequestError, match=r"must end in \.onnx"):
-        onnx.export(tmp_path / "m.pt")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("m.pt", "m.pt: must end in .onnx"),
+        ("m.onnx --max-keypoints 100", "--max-keypoints goes with --for colmap"),
+        ("m.onnx --for colmap --max-keypoints 0", "--max-keypoints 0: must be a whole number"),
+        ("m.onnx --threshold 2", "--threshold 2.0: must be between 0 and 1"),
+        ("m.onnx --model none.safetensors", "none.safetensors: no such model"),
+        ("m.onnx", "pip install 'superglue-sift[onnx]'"),
+    ],
+)
+def test_a_wrong_request_is_one_line(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    if "pip" in said:
+        monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert errors.exit_code(onnx.main, words.split()) == 2
+    assert said in read_error(capsys)
+
+
+def test_settings_of_colmap_are_refused_without_it(tmp_path):
     with pytest.raises(RequestError, match="max_keypoints: only for COLMAP"):
         onnx.export(tmp_path / "m.onnx", max_keypoints=100)
-    with pytest.raises(RequestError, match="--max-keypoints goes with --for colmap"):
-        onnx.main([str(tmp_path / "m.onnx"), "--max-keypoints", "100"])
-    monkeypatch.setitem(sys.modules, "onnxscript", None)
-    with pytest.raises(RequestError, match=r"pip install 'superglue-sift\[onnx\]'"):
-        onnx.export(tmp_path / "m.onnx")
 
 
 # The file for COLMAP

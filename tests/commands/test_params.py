@@ -13,10 +13,9 @@ from made_params import keys_of
 from reading import read_yaml
 from ruamel.yaml import YAML
 
-from pipeline import doctor, errors, params
+from pipeline import params
 from pipeline.errors import RequestError
 from pipeline.params import Params, RunParams
-from pipeline.train import __main__ as train
 from pipeline.train import checkpoint
 
 SECTIONS = tuple(Params.model_fields)
@@ -195,23 +194,6 @@ def test_the_key_that_chooses_photographs_is_a_dependency_of_what_they_decide():
         name for name in stages if "run.allow_training_images" in stages[name].get("params", [])
     ]
     assert users == ["train", "evaluate"]
-
-
-def test_options_in_the_environment_are_refused_by_the_training_and_the_doctor(
-    monkeypatch, tmp_path, capsys
-):
-    words = ["--params", str(ROOT / "params.yaml"), "--keypoints", str(tmp_path / "none")]
-    for text in ("", " "):
-        monkeypatch.setenv("TRAIN_OPTIONS", text)
-        assert errors.run(train.main, words) == 2
-        assert "TRAIN_OPTIONS" not in capsys.readouterr().err
-        assert not [*doctor.variables()]
-    monkeypatch.setenv("TRAIN_OPTIONS", "--accumulate 2")
-    assert errors.run(train.main, words) == 2
-    line = "environment TRAIN_OPTIONS='--accumulate 2': is not read any more; unset it, and set"
-    assert capsys.readouterr().err.startswith(f"error: {line}")
-    ((level, _, text),) = doctor.variables()
-    assert level == doctor.FAIL and text.startswith(line)
 
 
 @pytest.mark.parametrize("blur", [0.0, 3.0])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from made_params import keys_of
-from reading import read_files, read_yaml
+from reading import read_error, read_files, read_yaml
 from ruamel.yaml import YAML
 
 from pipeline import errors, params, presets
@@ -121,15 +121,12 @@ def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, ima
     ("arguments", "said"),
     [
         (["sampel"], "preset sampel: not in presets/; there are ci, coco"),
-        (["folder"], "preset folder: needs a folder of images; make repro IMAGES=~/photos"),
+        (["folder"], "preset folder: needs a folder of images; make repro IMAGES="),
         (["coco2017", "--images", "images"], "preset coco2017: takes no folder of images"),
         (["--images", "nowhere"], "nowhere: no such folder"),
         (["--images", "empty"], "empty: holds no images (.jpg, "),
-        (
-            ["--images", "part.zip"],
-            "part.zip: not a whole zip archive (File is not a zip file); copy",
-        ),
-        (["--images", "one"], "one: 1 different image(s), and none for val; at least two"),
+        (["--images", "part.zip"], "part.zip: not a whole zip archive"),
+        (["--images", "one"], "one: 1 different image(s), and none for val"),
         (["--val-images", "images"], "goes with IMAGES"),
     ],
 )
@@ -144,8 +141,7 @@ def test_a_wrong_request_is_one_line_and_changes_nothing(
     shutil.copy(ROOT / "params.yaml", target)
     before = read_files(tmp_path)
     assert use(*arguments) == 2
-    *_, error = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: ") and said in error
+    assert said in read_error(capsys)
     assert read_files(tmp_path) == before
 
 

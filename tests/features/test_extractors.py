@@ -12,15 +12,13 @@ from made_params import file_of
 from made_trainings import leave_records_out
 from reading import read_json
 
-from pipeline import errors, export
+from pipeline import export
 from pipeline.errors import RequestError
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.fetch import __main__ as fetch
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
-from pipeline.train import trainer
-from superglue_sift.apps import cli
 from superglue_sift.features import extractors, sift
 from superglue_sift.features.extractors import kind_of
 from superglue_sift.features.features import Features
@@ -143,32 +141,6 @@ def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
         seeing.match(photo, photo)
     blind = untrained(tmp_path / "blind.safetensors", UPRIGHT, scale_angle=False)
     assert len(Matcher.load(blind, "cpu", extractor=UPRIGHT).match(photo, photo).matches)
-
-
-def test_a_training_that_needs_scales_is_refused_without_them(make_params):
-    class Features:
-        scale_angle = False
-        extractor = UPRIGHT
-
-    with pytest.raises(RequestError, match=r"train\.neighbours"):
-        trainer.check(make_params("train"), Features())
-    with pytest.raises(RequestError, match=r"train\.rotation_deg"):
-        trainer.check(make_params("train", neighbours=False, rotation_deg=90.0), Features())
-    trainer.check(make_params("train", neighbours=False, rotation_deg=0.0), Features())
-
-
-@needs_kaze
-@pytest.mark.parametrize(
-    "words, message",
-    [([], f"--extractor {KAZE}"), (["--extractor", KAZE, "--pairing", "nearest"], "compares SIFT")],
-)
-def test_a_folder_is_refused_before_an_image_is_read(words, message, tmp_path, capsys):
-    model = untrained(tmp_path / "kaze.safetensors", KAZE)
-    (tmp_path / "photos").mkdir()
-    folders = [tmp_path / "photos", "--out-dir", tmp_path / "found", "--model", model]
-    assert errors.run(cli.main, [*map(str, folders), "--device", "cpu", *words]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1 and not (tmp_path / "found").exists()
 
 
 @needs_kaze

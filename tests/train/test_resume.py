@@ -212,21 +212,6 @@ class TestWhatMayChange:
         names = [path.name for path in (tmp_path / "run").iterdir() if path.is_dir()]
         assert about_best(tmp_path)["training"] in names and len(names) == 2
 
-    @pytest.mark.parametrize(
-        "keys, message",
-        [
-            ({"lr": 0.002, "dim": 32}, r"it was trained with train\.dim: 16, not 32; only train"),
-            ({"steps": 5}, r"it has 6 steps; raise train\.steps above them"),
-        ],
-    )
-    def test_only_a_longer_schedule_is_continued(self, tmp_path, request_of, keys, message):
-        assert train.main(request_of("run")) == 0
-        folder = ["--continue", str(home(tmp_path / "run"))]
-        with pytest.raises(RequestError, match=message):
-            train.check([*request_of("run", **keys), *folder], 1)
-        with pytest.raises(RequestError, match="there is no checkpoint"):
-            train.check([*request_of("run", **keys), "--continue", str(tmp_path)], 1)
-
     @pytest.mark.parametrize("steps", [8, 9])
     def test_a_continued_training_averages_its_own_last_steps(
         self, tmp_path, request_of, monkeypatch, steps
@@ -255,12 +240,6 @@ class TestWhatMayChange:
         mean = sum(weights[step] for step in range(steps - 2, steps + 1)) / 3
         # A rounding unit of float32 for each of the three steps of the mean
         assert average == pytest.approx(mean, rel=3 * 2**-24)
-
-    def test_an_average_of_steps_before_the_checkpoint_is_refused(self, tmp_path, request_of):
-        assert train.main(request_of("run")) == 0
-        longer = [*request_of("run", steps=7, average=3), "--continue", str(home(tmp_path / "run"))]
-        with pytest.raises(RequestError, match=r"average = 3 needs weights .*before .* at most 2"):
-            train.check(longer, 1)
 
     def test_other_versions_and_code_are_said(self, request_of, output_of, monkeypatch):
         interrupt(request_of("run"), monkeypatch, step=2)

@@ -12,8 +12,7 @@ from made_views import made_store
 from processes import in_group
 from reading import read_json
 
-from pipeline import distributed, errors
-from pipeline.errors import RequestError
+from pipeline import distributed
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train.data import load_batch, split_evenly, training_pairs
@@ -142,29 +141,6 @@ class TestRequests:
         assert [line.split(",")[0] for line in lines[1:]] == ["0", "15", "30"]
         losses = [float(row.split(",")[1]) for row in rows[1:]]
         assert np.mean(losses[-3:]) < np.mean(losses[:3])
-
-    def test_wrong_requests_name_the_fix(self, request_of):
-        with pytest.raises(
-            RequestError, match=r"train\.init_from: none\.safetensors: no such file"
-        ):
-            train.check(request_of("run", init_from="none.safetensors"), 1)
-        for option in ("--out", "--reports"):
-            with pytest.raises(RequestError, match=r"test_trainer\.py: cannot be written"):
-                train.check([*request_of("run"), option, __file__], 1)
-
-    def test_a_training_that_cannot_be_compiled_is_one_line(self, request_of, monkeypatch, capsys):
-        monkeypatch.setattr("shutil.which", lambda name: None)
-        assert errors.run(train.main, request_of("run", compile=True)) == 2
-        *_, line = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: run.compile = true: th") and "compiler" in line
-
-    def test_a_damaged_shard_is_refused(self, request_of, tmp_path, capsys):
-        shard = next((tmp_path / "keypoints/train").glob("*.safetensors"))
-        whole = bytearray(shard.read_bytes())
-        whole[-1] ^= 1
-        shard.write_bytes(whole)
-        assert errors.run(train.main, [*request_of("run"), "--verify"]) == 2
-        assert shard.name in capsys.readouterr().err
 
     @pytest.fixture
     def begin(self, tmp_path, request_of):
