@@ -80,7 +80,7 @@ images:  ## build and try all images without a container engine (root, buildah, 
 
 faults: $(SETUP_DEV)  ## kill trainings in every way, and every stage at random (an hour): docs/faults.md
 	@RANDOM_FAULTS=$(or $(N),100) python -m pytest -n 2 --dist worksteal tests/faults tests/tracking/test_tracking.py \
-		tests/commands/test_launch.py tests/train/test_checkpoint.py tests/fetch/test_coco.py
+		tests/train/test_checkpoint.py tests/fetch/test_coco.py
 
 random-faults: $(SETUP_DEV)  ## its random part alone: 100 faults, or make random-faults N=1000
 	@RANDOM_FAULTS=$(or $(N),100) python -m pytest tests/faults/test_random.py

@@ -3,8 +3,11 @@
 import json
 
 import numpy as np
+import torch
 
+from pipeline.distributed import Context
 from pipeline.keypoints import store
+from pipeline.train import data
 from superglue_sift.features.sift import ORIENTED
 from superglue_sift.geometry.two_view import transform
 
@@ -65,3 +68,10 @@ def made_keypoints(folder):
     made_store(folder / "train")
     made_store(folder / "val", images=3, seed=1)
     return folder
+
+
+def batches_of(store, make_params, keys=None, context=None, **run):
+    """The batches of a training of 8 pairs a step on `store`."""
+    train = make_params("train", **(keys or {"max_keypoints": 30}))
+    context = context or Context(0, 1, torch.device("cpu"))
+    return data.StepBatches(train, make_params("run", **run), store, 8, context)

@@ -1,15 +1,12 @@
 """dvc.yaml is the table of contents: its stages, what they depend on, and what they leave."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import import_closure
-import pytest
 from reading import read_yaml
-from waiting import ended, wait_until
 
 from pipeline.params import Params
 
@@ -79,26 +76,6 @@ def test_git_keeps_what_the_cache_of_dvc_does_not():
     nowhere = {*ignored} - {*cached}
     assert not nowhere, f".gitignore has outputs of `cache: false`, which nothing keeps: {nowhere}"
     assert len(cached) < len(left)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", TREE["stages"])
-def test_a_stage_ends_with_the_dvc_that_started_it(stage, tmp_path):
-    """DVC is killed while the stage waits for its parameters, which come through a pipe."""
-    pipe = tmp_path / "params.yaml"
-    os.mkfifo(pipe)
-    words = TREE["stages"][stage]["cmd"].split()
-    assert words[:3] == ["exec", "python", "-m"]
-    module = " ".join(word for word in words[3:5] if word.startswith("pipeline."))
-    shell = f"exec {sys.executable} -m {module} --params params.yaml"
-    dvc = f"import subprocess, time; print(subprocess.Popen({shell!r}, shell=True).pid, flush=True)"
-    environment = {**os.environ, "DVC_STAGE": stage, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", f"{dvc}; time.sleep(1000)"]
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as parent:
-        number = int(parent.stdout.readline())
-        with pipe.open("w"):  # the stage reads now
-            parent.kill()
-            wait_until(lambda: ended(number), 60)
 
 
 def test_dvc_reads_the_file():

@@ -7,22 +7,17 @@ import importlib
 import json
 import os
 import re
-import shlex
 import shutil
-import signal
 import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from made_containers import PATIENCE, make_workspace, run, start
 from reading import read_pins
-from waiting import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"
 STACKS = ("cu111", "modern")
-PATIENCE = 120  # seconds: a guard, for a busy machine
 
 
 @pytest.mark.parametrize("stack", [*STACKS, "match"])
@@ -56,12 +51,6 @@ def test_the_server_wants_its_password(monkeypatch, tmp_path):
     assert "a/b" not in " ".join(serve.command({}))
 
 
-def write_program(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-
-
 @pytest.mark.parametrize("existed", [False, True])
 def test_the_documented_lines_for_secrets_close_the_folder(tmp_path, existed):
     """Run them as a person with the usual umask does; only `docker compose` is left out."""
@@ -81,96 +70,9 @@ def test_the_documented_lines_for_secrets_close_the_folder(tmp_path, existed):
     assert identity["credentials"][0]["secretKey"] in (folder / "s3_credentials").read_text()
 
 
-TRAINER = """
-    import signal, sys, time
-    def save(*_):
-        time.sleep(0.5)
-        open("checkpoint", "w").write("saved")
-        sys.exit(143)
-    signal.signal(signal.SIGTERM, save)
-    open("started", "w").close()
-    time.sleep(300)
-"""
-
-
 @pytest.fixture
 def workspace(tmp_path, monkeypatch):
-    """A clone whose trainer saves when it is asked to stop, with a `dvc` that only runs it."""
-    folder = tmp_path / "workspace"
-    (folder / "pipeline").mkdir(parents=True)
-    (folder / ".dvc/tmp").mkdir(parents=True)
-    (folder / ".git").mkdir()  # a clone's code is its owner's
-    for name in ("__init__", "doctor", "presets", "report"):
-        (folder / "pipeline" / f"{name}.py").touch()
-    (folder / "pipeline/launch.py").write_text(textwrap.dedent(TRAINER))
-    dvc = f"""#!/bin/sh
-        echo $$ >{shlex.quote(str(tmp_path))}/dvc.pid
-        trap 'echo dvc got SIGTERM' TERM
-        {shlex.quote(sys.executable)} -m pipeline.launch && echo ok
-    """
-    write_program(tmp_path / "bin/dvc", dvc)
-    # the environment's own programs come after this `dvc` (requirements/stages.pth)
-    own = Path(sys.executable).parent
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{own}:{os.environ['PATH']}")
-    return folder
-
-
-def start(workspace, program, *words):
-    return subprocess.Popen(
-        [sys.executable, str(DOCKER / f"{program}.py"), *words],
-        cwd=workspace,
-        env={**os.environ, "PYTHONPATH": "."},
-        text=True,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def run(workspace, program, *words):
-    """Run a file of docker/ in a workspace. Returns its exit code and what it said."""
-    process = start(workspace, program, *words)
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out + err
-
-
-@pytest.fixture
-def training(workspace):
-    """An entrypoint whose trainer is at work."""
-    process = start(workspace, "entrypoint")
-    wait_until((workspace / "started").exists)
-    yield process
-    if process.poll() is None:
-        process.terminate()
-        process.communicate(timeout=PATIENCE)
-
-
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_stop_reaches_the_trainer_although_dvc_may_be_killed(
-    training, workspace, tmp_path, is_killed
-):
-    training.terminate()
-    assert "SIGTERM to the trainer" in training.stdout.readline()
-    if is_killed:  # by a scheduler that signals every process
-        os.kill(int((tmp_path / "dvc.pid").read_text()), signal.SIGKILL)
-    out, _ = training.communicate(timeout=PATIENCE)
-    assert training.returncode == 143 and "dvc got SIGTERM" not in out
-    assert (workspace / "checkpoint").read_text() == "saved"
-
-
-def test_a_second_run_is_refused_also_after_a_kill_of_the_entrypoint(training, workspace, tmp_path):
-    for program, *words in (("entrypoint",), ("workspace", "touch", "written")):
-        code, said = run(workspace, program, *words)
-        assert code == 2 and len(said.splitlines()) == 1
-        assert "is in use by container or host" in said and f"process {training.pid}," in said
-    assert not (workspace / "written").exists()
-    # the trainer outlives the entrypoint, and so does the lock
-    training.kill()
-    training.wait(timeout=PATIENCE)
-    try:
-        assert run(workspace, "entrypoint")[0] == 2
-    finally:
-        os.killpg(int((tmp_path / "dvc.pid").read_text()), signal.SIGKILL)
+    return make_workspace(tmp_path, monkeypatch)
 
 
 def test_make_repro_on_the_host_keeps_containers_away(workspace):

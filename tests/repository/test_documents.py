@@ -34,7 +34,7 @@ FOREIGN = {
     "pip": "requirements/test-bounds.sh installs the wheel",
     "pre-commit": "changes the clone",
     "srun": "needs a cluster; tests/faults/test_nodes.py starts nodes",
-    "torchrun": "tests/commands/test_launch.py starts it",
+    "torchrun": "tests/faults/test_launch.py starts it",
 }
 OWN = re.compile(r"make |superglue-match |(\w+=\S* )*(\.venv/bin/)?python -m ")
 # Commands of this project that run for real, each in a folder with photographs

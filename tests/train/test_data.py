@@ -3,9 +3,7 @@
 import dataclasses
 import multiprocessing
 import os
-import signal
 import threading
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from made_views import SIZE, made_records, made_store
-from waiting import ended, wait_until
+from made_views import SIZE, batches_of, made_records, made_store
 
-from pipeline import workers
 from pipeline.distributed import Context
 from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore, View
@@ -204,13 +200,6 @@ class TestAugmentation:
         ).all()
 
 
-def batches_of(store, make_params, keys=None, context=None, **run):
-    """The batches of a training of 8 pairs a step on `store`."""
-    train = make_params("train", **(keys or {"max_keypoints": 30}))
-    context = context or Context(0, 1, torch.device("cpu"))
-    return data.StepBatches(train, make_params("run", **run), store, 8, context)
-
-
 def equal(one, other):
     names = [field.name for field in dataclasses.fields(one)]
     pairs = [(getattr(one, name), getattr(other, name)) for name in names]
@@ -261,40 +250,3 @@ def test_all_pairs_of_a_step_have_the_same_numbers_of_keypoints(tmp_path, make_p
         assert all(len(number) == 1 for number in numbers)
         seen.add(tuple(number.pop() for number in numbers))
     assert len(seen) > 4 and len({counts for pair in seen for counts in pair}) > 4
-
-
-class Slow(data.StepBatches):
-    """Batches whose second step takes for ever, in place of the first the process that made it."""
-
-    def load(self, step):
-        if step:
-            time.sleep(1000)
-        return [torch.tensor(os.getpid())]
-
-
-@pytest.mark.parametrize("number", workers.STOP_SIGNALS)
-def test_they_leave_signals_to_the_training(store, make_params, monkeypatch, number):
-    monkeypatch.setenv("SG_LOADER_PROCESSES", "2")
-    source = batches_of(store, make_params).prefetch(range(20))
-    next(source)
-    for process in multiprocessing.active_children():
-        os.kill(process.pid, number)
-    assert len(list(source)) == 19
-
-
-def train_and_die(out, make_params, folder):
-    source = batches_of(KeypointStore(folder), make_params)
-    source.__class__ = Slow
-    batches = source._prefetch_by_processes(range(9), 2)  # kept, since its end ends the processes
-    (process,) = next(batches)
-    out.put(int(process))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_they_end_with_a_training_that_is_killed(tmp_path, make_params):
-    context = multiprocessing.get_context("fork")
-    out = context.SimpleQueue()
-    arguments = (out, make_params, made_store(tmp_path))
-    context.Process(target=train_and_die, args=arguments).start()
-    process = out.get()
-    wait_until(lambda: ended(process), 10)
