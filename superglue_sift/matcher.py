@@ -181,10 +181,7 @@ class Matcher:
         model, info = load_model(path or shipped_weights(), device)
         network = fuse_for_inference(model, precision)
         if compile:
-            missing = no_compiler(network.dustbin.device.type)
-            if missing:
-                raise RequestError(f"compile: {missing}; install it, or leave out compile")
-            network.compile_layers()
+            _compile(network)
         # Sizes that are not given are those of scenes, or the defaults of this class.
         sizes = _given(
             max_keypoints=max_keypoints, network_keypoints=network_keypoints, resize=resize
@@ -547,6 +544,14 @@ def groups(items: Iterable[Any], size: int) -> Iterator[List[Any]]:
 def _given(**settings: Any) -> Dict[str, Any]:
     """Return the settings that are not None."""
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _compile(network: SuperGlue) -> None:
+    """Compile the layers of a network. Raises RequestError without a compiler."""
+    missing = no_compiler(network.dustbin.device.type)
+    if missing:
+        raise RequestError(f"compile: {missing}; install it, or leave out compile")
+    network.compile_layers()
 
 
 def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:

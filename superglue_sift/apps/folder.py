@@ -133,13 +133,10 @@ def match_folder(
         OSError: a file cannot be written.
 
     Example:
-        The folder `photos` has two photographs, `a.jpg` and `b.jpg`.
-
         >>> from superglue_sift import Matcher
-        >>> matcher = Matcher.load(device="cpu", max_keypoints=500)
-        >>> report = match_folder(matcher, "photos", "found")
-        >>> report.matched, [path.name for path in Path("found").glob("*.npz")]
-        (1, ['a_b_matches.npz'])
+        >>> report = match_folder(Matcher.load(max_keypoints=500), "photos", "found")
+        >>> report.matched  # photos/a.jpg with photos/b.jpg
+        1
     """
     folder, out = Path(folder), Path(out)
     check_request(out, features, masks, colmap, pairing, k)
