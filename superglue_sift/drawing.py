@@ -20,7 +20,7 @@ from PIL import Image, ImageDraw, ImageFont
 from superglue_sift.errors import RequestError
 from superglue_sift.features.images import reduce_image
 from superglue_sift.files import FileName, write_atomic
-from superglue_sift.geometry.two_view import Size, unit_of
+from superglue_sift.geometry.two_view import Size, map_to_reduced, transform
 
 RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
@@ -210,13 +210,12 @@ def draw(
         captions: whether to draw headings and legend. A page may have them as text.
     """
     small0, small1 = (reduce_image(image, SIDE) for image in (image0, image1))
-    unit0, unit1 = (unit_of(image.shape[:2], SIDE) for image in (image0, image1))
+    to0, to1 = (map_to_reduced(image.shape[1::-1], SIDE) for image in (image0, image1))
     rows: List[np.ndarray] = []
     for panel in panels:
         canvas = side_by_side(small0, small1)
-        # Pixel centres are at whole numbers, so the edge of an image is at -0.5.
-        points0 = (panel.points0 + 0.5) / unit0 - 0.5
-        points1 = (panel.points1 + 0.5) / unit1 - 0.5
+        points0 = transform(panel.points0, to0)
+        points1 = transform(panel.points1, to1)
         draw_lines(canvas, replace(panel, points0=points0, points1=points1), small0.shape[1::-1])
         rows += [text_bar(canvas.shape[1], panel.heading), canvas]
     rows.append(text_bar(rows[0].shape[1], legend(panels)))

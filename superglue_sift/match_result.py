@@ -21,8 +21,8 @@ FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # names of 
 # Attributes that are None unless the positions of the matches were refined
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 # A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
-# image of `two_view.REFERENCE_PX`.
-INLIER_PX = 3.0
+# image reduced to `two_view.REFERENCE_PX`.
+FIT_PX = 3.0
 # A result of version 0.1.0 was a tuple of these attributes.
 FIELDS = (
     "keypoints0", "keypoints1", "matches", "scores", "size0", "size1", *REFINED, "pair_score",
@@ -299,13 +299,13 @@ class MatchResult:
         if (name, threshold_px) in self._fits:
             return self._fits[name, threshold_px]
         # Fit in pixels of reduced images, for which limits were chosen, and convert the model back.
-        to0, to1, points0, points1 = self._in_reference_px()
-        unit = to1[0, 0]
-        limit = INLIER_PX if threshold_px is None else threshold_px * unit
-        width, height = (side * unit for side in self.size1)
+        to0, to1, points0, points1 = self._reduce()
+        factor = to1[0, 0]
+        limit = FIT_PX if threshold_px is None else threshold_px * factor
+        width, height = (side * factor for side in self.size1)
         # `chance` is at first the area of image 1 in which a wrong match is an inlier.
         if name == "homography":
-            deviations = None if self.deviations is None else self.deviations * unit
+            deviations = None if self.deviations is None else self.deviations * factor
             model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
             if model is not None:
                 model = two_view.compose(two_view.inverse(to1), model, to0)
@@ -351,23 +351,20 @@ class MatchResult:
             >>> bool(np.allclose(pose.t, [-1, 0, 0], atol=1e-3))  # its length is not known
             True
         """
-        to0, to1, points0, points1 = self._in_reference_px()
+        to0, to1, points0, points1 = self._reduce()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
         return relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
-    def _in_reference_px(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Convert the matches to pixels of images of the size at which lengths were chosen.
+    def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Convert the matches to pixels of images reduced to `two_view.REFERENCE_PX`.
 
         Returns:
-            The maps (3, 3) from pixels of both images, and the matched points (K, 2) float64.
+            The maps (3, 3) from pixels of both files, and the matched points (K, 2) float64.
         """
-        maps = []
-        points = []
-        for size, xy in ((self.size0, self.points0), (self.size1, self.points1)):
-            unit = two_view.unit_of(size)
-            maps.append(two_view.resizing((unit, unit), (1, 1)))
-            points.append(two_view.transform(xy, maps[-1]))
-        return maps[0], maps[1], points[0], points[1]
+        to0, to1 = map(two_view.map_to_reduced, (self.size0, self.size1))
+        points0 = two_view.transform(self.points0, to0)
+        points1 = two_view.transform(self.points1, to1)
+        return to0, to1, points0, points1
 
     def fits(self) -> Dict[str, two_view.Fit]:
         """Return the robust homography and fundamental matrix, by name."""

@@ -490,7 +490,9 @@ class Matcher:
         """
         # Give the network positions and scales in pixels of the reduced images. In pixels of the
         # files, it would see a zoom that is not there.
-        seen = ((one.as_found(self.resize), other.as_found(self.resize)) for one, other in batch)
+        seen = (
+            (one.as_detected(self.resize), other.as_detected(self.resize)) for one, other in batch
+        )
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
         # Select the keypoints of each pair that have a likely partner.
         mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
@@ -510,7 +512,7 @@ class Matcher:
 
         The network runs where the ratio test finds something, and then each pair is verified.
         """
-        looks = [verification.first_look(pair, self.resize) for pair in batch]
+        looks = [verification.preview_pair(pair, self.resize) for pair in batch]
         # Leave out pairs with too few ratio matches, and the keypoints of watermarks.
         likely = {
             number: (batch[number][0].select(kept[0]), batch[number][1].select(kept[1]))

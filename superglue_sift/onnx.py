@@ -186,7 +186,8 @@ def _from_colmap(
 ) -> Tuple[Tensor, ...]:
     """Convert the keypoints `order` (n,) of one image to the units of INPUTS, in this order.
 
-    Sizes are divided as by `Features.as_found`, since the network knows images of up to RESIZE px.
+    Sizes are divided as by `Features.as_detected`, since the network knows images of up to RESIZE
+    px.
     """
     kpts, desc, scales, oris = (t.index_select(1, order) for t in (kpts, desc, scales, oris))
     scales = 2 * scales  # OpenCV's size is a diameter
@@ -201,7 +202,7 @@ def _from_colmap(
 
 def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
     """Return the graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
-    one, other = (view.as_found(RESIZE) for view in (features0, features1))
+    one, other = (view.as_detected(RESIZE) for view in (features0, features1))
     records0, records1, *_ = choose_pair(Pair(one.records, other.records, one.size, other.size))
     values: List[np.ndarray] = []
     for records, size in ((records0, one.size), (records1, other.size)):

@@ -25,7 +25,7 @@ def made_result(enlarged, aligned=True):
     points0 = rng.uniform(0, SIZE, (200, 2))
     points1 = two_view.transform(points0, MILD) + rng.normal(0, 0.7, (200, 2))
     points1[150:] = rng.uniform(0, SIZE, (50, 2))
-    to_file = two_view.resizing((1, 1), (enlarged, enlarged))
+    to_file = two_view.map_to_resized((1, 1), (enlarged, enlarged))
     sides = [two_view.transform(p, to_file).astype(np.float32) for p in (points0, points1)]
     size = (int(enlarged * SIZE[0]), int(enlarged * SIZE[1]))
     matches = np.stack([np.arange(200)] * 2, axis=1)
@@ -38,7 +38,7 @@ def made_result(enlarged, aligned=True):
 def test_geometry_does_not_depend_on_the_resolution_of_a_file(aligned, enlarged):
     plain = made_result(1.0, aligned)
     large = made_result(enlarged, aligned)
-    to_file = two_view.resizing((1, 1), (enlarged, enlarged))
+    to_file = two_view.map_to_resized((1, 1), (enlarged, enlarged))
     for name in ("homography", "fundamental"):
         expected = getattr(plain, name)()
         found = getattr(large, name)()

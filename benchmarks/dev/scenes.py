@@ -118,7 +118,7 @@ def write_scenes(images: Path, cameras: Path, only: str = "", every: int = 1) ->
             image = read_gray(images / file)
             small = reduce_image(image, LONGER)
             cv2.imwrite(str(folder / file), small, [cv2.IMWRITE_JPEG_QUALITY, 95])
-            to_small = two_view.resizing(image.shape[::-1], small.shape[::-1])
+            to_small = two_view.map_to_resized(image.shape[::-1], small.shape[::-1])
             written[title][file] = known[file]._replace(K=to_small @ known[file].K)
     return written
 

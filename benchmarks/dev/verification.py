@@ -50,7 +50,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.images import read_gray
 from superglue_sift.geometry import verification
 from superglue_sift.geometry.two_view import Size, compose, epipolar_distances, inverse, transform
-from superglue_sift.geometry.verification import positions_of
+from superglue_sift.geometry.verification import points_of_matches
 from superglue_sift.progress import Progress
 
 Random = np.random.Generator
@@ -227,7 +227,7 @@ def examine(matcher: Matcher, asked: LabelledPair) -> Tuple[Any, ...]:
     """Return a row of `examine_all`. The evidence is zero for a pair without a geometry."""
     place, kind, pair, errors_of = asked
     nothing = place, kind, False, 0.0, 0.0
-    agreeing, kept = verification.first_look(pair, matcher.resize)
+    agreeing, kept = verification.preview_pair(pair, matcher.resize)
     if agreeing < verification.LIKELY:
         return nothing
     one, other = (view.select(index) for view, index in zip(pair, kept))
@@ -238,7 +238,7 @@ def examine(matcher: Matcher, asked: LabelledPair) -> Tuple[Any, ...]:
         return nothing
     counted = network.above(verification.COUNTED)
     found = verification.add_matches_near_lines(F, counted, mutual, points)
-    right = errors_of(*positions_of(points, found)) < scenes.RIGHT_PX
+    right = errors_of(*points_of_matches(points, found)) < scenes.RIGHT_PX
     return (place, kind, bool(len(right) and right.mean() > 0.5), *measured)
 
 

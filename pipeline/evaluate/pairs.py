@@ -35,7 +35,7 @@ from superglue_sift.features.images import (
     walk_folders,
 )
 from superglue_sift.files import read_lines, spelled_as_file
-from superglue_sift.geometry.two_view import compose, inverse, resizing
+from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.batch import Pair, choose_pair
 
 SEED = 0  # all models are compared on the same rendered pairs
@@ -372,7 +372,7 @@ class FilePairs(Source):
             method = cv2.INTER_AREA if shorter < min(before) else cv2.INTER_LINEAR
             image = cv2.resize(image, size, interpolation=method)
             images.append(image)
-            maps.append(resizing(before, image_size(image)))
+            maps.append(map_to_resized(before, image_size(image)))
         return images, maps
 
     def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from pipeline.evaluate.pairs import CameraPair, KnownPair
 from pipeline.params import EvaluateParams
 from superglue_sift.features import sift
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.verification import positions_of
+from superglue_sift.geometry.verification import points_of_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
@@ -58,7 +58,9 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
 
 def matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
     """Return the points of the matches in both images, (K, 2) float64 px each."""
-    return positions_of((sift.positions(pair.records0), sift.positions(pair.records1)), matches)
+    return points_of_matches(
+        (sift.positions(pair.records0), sift.positions(pair.records1)), matches
+    )
 
 
 def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:

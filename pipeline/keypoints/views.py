@@ -33,7 +33,7 @@ from superglue_sift.geometry.two_view import (
     corners,
     inverse,
     jacobians,
-    resizing,
+    map_to_resized,
     through_four_points,
     transform,
 )
@@ -268,7 +268,7 @@ def render(
     if scale < SHRINK_BELOW:
         height, width = image.shape[:2]
         small = (max(round(width * scale), 1), max(round(height * scale), 1))
-        H = compose(H, inverse(resizing((width, height), small)))
+        H = compose(H, inverse(map_to_resized((width, height), small)))
         shrinking = cv2.INTER_AREA if sampling == cv2.INTER_LINEAR else sampling
         image = cv2.resize(image, small, interpolation=shrinking)
     # Replicate the border, because rounding may reach a fraction of a pixel beyond it.

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.keypoints.store import EVERYWHERE, View
 from pipeline.params import TrainParams
 from superglue_sift.features.sift import rank
-from superglue_sift.geometry.two_view import compose, inverse, resizing
+from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
 # A function that draws another view of the store. It returns None if it draws an image of the pair.
@@ -219,7 +219,7 @@ def make_mosaic(
     seen = _keep(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
     # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square.
-    shrink = resizing((1, 1), (1 / factor, 1 / factor))
+    shrink = map_to_resized((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell

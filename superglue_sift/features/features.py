@@ -62,8 +62,8 @@ class Features(NamedTuple):
         image: the image, to draw matches on it. None if it is not known.
         frame: whether pixels are upright or stored (`images`).
         turned: the EXIF orientation that was undone.
-        found_at: (width, height) of the resized image in which the keypoints were found. None if it
-            is not known.
+        detected_size: (width, height) of the image that SIFT saw, which is the file reduced or
+            enlarged. None if it is not known.
     """
 
     records: np.ndarray
@@ -72,7 +72,7 @@ class Features(NamedTuple):
     image: Any = None  # Optional[Image]
     frame: str = UPRIGHT
     turned: int = 1
-    found_at: Optional[Tuple[int, int]] = None
+    detected_size: Optional[Tuple[int, int]] = None
 
     def __repr__(self) -> str:
         return f"Features({len(self.records)} keypoints; {self.size[0]}x{self.size[1]} px)"
@@ -82,25 +82,28 @@ class Features(NamedTuple):
         """Return (n, 2) float32 px: x right, y down, centre of the first pixel at (0, 0)."""
         return sift.positions(self.records)
 
-    def as_found(self, resize: int) -> Features:
-        """Return the keypoints in pixels of the image in which they were found.
+    def as_detected(self, resize: int) -> Features:
+        """Return the keypoints in pixels of the image that SIFT saw.
 
-        The network needs them in these pixels.
+        Keypoints of your own have no `detected_size`. It is then the size to which `resize` reduces
+        the image. But SIFT detects no keypoint below `sift.MIN_SCALE`. If `resize` would make a
+        keypoint smaller than this, your SIFT saw a larger image, and the image is reduced less.
 
         Args:
-            resize: the longer side to which images are reduced, or 0. It is used for keypoints of
-                your own, for which the image in which they were found is not known. SIFT finds no
-                keypoint below `sift.MIN_SCALE`. If `resize` would make a keypoint smaller than
-                this, your SIFT saw a larger image, and the image is reduced less.
+            resize: longer side in px to which images are reduced, or 0 for images in full size.
         """
-        # SIFT of this library has seen the image at this size.
-        if self.found_at is not None:
-            return self.resize(self.found_at)
-        unit = two_view.unit_of(self.size, resize)
+        if self.detected_size is not None:
+            return self.resize(self.detected_size)
+        factor = two_view.reduction_factor(self.size, resize)
         scales = self.records["scale"]
         if len(scales) and kind_of(self.records.dtype)[0] == "sift":
-            unit = max(1.0, min(unit, float(scales.min()) / sift.MIN_SCALE))
-        return self.resize(two_view.reduced_size(self.size, unit))
+            factor = max(1.0, min(factor, float(scales.min()) / sift.MIN_SCALE))
+        return self.resize(two_view.reduced_size(self.size, factor))
+
+    def as_found(self, resize: int) -> Features:
+        """Call `as_detected`. This name is deprecated."""
+        warn_deprecated("Features.as_found", "as_detected")
+        return self.as_detected(resize)
 
     def resize(self, size: Tuple[int, int]) -> Features:
         """Return the keypoints in pixels of the image resized to `size` (width, height)."""
@@ -285,15 +288,15 @@ def extract(
     size = gray.shape[1::-1]
     # The extractor sees a smaller or a larger image. The masks are resized to it.
     seen = enlarge(reduce_image(gray, resize), min(ENLARGED_TO, resize))
-    found_at = seen.shape[1::-1]
-    small = [cv2.resize(mask, found_at, interpolation=cv2.INTER_NEAREST) for mask in masks]
+    detected_size = seen.shape[1::-1]
+    small = [cv2.resize(mask, detected_size, interpolation=cv2.INTER_NEAREST) for mask in masks]
     every = [np.minimum.reduce(small)] if small else []
     records = extractor(seen, max_keypoints, *every)
-    found = Features(records, found_at, found_at=found_at)
+    found = Features(records, detected_size, detected_size=detected_size)
     # Warn about a picture in which little can be found.
     levels = count_levels(seen)
-    if min(found_at) < SLIM_PX and min(found_at) <= min(size) / 2:
-        sizes = f"{size[0]}x{size[1]} px are reduced to {found_at[0]}x{found_at[1]}"
+    if min(detected_size) < SLIM_PX and min(detected_size) <= min(size) / 2:
+        sizes = f"{size[0]}x{size[1]} px are reduced to {detected_size[0]}x{detected_size[1]}"
         longer = math.ceil(max(size) * min(1.0, ENOUGH_PX / min(size)))
         fix = f"use --resize {longer} (in Python resize={longer})"
         logger.warning("%s: %d keypoints, since %s; %s", name, len(found.records), sizes, fix)

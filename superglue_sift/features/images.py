@@ -30,7 +30,13 @@ from PIL.TiffImagePlugin import ImageFileDirectory_v2
 
 from superglue_sift.errors import RequestError, import_extra
 from superglue_sift.files import FileName
-from superglue_sift.geometry.two_view import Size, compose, reduced_size, resizing, unit_of
+from superglue_sift.geometry.two_view import (
+    Size,
+    compose,
+    map_to_resized,
+    reduced_size,
+    reduction_factor,
+)
 
 # A file of a folder counts as a photograph if it has one of these extensions, and lies outside of
 # folders that the system, a network drive or an archive program keeps for itself. Names that begin
@@ -185,7 +191,7 @@ def read_photo(path: FileName, frame: str) -> Photo:
     turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
     to_shown = turn if frame == STORED else np.eye(3)
     return photo._replace(
-        to_shown=compose(resizing(photo.size, photo.pixels.shape[1::-1]), to_shown)
+        to_shown=compose(map_to_resized(photo.size, photo.pixels.shape[1::-1]), to_shown)
     )
 
 
@@ -613,10 +619,10 @@ def reduce_image(pixels: np.ndarray, longer: int) -> np.ndarray:
     If `longer` is 0, return them unchanged.
     """
     size = pixels.shape[1::-1]
-    unit = unit_of(size, longer)
-    if unit == 1:
+    factor = reduction_factor(size, longer)
+    if factor == 1:
         return pixels
-    return cv2.resize(pixels, reduced_size(size, unit), interpolation=cv2.INTER_AREA)
+    return cv2.resize(pixels, reduced_size(size, factor), interpolation=cv2.INTER_AREA)
 
 
 def turn_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:

@@ -131,7 +131,7 @@ def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RAT
     kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
     # Convert rows, one for each orientation, to keypoints.
     indices = np.stack([owner[kept], other_owner[nearest[kept]]], axis=1)
-    return one_each(Matches(indices, 1.0 - ratios[kept]))
+    return keep_one_to_one(Matches(indices, 1.0 - ratios[kept]))
 
 
 def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
@@ -148,13 +148,13 @@ def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     return rows, owner
 
 
-def one_each(matches: Matches) -> Matches:
+def keep_one_to_one(matches: Matches) -> Matches:
     """Keep the matches that share no keypoint with a more confident one, in image 0's order."""
     index0, index1 = matches.indices.T
-    return matches.only(most_confident_each(index0, index1, matches.scores)).sort()
+    return matches.only(one_to_one_rows(index0, index1, matches.scores)).sort()
 
 
-def most_confident_each(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def one_to_one_rows(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """Find the matches that share neither end with a better one; return indices by falling score.
 
     Args:

@@ -25,7 +25,12 @@ from superglue_sift.matcher import Matcher
 
 MAX_FEATURES = 256  # number of photographs whose features stay in memory
 MAX_GRAYS = 32  # number of photographs whose pixels stay in memory
-ARRAYS = ("records", "size", "turned", "found_at")  # attributes of `Features` that a file holds
+ARRAYS = (
+    "records",
+    "size",
+    "turned",
+    "detected_size",
+)  # attributes of `Features` that a file holds
 
 
 def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
@@ -137,8 +142,8 @@ class FeatureStore:
             return None
         if arrays["records"].dtype != self._dtype:
             return None
-        size, found_at = (tuple(arrays[name].tolist()) for name in ("size", "found_at"))
-        features = Features(arrays["records"], size, found_at=found_at)
+        size, detected_size = (tuple(arrays[name].tolist()) for name in ("size", "detected_size"))
+        features = Features(arrays["records"], size, detected_size=detected_size)
         return features._replace(frame=self.matcher.frame, turned=int(arrays["turned"]))
 
     def _read_pixels(self, photo: PhotoFile) -> np.ndarray:

@@ -6,8 +6,8 @@ Dusmanu et al. 2020 (arXiv 2003.08348), the corrections x of all keypoints are s
 For a match of keypoints a and b, refinement finds the place in b's image that shows a. Let d be the
 shift from b to this place, and A the local affine map from a's image to b's. The corrections must
 satisfy d + A x_a = x_b, weighted by the deviation of the match. Each x must be small, weighted by
-SIFT's scatter. This scatter grows with the image, so lengths are in pixels of images reduced to
-`verification.RESIZE`.
+SIFT's scatter, which is a fixed number of pixels of the reduced image that SIFT saw. So lengths are
+in pixels of images reduced to `verification.RESIZE`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Iterable, List, Sequence, Tuple
 
 import numpy as np
 
-from superglue_sift.geometry.two_view import MIN_AGREEING, SCATTER_PX, nearest_affine, unit_of
+from superglue_sift.geometry.two_view import (
+    MIN_AGREEING,
+    SCATTER_PX,
+    map_to_reduced,
+    nearest_affine,
+    reduction_factor,
+    transform,
+)
 from superglue_sift.geometry.verification import RESIZE
 from superglue_sift.match_result import MatchResult
 
@@ -42,45 +49,46 @@ def refine_tracks(
     # All keypoints are numbered through: those of image i begin at starts[i].
     starts = np.cumsum([0, *map(len, keypoints)])
     systems = []
-    units = np.ones(len(keypoints))
+    # Px of each image per px of the reduced image
+    factors = np.ones(len(keypoints))
     for i, j, result in pairs:
         if result.deviations is None:
             continue
         aligned = result.only(np.isfinite(result.deviations))
         if len(aligned.matches) >= MIN_AGREEING:
-            units[i] = unit_of(result.size0, RESIZE)
-            units[j] = unit_of(result.size1, RESIZE)
-            systems.append(_equations(starts[i], starts[j], aligned, units[i], units[j]))
+            factors[i] = reduction_factor(result.size0, RESIZE)
+            factors[j] = reduction_factor(result.size1, RESIZE)
+            systems.append(_equations(starts[i], starts[j], aligned))
     positions = [np.asarray(points, np.float64).reshape(-1, 2) for points in keypoints]
     if systems:
         # (n, ...) of each pair -> (sum of n, ...), then one system for all images
         corrections = _solve(int(starts[-1]), *(np.concatenate(part) for part in zip(*systems)))
-        moves = [unit * corrections[a:b] for unit, a, b in zip(units, starts, starts[1:])]
+        moves = [factor * corrections[a:b] for factor, a, b in zip(factors, starts, starts[1:])]
         positions = [points + move for points, move in zip(positions, moves)]
     return [points.astype(np.float32) for points in positions]
 
 
-def _equations(
-    start0: int, start1: int, aligned: MatchResult, unit0: float, unit1: float
-) -> Tuple[np.ndarray, ...]:
+def _equations(start0: int, start1: int, refined: MatchResult) -> Tuple[np.ndarray, ...]:
     """Build the equations of n refined matches of two images.
 
     Args:
-        start0, start1: number of the first keypoint of each image. unit0, unit1: px of each image
-            per px of the reduced one.
+        start0, start1: number of the first keypoint of each image.
+        refined: the matches, all of which are refined.
 
     Returns:
         The numbers of both keypoints (n,), the map (n, 2, 2), the shift d (n, 2), and the deviation
         (n,), in px of the reduced image 1.
     """
-    index0, index1 = aligned.matches.T
-    p = aligned.points0.astype(np.float64) / unit0
-    q = aligned.points1.astype(np.float64) / unit1
-    before0 = aligned.keypoints0[index0] / unit0
-    before1 = aligned.keypoints1[index1] / unit1
+    index0, index1 = refined.matches.T
+    # Convert from pixels of the files to pixels of the reduced images.
+    to0, to1 = (map_to_reduced(size, RESIZE) for size in (refined.size0, refined.size1))
+    before0 = transform(refined.keypoints0[index0], to0)
+    before1 = transform(refined.keypoints1[index1], to1)
+    p = transform(refined.points0, to0)
+    q = transform(refined.points1, to1)
+    deviation = np.maximum(np.asarray(refined.deviations) * to1[0, 0], MIN_DEVIATION_PX)
     maps = nearest_affine(p, q, np.ones(len(p), bool))
     shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
-    deviation = np.maximum(np.asarray(aligned.deviations) / unit1, MIN_DEVIATION_PX)
     return start0 + index0, start1 + index1, maps, shift, deviation
 
 

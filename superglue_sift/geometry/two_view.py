@@ -2,7 +2,9 @@
 
 These are homographies, fundamental matrices, relative poses, and local affine maps around matches.
 
-Points are in pixels, with x to the right and y down. The centre of the first pixel is (0, 0).
+Points are in pixels, with x to the right and y down. The centre of the first pixel is (0, 0). The
+functions that fit take points in any frame, and limits in the same frame. The defaults of limits
+were chosen in images reduced to REFERENCE_PX (`map_to_reduced`).
 H_a_to_b maps points of frame a to frame b: p_b ~ H_a_to_b @ p_a. Maps are computed element by
 element, because the sums of matrix products and LAPACK's inverses depend on the processor.
 """
@@ -146,7 +148,7 @@ def mirrored_part(maps: np.ndarray) -> float:
     return np.count_nonzero(areas < 0) / max(len(maps), 1)
 
 
-def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
+def map_to_resized(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndarray:
     """Return the map (3, 3) of pixel coordinates when `cv2.resize` changes the (width, height).
 
     Args:
@@ -158,19 +160,33 @@ def resizing(before: Tuple[float, float], after: Tuple[float, float]) -> np.ndar
     return np.array([[sx, 0, (sx - 1) / 2], [0, sy, (sy - 1) / 2], [0, 0, 1.0]])
 
 
-def unit_of(size: Tuple[float, float], side: int = REFERENCE_PX) -> float:
-    """Return the length in px, in an image of `size`, of one px after a reduction to `side`.
+def map_to_reduced(size: Size, longer: int = REFERENCE_PX) -> np.ndarray:
+    """Return the map (3, 3) from pixels of an image to pixels of the reduced image.
+
+    Its first entry is the factor from lengths in the image to lengths in the reduced image.
 
     Args:
-        side: the longer side of the reduced image. If it is 0, or the image is smaller, the image
-            is not reduced, and the result is 1.
+        size: (width, height) of the image in px.
+        longer: longer side of the reduced image in px. A smaller image is not reduced.
     """
-    return max(1.0, max(size) / side) if side else 1.0
+    factor = reduction_factor(size, longer)
+    return map_to_resized((factor, factor), (1, 1))
 
 
-def reduced_size(size: Size, unit: float) -> Size:
-    """Return the size in whole pixels, at least 1, of an image of `size` reduced by `unit`."""
-    return max(1, round(size[0] / unit)), max(1, round(size[1] / unit))
+def reduction_factor(size: Size, longer: int = REFERENCE_PX) -> float:
+    """Compute how many times larger than the reduced image an image is, 1 or more.
+
+    Args:
+        size: (width, height) of the image in px.
+        longer: longer side of the reduced image in px. If it is 0, or the image is smaller, the
+            image is not reduced.
+    """
+    return max(1.0, max(size) / longer) if longer else 1.0
+
+
+def reduced_size(size: Size, factor: float) -> Size:
+    """Return the size in whole pixels, at least 1, of an image of `size` reduced by `factor`."""
+    return max(1, round(size[0] / factor)), max(1, round(size[1] / factor))
 
 
 def corners(size: Size) -> np.ndarray:

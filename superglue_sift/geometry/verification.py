@@ -2,7 +2,7 @@
 
 With `scene=True`, a pair goes through four steps (`Matcher.match`):
 
-1. `first_look`: the ratio test matches the first keypoints, in a thirtieth of the network's time.
+1. `preview_pair`: the ratio test matches the first keypoints, in a thirtieth of the network's time.
    Keypoints on a watermark are left out. The pair is skipped if very few of the matches agree with
    one fundamental matrix.
 2. The network matches the selected keypoints, and the ratio test all keypoints.
@@ -13,7 +13,7 @@ With `scene=True`, a pair goes through four steps (`Matcher.match`):
 
 Matches of two different places may agree with one fundamental matrix by chance, or because windows
 repeat. Two numbers tell whether it is one place, and a logistic regression weighs them
-(`probability`):
+(`place_probability`):
 
 - lead: how many more matches agree with this geometry than with the best other one. Where windows
   repeat, the matches that are left fit another geometry nearly as well. A match counts if it is
@@ -29,6 +29,9 @@ around them reverse orientation, and such a pair is never one place.
 Guided matching: the network gets some hundreds of keypoints of each image. Nearest neighbours of
 the others are matches, too, if they lie where the network's matches around them lead
 (docs/results.md).
+
+Lengths are in pixels of the images that SIFT saw (`Features.as_detected`). Only watermarks are
+looked for in pixels of the files, since they have their place and their size there.
 
 `python -m benchmarks.dev.verification` learns the weights from made places (docs/scenes.md).
 """
@@ -57,15 +60,17 @@ ACCEPT = 0.9
 # chance.
 LIKELY = 9
 SKIPPED = 0.0  # score of a pair for which the network was not run; all other scores are higher
-FIRST_KEYPOINTS = 2048  # how many keypoints of an image the first look matches
+FIRST_KEYPOINTS = 2048  # how many keypoints of an image `preview_pair` matches
 MAX_KEYPOINTS = 8192
 NETWORK_KEYPOINTS = 512  # results are as good as with 1,024, in two thirds of the time
 RESIZE = 1600  # px, longer side to which photographs are reduced
 
-# Distances from epipolar lines, in both images, in pixels of the images that SIFT saw
+# Distances from epipolar lines, in both images, px
 INLIER_PX = 1.5  # limit for an inlier
 BAND_PX = 2.0  # limit for a match that is kept
-EXACT_PX = 0.8  # limit for keypoints that were refined by the pixels of all pairs
+# Limit for keypoints that were refined by the pixels of all pairs. It holds in images reduced to
+# RESIZE, since the image that SIFT saw is not known any more.
+EXACT_PX = 0.8
 
 COUNTED = 0.2  # a match of the network counts if its confidence is above this
 NEIGHBOURS = 10  # so many nearest matches in an image are the neighbours of a match
@@ -77,9 +82,9 @@ USUAL_SUPPORT = 0.75
 WEIGHTS = np.array([2.5, 4.5])  # weights of lead and support
 BIAS = -6.0
 
-# Watermarks, in pixels of an image of `two_view.REFERENCE_PX`
+# Watermarks, in pixels of an image reduced to `two_view.REFERENCE_PX`
 SAME_PX = 1.5  # translations of one watermark differ by at most this
-PLACE_PX = 10.0  # a watermark is at the same place in both images, up to this distance
+EXPECTED_PX = 10.0  # a watermark has one of the expected translations, up to this distance
 AROUND_PX = 16.0  # keypoints up to this far from its matches belong to a watermark
 FEWEST = 4  # minimum number of matches of a watermark
 BORDER = 0.12  # width of the border, as a part of the shorter side
@@ -91,15 +96,15 @@ ALONE = 2.0  # minimum ratio of a watermark's matches to those with similar tran
 SIMILAR = 4.0  # limit of similar translations, times SAME_PX
 
 # Guided matching
-AROUND = 8  # so many matches around a keypoint give a map
+GUIDES = 8  # so many matches around a keypoint give a map
 # Maps shrink by half where the squared distances of the matches add up to the square of this.
-PRIOR_PX = 5.0
+MAP_PRIOR_PX = 5.0
 # The matches around a guided match say where it is. It may be away from that place by AWAY times
 # their spread, plus AWAY_PX.
 AWAY = 0.1
 AWAY_PX = 3.0
 
-Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) in both images
+Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) px in both images
 
 
 @dataclass(frozen=True)
@@ -123,109 +128,121 @@ class Rules:
         check_range("likely", self.likely, 0)
 
 
-def first_look(pair: Sequence[Features], resize: int) -> Tuple[int, Tuple[np.ndarray, np.ndarray]]:
-    """Look at two photographs with the ratio test alone.
+def preview_pair(
+    pair: Sequence[Features], resize: int
+) -> Tuple[int, Tuple[np.ndarray, np.ndarray]]:
+    """Match two photographs by the ratio test alone, to decide whether the network shall run.
 
     Args:
-        resize: longer side in pixels to which the photographs were reduced.
+        pair: the features of both photographs.
+        resize: longer side in px to which the photographs were reduced.
 
     Returns:
-        The number of ratio matches that agree with one fundamental matrix. Also returns, for each
-        photograph, the indices (m,) of the keypoints that lie on no watermark, by falling rank.
+        The number of ratio matches that agree with one fundamental matrix, and for each photograph
+        the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
     # Match the first keypoints by the ratio test.
-    orders = [np.argsort(-rank(view.records), kind="stable") for view in pair]
-    first = [view.select(order[:FIRST_KEYPOINTS]) for view, order in zip(pair, orders)]
-    found = nearest.ratio_matches(first[0].records, first[1].records)
+    orders = [np.argsort(-rank(features.records), kind="stable") for features in pair]
+    first = [features.select(order[:FIRST_KEYPOINTS]) for features, order in zip(pair, orders)]
+    matches = nearest.ratio_matches(first[0].records, first[1].records)
     # Count the matches of one geometry that lie on no watermark.
-    marked = find_watermarks(first, found)
-    seen0, seen1 = (
-        view.as_found(resize).keypoints[order[:FIRST_KEYPOINTS]]
-        for view, order in zip(pair, orders)
+    is_marked = find_watermarks(first, matches)
+    keypoints0, keypoints1 = (
+        features.as_detected(resize).keypoints[order[:FIRST_KEYPOINTS]]
+        for features, order in zip(pair, orders)
     )
-    unmarked = positions_of((seen0, seen1), found.only(~marked))
-    agreeing = two_view.fit_fundamental(*unmarked, INLIER_PX).inliers
+    points = points_of_matches((keypoints0, keypoints1), matches.only(~is_marked))
+    inlier_mask = two_view.fit_fundamental(*points, INLIER_PX).inliers
     # Drop all keypoints near the watermarks, also those that the ratio test did not match.
-    sizes = [view.size for view in pair]
-    kept0, kept1 = (
-        order[~_is_near(view.keypoints[order], some.keypoints[ends[marked]], sizes)]
-        for view, order, some, ends in zip(pair, orders, first, found.indices.T)
+    sizes = [features.size for features in pair]
+    unmarked0, unmarked1 = (
+        order[~_is_on_mark(features.keypoints[order], some.keypoints[index[is_marked]], sizes)]
+        for features, order, some, index in zip(pair, orders, first, matches.indices.T)
     )
-    return int(agreeing.sum()), (kept0, kept1)
+    return int(inlier_mask.sum()), (unmarked0, unmarked1)
 
 
 def match_one_place(
     pair: Sequence[Features],
-    points: Points,
-    network: Matches,
-    mutual: Matches,
+    keypoints: Points,
+    network_matches: Matches,
+    mutual_matches: Matches,
     threshold: float,
     accept: float,
 ) -> Tuple[Matches, float]:
     """Verify a pair, and find all matches of its geometry.
 
     Args:
-        pair: both photographs, without the keypoints of watermarks. Only the last watermarks are
-            looked for in their pixels, since watermarks have a place and a size in the file.
-        points: (M, 2) and (N, 2) px, positions of the same keypoints in the images that SIFT saw.
-        network: all matches of the network, whatever their scores. Those above `threshold` are kept
-            if they agree with the geometry.
-        mutual: mutual nearest neighbours of all keypoints; their scores are one minus the ratio of
-            distances.
+        pair: features of both photographs, without the keypoints of watermarks. Their positions, in
+            px of the files, serve only to find the last watermarks.
+        keypoints: (M, 2) and (N, 2) px, the same keypoints in the images that SIFT saw.
+        network_matches: all matches of the network, whatever their scores.
+        mutual_matches: mutual nearest neighbours of all keypoints. Their scores are one minus the
+            ratio of distances.
+        threshold: the network's matches with a score above it are kept if they agree with the
+            geometry.
         accept: minimum probability of an accepted pair.
 
     Returns:
         The matches, none for a rejected pair, and the probability of one place.
     """
-    # A watermark may lie on keypoints that the first look did not match.
-    network = network.only(~find_watermarks(pair, network))
-    F, measured = verify_pair(network, mutual, points)
-    score = probability(measured)
-    if F is None or score < accept:
-        return Matches.none(), score
-    return add_matches_near_lines(F, network.above(threshold), mutual, points), score
+    # A watermark may lie on keypoints that `preview_pair` did not match.
+    network_matches = network_matches.only(~find_watermarks(pair, network_matches))
+    F, evidence = verify_pair(network_matches, mutual_matches, keypoints)
+    probability = place_probability(evidence)
+    if F is None or probability < accept:
+        return Matches.none(), probability
+    confident = network_matches.above(threshold)
+    return add_matches_near_lines(F, confident, mutual_matches, keypoints), probability
 
 
 def verify_pair(
-    network: Matches, mutual: Matches, points: Points
+    network_matches: Matches, mutual_matches: Matches, keypoints: Points
 ) -> Tuple[Optional[np.ndarray], np.ndarray]:
     """Fit a geometry to the matches of a pair, and measure how well they agree with it.
 
     Args:
-        network, mutual: as for `match_one_place`.
-        points: (M, 2) and (N, 2) px, positions of all keypoints in the images that SIFT saw.
+        network_matches: all matches of the network, whatever their scores.
+        mutual_matches: mutual nearest neighbours of all keypoints. Their scores are one minus the
+            ratio of distances.
+        keypoints: (M, 2) and (N, 2) px, positions in the images that SIFT saw.
 
     Returns:
-        F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its `evidence` (2,).
+        F (3, 3) with x1^T F x0 = 0, or None if there is no geometry, and its evidence (2,) from
+        `measure_evidence`.
     """
-    counted = network.above(COUNTED)
-    ratio = mutual.above(1.0 - nearest.RATIO)
+    counted = network_matches.above(COUNTED)
+    ratio_matches = mutual_matches.above(1.0 - nearest.RATIO)
     # The network's matches tell which of several geometries is right. But they may be few if the
     # views are far apart, or lie along one row of windows. So the ratio test's matches help to
     # place the lines.
-    F = two_view.fit_fundamental(*_distinct(counted, points)[:2], INLIER_PX).model
+    F = two_view.fit_fundamental(*_distinct_points(counted, keypoints)[:2], INLIER_PX).model
     if F is not None:
-        agreeing = _join(_near_lines(F, counted, points, INLIER_PX), ratio)
-        again = two_view.fit_fundamental(*positions_of(points, agreeing), INLIER_PX).model
-        F = F if again is None else again
-    return F, evidence(F, counted, ratio, points)
+        inliers = _join(_keep_near_lines(F, counted, keypoints, INLIER_PX), ratio_matches)
+        refit = two_view.fit_fundamental(*points_of_matches(keypoints, inliers), INLIER_PX).model
+        F = F if refit is None else refit
+    return F, measure_evidence(F, counted, ratio_matches, keypoints)
 
 
 def add_matches_near_lines(
-    F: np.ndarray, network: Matches, mutual: Matches, points: Points
+    F: np.ndarray, network_matches: Matches, mutual_matches: Matches, keypoints: Points
 ) -> Matches:
     """Keep the matches near their epipolar lines, and add those that agree with the matches around.
 
     Args:
-        F, network, mutual, points: as for `verify_pair`. If both the network and the ratio test
-            find a match, it has the network's score.
+        F: (3, 3), the fundamental matrix.
+        network_matches: matches of the network. A match that the ratio test finds, too, keeps the
+            network's score.
+        mutual_matches: mutual nearest neighbours of all keypoints. Their scores are one minus the
+            ratio of distances.
+        keypoints: (M, 2) and (N, 2) px, positions in the images that SIFT saw.
     """
     # Matches that the network or the ratio test is sure of need to be near their lines only.
-    exact = _join(network, mutual.above(1.0 - nearest.RATIO))
-    sure = nearest.one_each(_near_lines(F, exact, points, BAND_PX))
+    sure = _join(network_matches, mutual_matches.above(1.0 - nearest.RATIO))
+    sure = nearest.keep_one_to_one(_keep_near_lines(F, sure, keypoints, BAND_PX))
     # Other mutual nearest neighbours must also be where the matches around them say.
-    unsure = nearest.one_each(_near_lines(F, mutual, points, BAND_PX))
-    return _join(sure, guided_matches(sure, unsure, points))
+    unsure = nearest.keep_one_to_one(_keep_near_lines(F, mutual_matches, keypoints, BAND_PX))
+    return _join(sure, find_guided_matches(sure, unsure, keypoints))
 
 
 def agree_with_one_geometry(
@@ -234,15 +251,17 @@ def agree_with_one_geometry(
     """Say which matches of refined keypoints are near their epipolar lines.
 
     Args:
-        points0, points1: (K, 2) px, the keypoints of the matches.
-        sizes: (width, height) of both images in px.
+        points0, points1: (K, 2) px of the files, the keypoints of the matches.
+        sizes: (width, height) of both files in px.
 
     Returns:
         (K,) bool. All entries are true if there is no geometry.
     """
-    # EXACT_PX was chosen for images reduced to RESIZE.
-    points0 = points0 / two_view.unit_of(sizes[0], RESIZE)
-    points1 = points1 / two_view.unit_of(sizes[1], RESIZE)
+    # Convert from pixels of the files to pixels of the reduced images.
+    points0, points1 = (
+        two_view.transform(points, two_view.map_to_reduced(size, RESIZE))
+        for points, size in zip((points0, points1), sizes)
+    )
     F = two_view.fit_fundamental(points0, points1, EXACT_PX).model
     if F is None:
         return np.ones(len(points0), bool)
@@ -251,45 +270,52 @@ def agree_with_one_geometry(
 
 def _join(first: Matches, second: Matches) -> Matches:
     """Join two sets of matches, sorted. A match that is in both has the score of the first."""
-    both = np.concatenate([first.indices, second.indices])
-    indices, at = np.unique(both, axis=0, return_index=True)
-    return Matches(indices, np.concatenate([first.scores, second.scores])[at])
+    indices = np.concatenate([first.indices, second.indices])
+    scores = np.concatenate([first.scores, second.scores])
+    # `np.unique` returns the first of equal rows.
+    distinct, rows = np.unique(indices, axis=0, return_index=True)
+    return Matches(distinct, scores[rows])
 
 
-def _near_lines(F: np.ndarray, found: Matches, points: Points, limit_px: float) -> Matches:
+def _keep_near_lines(
+    F: np.ndarray, matches: Matches, keypoints: Points, limit_px: float
+) -> Matches:
     """Keep the matches at most `limit_px` from their epipolar lines in both images."""
-    away = two_view.epipolar_distances(F, *positions_of(points, found))
-    return found.only(away <= limit_px)
+    distances = two_view.epipolar_distances(F, *points_of_matches(keypoints, matches))
+    return matches.only(distances <= limit_px)
 
 
-def _distinct(found: Matches, points: Points) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _distinct_points(
+    matches: Matches, keypoints: Points
+) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keep one match for each position, since two orientations of a point are two keypoints.
 
     Returns:
-        Positions (k, 2) in both images and scores (k,) float64, by falling score.
+        Positions (k, 2) px in both images and scores (k,) float64, by falling score.
     """
-    points0, points1 = positions_of(points, found)
-    kept = nearest.most_confident_each(points0, points1, found.scores)
-    return points0[kept], points1[kept], found.scores[kept].astype(np.float64)
+    points0, points1 = points_of_matches(keypoints, matches)
+    rows = nearest.one_to_one_rows(points0, points1, matches.scores)
+    return points0[rows], points1[rows], matches.scores[rows].astype(np.float64)
 
 
 # --- evidence
 
 
-def probability(measured: np.ndarray) -> float:
+def place_probability(evidence: np.ndarray) -> float:
     """Compute the probability, above 0, that a pair with this evidence (2,) shows one place."""
-    return 1.0 / (1.0 + math.exp(-float(measured @ WEIGHTS) - BIAS))
+    return 1.0 / (1.0 + math.exp(-float(evidence @ WEIGHTS) - BIAS))
 
 
-def evidence(
-    F: Optional[np.ndarray], network: Matches, ratio: Matches, points: Points
+def measure_evidence(
+    F: Optional[np.ndarray], network_matches: Matches, ratio_matches: Matches, keypoints: Points
 ) -> np.ndarray:
-    """Measure lead and support of a geometry F (3, 3); return (2,).
+    """Measure lead and support of a geometry; return (2,).
 
     Args:
-        network: matches with a score above COUNTED.
-        ratio: matches of the ratio test.
-        points: (M, 2) and (N, 2) px.
+        F: (3, 3), the fundamental matrix, or None.
+        network_matches: matches of the network with a score above COUNTED.
+        ratio_matches: matches of the ratio test.
+        keypoints: (M, 2) and (N, 2) px, positions in the images that SIFT saw.
 
     Returns:
         Zeros if there is no geometry, or if it is the geometry of a mirror image.
@@ -297,24 +323,27 @@ def evidence(
     nothing = np.zeros(len(WEIGHTS))
     if F is None:
         return nothing
-    points0, points1, _ = _distinct(_join(network, ratio), points)
-    away = two_view.epipolar_distances(F, points0, points1)
-    maps, smooth = _follow_neighbours(points0[away <= BAND_PX], points1[away <= BAND_PX])
+    points0, points1, _ = _distinct_points(_join(network_matches, ratio_matches), keypoints)
+    distances = two_view.epipolar_distances(F, points0, points1)
+    is_near = distances <= BAND_PX
+    maps, followers = _fit_to_neighbours(points0[is_near], points1[is_near])
     # Local maps that reverse orientation show a mirror image.
     if two_view.mirrored_part(maps) > 0.5:
         return nothing
     # Fit another geometry to the matches that disagree with this one.
-    points0, points1 = (each[away > 2 * BAND_PX] for each in (points0, points1))
+    is_far = distances > 2 * BAND_PX
+    points0 = points0[is_far]
+    points1 = points1[is_far]
     rivals = 0
-    other = two_view.fit_fundamental(points0, points1, INLIER_PX).model
-    if other is not None:
-        near = two_view.epipolar_distances(other, points0, points1) <= BAND_PX
-        rivals = _follow_neighbours(points0[near], points1[near])[1]
-    lead = math.log((smooth + FEW) / (rivals + FEW))
-    return np.array([lead, _support(F, *_distinct(ratio, points))])
+    rival_F = two_view.fit_fundamental(points0, points1, INLIER_PX).model
+    if rival_F is not None:
+        is_near = two_view.epipolar_distances(rival_F, points0, points1) <= BAND_PX
+        rivals = _fit_to_neighbours(points0[is_near], points1[is_near])[1]
+    lead = math.log((followers + FEW) / (rivals + FEW))
+    return np.array([lead, _measure_support(F, *_distinct_points(ratio_matches, keypoints))])
 
 
-def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.ndarray, int]:
+def _fit_to_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.ndarray, int]:
     """Fit affine maps from image 0 to image 1 to the neighbours of each match, (k, 2) px.
 
     Returns:
@@ -323,35 +352,40 @@ def _follow_neighbours(points0: np.ndarray, points1: np.ndarray) -> Tuple[np.nda
     """
     if len(points0) <= NEIGHBOURS:
         return np.zeros((0, 2, 2)), 0
-    there = points0, points1
-    back = points1, points0
-    maps, away1, spread1 = maps_around(there, _nearest(points0), there)
-    _, away0, spread0 = maps_around(back, _nearest(points1), back)
-    follows = (away0 <= AWAY * spread0 + AWAY_PX) & (away1 <= AWAY * spread1 + AWAY_PX)
-    return maps, int(follows.sum())
+    forward = points0, points1
+    backward = points1, points0
+    maps, distance1, spread1 = fit_maps_around(forward, _find_neighbours(points0), forward)
+    _, distance0, spread0 = fit_maps_around(backward, _find_neighbours(points1), backward)
+    follows0 = distance0 <= AWAY * spread0 + AWAY_PX
+    follows1 = distance1 <= AWAY * spread1 + AWAY_PX
+    return maps, int((follows0 & follows1).sum())
 
 
-def _support(F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray) -> float:
+def _measure_support(
+    F: np.ndarray, points0: np.ndarray, points1: np.ndarray, scores: np.ndarray
+) -> float:
     """Measure support: which part of the matches around the agreeing matches agrees, too.
 
     A match agrees if it is near its epipolar lines. Neighbours are searched in each image, and the
     lower part of both images is taken.
 
     Args:
+        F: (3, 3), the fundamental matrix.
         points0, points1: (k, 2) px, the ratio test's matches.
         scores: (k,), their weights.
     """
-    near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
-    count = int(near.sum())
+    is_near = two_view.epipolar_distances(F, points0, points1) <= BAND_PX
+    count = int(is_near.sum())
     if not count or len(scores) <= NEIGHBOURS:
         return USUAL_SUPPORT
-    around = (_nearest(points)[near] for points in (points0, points1))
-    part = min((scores * near)[each].sum() / scores[each].sum() for each in around)
+    neighbours = (_find_neighbours(points)[is_near] for points in (points0, points1))
+    agreeing = scores * is_near
+    part = min(agreeing[index].sum() / scores[index].sum() for index in neighbours)
     return float((count * part + ADDED * USUAL_SUPPORT) / (count + ADDED))
 
 
-def _nearest(points: np.ndarray) -> np.ndarray:
-    """Find the NEIGHBOURS other points nearest to each of k points (k, 2); return indices."""
+def _find_neighbours(points: np.ndarray) -> np.ndarray:
+    """Find the other points nearest to each of k points (k, 2); return (k, NEIGHBOURS) indices."""
     from scipy.spatial import KDTree
 
     return np.asarray(KDTree(points).query(points, NEIGHBOURS + 1)[1])[:, 1:]
@@ -360,33 +394,41 @@ def _nearest(points: np.ndarray) -> np.ndarray:
 # --- watermarks
 
 
-def find_watermarks(pair: Sequence[Features], found: Matches) -> np.ndarray:
-    """Find the matches of date bars, logos and watermarks: (K,) bool.
-
-    No geometry may use them.
+def find_watermarks(pair: Sequence[Features], matches: Matches) -> np.ndarray:
+    """Find the matches of date bars, logos and watermarks, which no geometry may use.
 
     A watermark lies at the same place in both images, so its matches share one translation, and any
     F = [e]x fits them. Two unrelated photographs with the same date bar would seem to show one
     place. COLMAP's watermark test looks for a translation among matches near the border. Here
     matches in the middle count too. Photographs that are identical, or taken from one tripod, also
     share one translation, but all over the picture. A watermark covers a small part of it.
+
+    Args:
+        pair: features of both images, in px of the files.
+        matches: K matches of these features.
+
+    Returns:
+        (K,) bool, whether each match lies on a watermark.
     """
-    marked = np.zeros(len(found), bool)
+    is_marked = np.zeros(len(matches), bool)
     sizes = (pair[0].size, pair[1].size)
-    every = [view.keypoints for view in pair]
-    points = [each[ends] for each, ends in zip(every, found.indices.T)]
-    for mark in _translations(points[0], points[1], sizes):
-        spreads = [_spread(p[mark], e, size) for p, e, size in zip(points, every, sizes)]
-        if min(spreads) < SPREAD:
+    keypoints = [features.keypoints for features in pair]
+    points = [xy[index] for xy, index in zip(keypoints, matches.indices.T)]
+    for mark in _find_translations(points[0], points[1], sizes):
+        areas = [
+            _relative_area(matched[mark], detected, size)
+            for matched, detected, size in zip(points, keypoints, sizes)
+        ]
+        if min(areas) < SPREAD:
             # Wrong matches between two letters of a watermark also fit F, since both letters lie on
             # one line. So every match with both ends on the watermark belongs to it.
-            on_both = [_is_near(each, each[mark], sizes) for each in points]
-            marked |= on_both[0] & on_both[1]
-    return marked
+            on_mark0, on_mark1 = (_is_on_mark(matched, matched[mark], sizes) for matched in points)
+            is_marked |= on_mark0 & on_mark1
+    return is_marked
 
 
-def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
-    """Find the points (n, 2) that lie on the watermark whose matches are at `mark` (k, 2).
+def _is_on_mark(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.ndarray:
+    """Say which points (n, 2) lie on the watermark whose matches are at `mark` (k, 2).
 
     Returns:
         (n,) bool.
@@ -395,158 +437,177 @@ def _is_near(points: np.ndarray, mark: np.ndarray, sizes: Sequence[Size]) -> np.
 
     if not len(mark):
         return np.zeros(len(points), bool)
-    limit = AROUND_PX * max(map(two_view.unit_of, sizes))
+    limit = AROUND_PX * max(map(two_view.reduction_factor, sizes))
     return KDTree(mark).query(points, distance_upper_bound=limit)[0] < np.inf
 
 
-def _translations(
+def _find_translations(
     points0: np.ndarray, points1: np.ndarray, sizes: Tuple[Size, Size]
 ) -> Iterator[np.ndarray]:
-    """Yield sets of matches, (K,) bool, that share one translation.
-
-    The matches of a watermark do so.
+    """Yield the sets of matches, (K,) bool, that share a translation that a watermark may have.
 
     A watermark has a fixed place relative to two edges or to the centre. It is drawn in pixels, or
     grows with the image.
+
+    Args:
+        points0, points1: (K, 2) px of the files.
+        sizes: (width, height) of both files in px.
     """
     size0, size1 = map(np.array, sizes)
-    unit = max(map(two_view.unit_of, sizes))
-    parts = np.array(list(itertools.product((0, 0.5, 1), repeat=2)))
+    factor = max(map(two_view.reduction_factor, sizes))
+    anchors = np.array(list(itertools.product((0, 0.5, 1), repeat=2)))
     # The size of a watermark is the same in pixels, or relative to the longer side.
     for scale in dict.fromkeys((1.0, max(size1) / max(size0))):
         shifts = points1 - scale * points0
         # A watermark is fixed to the first edge, the centre or the last edge, in x and in y. Each
         # gives one translation.
-        for place in np.unique(parts * (size1 - scale * size0), axis=0):
-            mark = _one_translation(shifts, place, unit)
+        for expected in np.unique(anchors * (size1 - scale * size0), axis=0):
+            mark = _share_translation(shifts, expected, factor)
             if mark.any():
                 yield mark
 
 
-def _one_translation(shifts: np.ndarray, place: np.ndarray, unit: float) -> np.ndarray:
-    """Find the shifts (K, 2) that are like the most frequent one near `place`; return (K,) bool.
+def _share_translation(shifts: np.ndarray, expected: np.ndarray, factor: float) -> np.ndarray:
+    """Find the shifts that are like the most frequent one near an expected shift.
 
     None are found if they are few, or if many more shifts are similar, as they are where the motion
     is true.
+
+    Args:
+        shifts: (K, 2) px of the files, of all matches.
+        expected: (2,) px, the shift of a watermark.
+        factor: px of the files per px of the reduced image for which the limits were chosen.
+
+    Returns:
+        (K,) bool.
     """
     from scipy.spatial import KDTree
 
     none = np.zeros(len(shifts), bool)
-    here = shifts[np.linalg.norm(shifts - place, axis=1) <= PLACE_PX * unit]
-    if not len(here):
+    candidates = shifts[np.linalg.norm(shifts - expected, axis=1) <= EXPECTED_PX * factor]
+    if not len(candidates):
         return none
-    counts = KDTree(here).query_ball_point(here, SAME_PX * unit / 2, return_length=True)
-    distance = np.linalg.norm(shifts - here[counts.argmax()], axis=1)
-    same = distance <= SAME_PX * unit
-    similar = distance <= SIMILAR * SAME_PX * unit  # includes the same shifts
-    alone = same.sum() >= ALONE * (similar.sum() - same.sum())
-    return same if alone and same.sum() >= FEWEST else none
+    tree = KDTree(candidates)
+    counts = tree.query_ball_point(candidates, SAME_PX * factor / 2, return_length=True)
+    distances = np.linalg.norm(shifts - candidates[counts.argmax()], axis=1)
+    is_same = distances <= SAME_PX * factor
+    is_similar = distances <= SIMILAR * SAME_PX * factor  # Includes the same shifts
+    alone = is_same.sum() >= ALONE * (is_similar.sum() - is_same.sum())
+    return is_same if alone and is_same.sum() >= FEWEST else none
 
 
-def _spread(mark: np.ndarray, every: np.ndarray, size: Size) -> float:
+def _relative_area(mark: np.ndarray, keypoints: np.ndarray, size: Size) -> float:
     """Compare the area over which `mark` (k, 2) scatters with the area of all keypoints (n, 2).
 
     An area is the square root of the determinant of the covariance. Keypoints at the border do not
     count. The ratio is 0 if fewer than three matches are left.
     """
     border = BORDER * min(size)
-    high = np.array(size) - 1 - border
-    mark, every = (p[((p >= border) & (p <= high)).all(1)] for p in (mark, every))
+    last = np.array(size) - 1 - border
+    mark, keypoints = (
+        points[((points >= border) & (points <= last)).all(1)] for points in (mark, keypoints)
+    )
     if len(mark) < 3:
         return 0.0
     area = np.linalg.det(np.cov(mark.T))
-    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(every.T)), 1e-12)))
+    return float(np.sqrt(max(area, 0.0) / max(np.linalg.det(np.cov(keypoints.T)), 1e-12)))
 
 
 # --- guided matching
 
 
-def maps_around(
-    known: Points, near: np.ndarray, points: Points
+def fit_maps_around(
+    guides: Points, neighbours: np.ndarray, points: Points
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Fit an affine map to the neighbours of each of k matches.
 
     Args:
-        known: (m, 2) px each, positions of the known matches in both images.
-        near: (k, n), the neighbours of each match, as indices of known matches.
+        guides: (m, 2) px each, positions in both images of the matches to which maps are fitted.
+        neighbours: (k, n), the neighbours of each match, as indices of `guides`.
         points: (k, 2) px each, positions of the k matches in both images.
 
     Returns:
         Three arrays:
         - (k, 2, 2), the maps,
-        - (k,), the distance in px of each match from the place that its map predicts,
+        - (k,), the distance in px of each match from where its map sends it,
         - (k,), the spread in px of its neighbours in image 1.
     """
     # (m, 2) -> (k, n, 2) neighbours -> (k, 2), their centres
-    middle0, middle1 = (each[near].mean(1) for each in known)
-    own = known[0][near] - middle0[:, None]
-    theirs = known[1][near] - middle1[:, None]
+    centre0, centre1 = (positions[neighbours].mean(1) for positions in guides)
+    offsets0 = guides[0][neighbours] - centre0[:, None]
+    offsets1 = guides[1][neighbours] - centre1[:, None]
     # Solve for each map by linear least squares. A prior keeps it small where neighbours are near.
-    normal = np.einsum("kni,knj->kij", own, own) + PRIOR_PX**2 * np.eye(2)
-    maps = np.linalg.solve(normal, np.einsum("kni,knj->kij", own, theirs)).swapaxes(1, 2)
+    normal = np.einsum("kni,knj->kij", offsets0, offsets0) + MAP_PRIOR_PX**2 * np.eye(2)
+    right = np.einsum("kni,knj->kij", offsets0, offsets1)
+    maps = np.linalg.solve(normal, right).swapaxes(1, 2)
     # Apply each map to the keypoint of its match.
-    expected = middle1 + np.einsum("kij,kj->ki", maps, points[0] - middle0)
-    spread = np.sqrt((theirs**2).sum(2).mean(1))
-    return maps, np.linalg.norm(expected - points[1], axis=1), spread
+    predicted = centre1 + np.einsum("kij,kj->ki", maps, points[0] - centre0)
+    spread = np.sqrt((offsets1**2).sum(2).mean(1))
+    return maps, np.linalg.norm(predicted - points[1], axis=1), spread
 
 
-def guided_matches(known: Matches, others: Matches, points: Points) -> Matches:
-    """Keep the matches of `others` that are where the AROUND nearest known matches say.
+def find_guided_matches(guides: Matches, candidates: Matches, keypoints: Points) -> Matches:
+    """Find the candidates that are where the nearest GUIDES matches of `guides` say.
 
-    A match that shares a keypoint with a known match is dropped. The score of each match that is
-    kept is the mean score of those around it.
+    A candidate that shares a keypoint with a guide is dropped. The score of each match that is kept
+    is the mean score of the guides around it.
 
     Args:
-        points: (M, 2) and (N, 2) px, positions of all keypoints of both images.
+        guides: matches that are trusted.
+        candidates: matches to choose from.
+        keypoints: (M, 2) and (N, 2) px, positions of all keypoints of both images.
     """
     from scipy.spatial import KDTree
 
-    others = _without_keypoints_of(known, others)
-    if len(known) < AROUND or not len(others):
+    candidates = _drop_keypoints_of(guides, candidates)
+    if len(guides) < GUIDES or not len(candidates):
         return Matches.none()
-    # Look up the positions of the known matches and of the others, in both images.
-    places = positions_of(points, known)
-    asked = positions_of(points, others)
-    near = np.asarray(KDTree(places[0]).query(asked[0], AROUND)[1])
-    _, away, spread = maps_around(places, near, asked)
-    fits = away <= AWAY * spread + AWAY_PX
-    return Matches(others.indices, known.scores[near].mean(1)).only(fits)
+    guide_points = points_of_matches(keypoints, guides)
+    points = points_of_matches(keypoints, candidates)
+    neighbours = np.asarray(KDTree(guide_points[0]).query(points[0], GUIDES)[1])
+    _, distances, spread = fit_maps_around(guide_points, neighbours, points)
+    is_near = distances <= AWAY * spread + AWAY_PX
+    return Matches(candidates.indices, guides.scores[neighbours].mean(1)).only(is_near)
 
 
-def _without_keypoints_of(taken: Matches, found: Matches) -> Matches:
-    """Drop the matches of `found` that share a keypoint with a match of `taken`."""
-    used0, used1 = map(np.isin, found.indices.T, taken.indices.T)
-    return found.only(~(used0 | used1))
+def _drop_keypoints_of(taken: Matches, matches: Matches) -> Matches:
+    """Drop those of `matches` that share a keypoint with a match of `taken`."""
+    is_taken0, is_taken1 = map(np.isin, matches.indices.T, taken.indices.T)
+    return matches.only(~(is_taken0 | is_taken1))
 
 
 def add_guided_matches(
-    found: Matches,
-    mutual: Matches,
+    network_matches: Matches,
+    mutual_matches: Matches,
     selected: Tuple[np.ndarray, np.ndarray],
-    points: Points,
+    keypoints: Points,
     threshold: float,
 ) -> Matches:
     """Add mutual nearest neighbours that the network did not get, where its matches lead to them.
 
+    A match that is added replaces less confident matches of its keypoints.
+
     Args:
-        found: the network's matches, of which those above `threshold` guide. A match that is added
-            replaces less confident matches of its keypoints.
-        mutual: mutual nearest neighbours of all keypoints.
+        network_matches: all matches of the network.
+        mutual_matches: mutual nearest neighbours of all keypoints.
         selected: (m,) and (n,), indices of the keypoints that the network got.
-        points: (M, 2) and (N, 2) px, positions of all keypoints.
+        keypoints: (M, 2) and (N, 2) px, positions in the images that SIFT saw.
+        threshold: the network's matches with a score above it guide.
     """
-    # Where the network got both keypoints, its answer stands.
-    had0, had1 = map(np.isin, mutual.indices.T, selected)
-    more = guided_matches(found.above(threshold), mutual.only(~(had0 & had1)), points)
+    # Where the network got both keypoints, its decision stands.
+    is_selected0, is_selected1 = map(np.isin, mutual_matches.indices.T, selected)
+    candidates = mutual_matches.only(~(is_selected0 & is_selected1))
+    guided_matches = find_guided_matches(network_matches.above(threshold), candidates, keypoints)
     # A guided match wins, since more matches speak for it.
-    return _join(more, _without_keypoints_of(more, found))
+    return _join(guided_matches, _drop_keypoints_of(guided_matches, network_matches))
 
 
-def positions_of(points: Points, matches: Matches) -> Points:
-    """Return the positions of K matches in both images, (K, 2) float64 each.
+def points_of_matches(keypoints: Points, matches: Matches) -> Points:
+    """Return the positions of K matches in both images, (K, 2) float64 px each.
 
     Args:
-        points: (M, 2) and (N, 2) px, positions of all keypoints.
+        keypoints: (M, 2) and (N, 2) px, positions of all keypoints.
+        matches: K matches of these keypoints.
     """
     index0, index1 = matches.indices.T
-    return points[0][index0].astype(np.float64), points[1][index1].astype(np.float64)
+    return keypoints[0][index0].astype(np.float64), keypoints[1][index1].astype(np.float64)

@@ -186,10 +186,10 @@ def test_small_images_are_enlarged_for_sift_and_for_the_network(photo, size, res
 
     gray = cv2.resize(photo, size)
     found = extract(gray, 256, resize, detect)
-    assert shapes == [seen] and found.as_found(resize).size == seen
+    assert shapes == [seen] and found.as_detected(resize).size == seen
     assert found.size == size and found.gray is gray
     np.testing.assert_allclose(  # in pixels of the file
-        positions(found.as_found(resize).records) + 0.5,
+        positions(found.as_detected(resize).records) + 0.5,
         (found.keypoints + 0.5) * (np.array(seen) / size),
         atol=1e-3,
     )

@@ -75,7 +75,7 @@ def match(points, network, mutual, threshold=0.28, accept=0.5):
 
 
 def probability_of(network, ratio, points):
-    return verification.probability(verification.verify_pair(network, ratio, points)[1])
+    return verification.place_probability(verification.verify_pair(network, ratio, points)[1])
 
 
 # Evidence
@@ -98,7 +98,7 @@ def test_known_lead_and_support():
     unsure = matches(80, 380, verification.COUNTED)
     network = joined(matches(0, 80, 0.9), unsure).above(verification.COUNTED)
     F = two_view.fit_fundamental(*surface(40), 1.5).model
-    lead, support = verification.evidence(F, network, matches(0, 40, 0.5), points)
+    lead, support = verification.measure_evidence(F, network, matches(0, 40, 0.5), points)
     assert lead == pytest.approx(math.log((40 + verification.FEW) / verification.FEW), abs=0.3)
     # forty matches, all of whose neighbours agree, and twenty more with the usual support
     assert support == pytest.approx((40 * 1 + 20 * 0.75) / 60, abs=0.01)
@@ -110,11 +110,11 @@ def test_where_windows_repeat_other_geometries_are_as_good():
     points = both(surface(60), (points0, np.add(points1, [40, 25])))
     network, ratio = matches(0, 120, 0.9), matches(0, 60, 0.5)
     F = two_view.fit_fundamental(*surface(60), 1.5).model
-    alone = verification.evidence(F, network.only(slice(60)), ratio, points)
-    rivalled = verification.evidence(F, network, ratio, points)
+    alone = verification.measure_evidence(F, network.only(slice(60)), ratio, points)
+    rivalled = verification.measure_evidence(F, network, ratio, points)
     assert rivalled[0] < 0.5 and alone[0] > 2
     # The ratio test finds both.
-    disputed = verification.evidence(F, network, matches(0, 120, 0.5), points)
+    disputed = verification.measure_evidence(F, network, matches(0, 120, 0.5), points)
     assert disputed[1] < 0.75 < alone[1]
 
 
@@ -130,7 +130,7 @@ def test_matches_that_slide_along_their_lines_do_not_count():
     F = two_view.fit_fundamental(*points, 1.5).model
     slid = slide(*points, np.random.default_rng(1).uniform(-0.3, 0.3, 60))
     given_ = F, matches(0, 60, 0.6), matches(0, 60, 0.5)
-    straight, moved = (verification.evidence(*given_, each)[0] for each in (points, slid))
+    straight, moved = (verification.measure_evidence(*given_, each)[0] for each in (points, slid))
     assert moved < 1 < 2 < straight
 
 
@@ -140,9 +140,11 @@ def test_two_orientations_at_one_position_count_once():
     more = both(points, [each[twice] for each in points])
     F = two_view.fit_fundamental(*points, 1.5).model
     ratio = matches(0, 60, 0.5)
-    once = verification.evidence(F, matches(0, 60, 0.6), ratio, points)
+    once = verification.measure_evidence(F, matches(0, 60, 0.6), ratio, points)
     network = joined(matches(0, 60, 0.6), matches(60, 240, 0.5))
-    np.testing.assert_allclose(verification.evidence(F, network, ratio, more), once, rtol=1e-6)
+    np.testing.assert_allclose(
+        verification.measure_evidence(F, network, ratio, more), once, rtol=1e-6
+    )
 
 
 # Guided matching
@@ -170,7 +172,7 @@ def test_limits_are_in_pixels_of_the_images_that_sift_saw():
     given_ = matches(0, 40, 0.6), matches(0, 200, 0.5)
     expected, score = match(points, *given_)
     files = [
-        Features(records_at(4.0 * each), (4 * SIZE[0], 4 * SIZE[1]), found_at=SIZE)
+        Features(records_at(4.0 * each), (4 * SIZE[0], 4 * SIZE[1]), detected_size=SIZE)
         for each in points
     ]
     found, again = verification.match_one_place(files, points, *given_, 0.28, 0.5)
