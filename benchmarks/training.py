@@ -23,9 +23,9 @@ from benchmarks.timing import Call, Setting, row
 from pipeline import distributed, launch, params, presets
 from pipeline.params import RunParams, TrainParams
 from pipeline.train import trainer
-from pipeline.train.build import build, make_network
+from pipeline.train.build import build_objective_and_state, make_network
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import choose_precision, device_abilities
+from pipeline.train.optimizer import choose_precision, detect_abilities
 from superglue_sift.environment import usable_cores
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
@@ -80,7 +80,7 @@ def run_mode(setting: Setting, changes: Changes, processes: int) -> np.ndarray:
     """Return the seconds of a pair in each round, of the first rank. Raises RuntimeError."""
     work = json.dumps([setting.config.to_dict(), setting.keypoints, changes])
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    options = launch.torchrun_options(processes, restarts=0)
+    options = launch.make_torchrun_options(processes, restarts=0)
     command = [*torchrun, *options, "-m", "benchmarks.training", work]
     # As many threads in all as the machine has cores
     threads = {"OMP_NUM_THREADS": str(usable_cores() // processes or 1)}
@@ -124,9 +124,9 @@ def training_step(
     of_run = {name: values.pop(name) for name in {*values} & {*RunParams.model_fields}}
     run = sample.run.model_copy(update=of_run)
     train = sample.train.model_copy(update=values)
-    precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
+    precision, _ = choose_precision(train.precision, [detect_abilities(context.device)])
     network = make_network(train, run, context)
-    objective, wrapped, state = build(network, train, run, context, precision)
+    objective, wrapped, state = build_objective_and_state(network, train, run, context, precision)
     wrapped = DataParallelObjective(_FromTensors(objective)) if several else wrapped
     part = make_batch(setting.keypoints, pairs // run.accumulate).to(context.device)
     common = wrapped, state.optimizer, state.scaler, [part] * run.accumulate

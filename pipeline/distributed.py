@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.rendezvous import rendezvous
 
 from pipeline import workers
-from pipeline.errors import RequestError, WorkError, read_number
+from pipeline.errors import RequestError, WorkError, read_environment_number
 from superglue_sift import torch_compat
 
 # Seconds for all ranks to meet at the start (SG_START_TIMEOUT), and later for the slowest rank to
@@ -59,27 +59,33 @@ class Context(NamedTuple):
         return self.rank == 0
 
 
-def _adopt_slurm() -> None:
+def _adopt_slurm_variables() -> None:
     """Use SLURM's variables as ranks (`srun python -m pipeline.train`).
 
     The variables of torchrun have precedence.
     """
     # SLURM_PROCID alone is also set inside an sbatch script that starts torchrun or one process
     # itself. SLURM_NTASKS belongs to the job, whose interactive shell is a step of one task.
-    tasks = read_number("SLURM_STEP_NUM_TASKS", read_number("SLURM_NTASKS", 1))
+    tasks = read_environment_number(
+        "SLURM_STEP_NUM_TASKS", read_environment_number("SLURM_NTASKS", 1)
+    )
     if "RANK" in os.environ or "SLURM_STEP_ID" not in os.environ or tasks < 2:
         return
     # Set the names that torch reads.
-    os.environ["RANK"] = str(read_number("SLURM_PROCID"))
+    os.environ["RANK"] = str(read_environment_number("SLURM_PROCID"))
     os.environ["WORLD_SIZE"] = str(tasks)
-    os.environ["LOCAL_RANK"] = str(read_number("SLURM_LOCALID"))
+    os.environ["LOCAL_RANK"] = str(read_environment_number("SLURM_LOCALID"))
     # Rank 0 runs on the first node of its step. The job may have been started on a login node.
     job = os.environ.get("SLURM_JOB_NODELIST", "127.0.0.1")
-    os.environ.setdefault("MASTER_ADDR", first_host(os.environ.get("SLURM_STEP_NODELIST", job)))
-    os.environ.setdefault("MASTER_PORT", str(20000 + read_number("SLURM_JOB_ID", 0) % 20000))
+    os.environ.setdefault(
+        "MASTER_ADDR", parse_first_host(os.environ.get("SLURM_STEP_NODELIST", job))
+    )
+    os.environ.setdefault(
+        "MASTER_PORT", str(20000 + read_environment_number("SLURM_JOB_ID", 0) % 20000)
+    )
 
 
-def first_host(nodes: str) -> str:
+def parse_first_host(nodes: str) -> str:
     """Return the first host in SLURM's list of nodes: gpu07 for `gpu[07-09,12],login1`.
 
     `scontrol show hostnames` does the same, but images do not have it.
@@ -87,7 +93,7 @@ def first_host(nodes: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", re.split(r",(?![^[]*\])", nodes)[0])
 
 
-def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
+def find_free_port(address: str = "127.0.0.1", port: int = 0) -> int:
     """Return `port` if it is free at an address of this machine, or any free port if it is 0.
 
     The address "" stands for all addresses. Raises RequestError if the port is in use, or if the
@@ -103,17 +109,17 @@ def free_port(address: str = "127.0.0.1", port: int = 0) -> int:
         ) from None
 
 
-def _meeting_port(world_size: int) -> int:
+def _read_meeting_port(world_size: int) -> int:
     """Return the port at which the ranks meet. Raises RequestError if no address is set."""
     if not os.environ.get("MASTER_ADDR"):
         raise RequestError(
             f"environment WORLD_SIZE={world_size}: needs MASTER_ADDR and MASTER_PORT, the address"
             " of rank 0; `python -m pipeline.launch` sets them"
         )
-    return read_number("MASTER_PORT", least=1, most=LARGEST_PORT)
+    return read_environment_number("MASTER_PORT", least=1, most=LARGEST_PORT)
 
 
-def start() -> Context:
+def join_group() -> Context:
     """Join the process group that the environment of torchrun (or SLURM) names, if there is one.
 
     NCCL carries GPU tensors, and gloo carries CPU tensors and other objects. With torch 1.10 NCCL
@@ -128,15 +134,17 @@ def start() -> Context:
         # Without torchrun this rank would hold its GPU for ever. It would also write into the
         # folder of the next run.
         workers.end_with_parent()
-    _adopt_slurm()
+    _adopt_slurm_variables()
 
     # Each rank of this machine has a device of its own.
-    rank = read_number("RANK", 0)
-    world_size = read_number("WORLD_SIZE", 1, least=1)
+    rank = read_environment_number("RANK", 0)
+    world_size = read_environment_number("WORLD_SIZE", 1, least=1)
     if rank >= world_size:
         raise RequestError(f"environment RANK={rank}: must be below WORLD_SIZE ({world_size})")
     if torch.cuda.is_available():
-        device = torch.device("cuda", read_number("LOCAL_RANK", 0) % torch.cuda.device_count())
+        device = torch.device(
+            "cuda", read_environment_number("LOCAL_RANK", 0) % torch.cuda.device_count()
+        )
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False  # see `weights.choose_device`
     else:
@@ -144,11 +152,13 @@ def start() -> Context:
 
     # The ranks meet in a store of rank 0, or of torchrun, and then form the group.
     if world_size > 1:
-        port = _meeting_port(world_size)
+        port = _read_meeting_port(world_size)
         if rank == 0 and not by_torchrun:
-            free_port("", port)
-        meeting = datetime.timedelta(seconds=read_number("SG_START_TIMEOUT", START_SECONDS))
-        waiting = datetime.timedelta(seconds=read_number("SG_TIMEOUT", TIMEOUT_SECONDS))
+            find_free_port("", port)
+        meeting = datetime.timedelta(
+            seconds=read_environment_number("SG_START_TIMEOUT", START_SECONDS)
+        )
+        waiting = datetime.timedelta(seconds=read_environment_number("SG_TIMEOUT", TIMEOUT_SECONDS))
         try:
             store = next(iter(rendezvous("env://", rank, world_size, timeout=meeting)))[0]
         except RuntimeError as error:
@@ -167,7 +177,7 @@ def start() -> Context:
     return Context(rank, world_size, device)
 
 
-_finished: List[Any] = []  # groups that this process has left; `_join_threads` releases them
+_left_groups: List[Any] = []  # groups that this process has left; `_join_threads` releases them
 
 
 @atexit.register
@@ -181,10 +191,10 @@ def _join_threads() -> None:
     runs.
     """
     gc.collect()  # DistributedDataParallel is part of reference cycles
-    _finished.clear()  # this is the last reference, and clearing it releases the GIL first
+    _left_groups.clear()  # this is the last reference, and clearing it releases the GIL first
 
 
-def _abandon() -> None:
+def _abandon_group() -> None:
     """Leave the group after a failure, without waiting for the other ranks."""
     if not dist.is_initialized():
         return
@@ -198,21 +208,21 @@ def _abandon() -> None:
             nccl.abort()
 
 
-def several() -> bool:
+def has_other_ranks() -> bool:
     """Return whether there are other ranks."""
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def differentiable_sum(tensor: Tensor) -> Tensor:
+def sum_with_gradient(tensor: Tensor) -> Tensor:
     """Sum a tensor over ranks. Gradients flow through the sum, as batch normalization needs."""
-    if not several():
+    if not has_other_ranks():
         return tensor
     return torch.distributed.nn.functional.all_reduce(tensor, group=dist.group.WORLD)
 
 
 def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
     """Return the sums over all ranks, in float64. Every rank has the same names."""
-    if not several() or not sums:
+    if not has_other_ranks() or not sums:
         return dict(sums)
     # (names,): all sums are in one tensor, so one collective exchanges them
     names = sorted(sums)
@@ -223,7 +233,7 @@ def sum_over_ranks(sums: Mapping[str, float]) -> Dict[str, float]:
     return dict(zip(names, packed.tolist()))
 
 
-def any_rank(flag: bool) -> bool:
+def is_true_on_any_rank(flag: bool) -> bool:
     """Return whether the flag is True on any of the ranks."""
     return bool(sum_over_ranks({"flag": flag})["flag"])
 
@@ -233,7 +243,7 @@ def all_gather(item: Any) -> List[Any]:
 
     An item is any object that pickle can send between processes.
     """
-    if not several():
+    if not has_other_ranks():
         return [item]
     items: List[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(items, item)
@@ -245,7 +255,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
 
     `work` must treat rows independently and keep their shapes.
     """
-    if not several():
+    if not has_other_ranks():
         return work(rows)
     # Every rank gets `count` rows, K / ranks rounded up. The last rows may be padding.
     count = -(-len(rows) // dist.get_world_size())
@@ -259,7 +269,7 @@ def map_rows_over_ranks(work: Callable[[Tensor], Tensor], rows: Tensor) -> Tenso
 
 def broadcast(item: Any, source: int = 0) -> Any:
     """Return the item of rank `source`, on every rank."""
-    if not several():
+    if not has_other_ranks():
         return item
     box = [item]
     dist.broadcast_object_list(box, src=source)
@@ -285,7 +295,7 @@ def run_on_main(work: Callable[[], Any], is_main: bool) -> Any:
     raise SystemExit(2)
 
 
-def writes(folder: Path, context: Context) -> bool:
+def elect_writer(folder: Path, context: Context) -> bool:
     """Return whether this rank writes to `folder`. All ranks call this together.
 
     The first rank of those that share a folder writes. These are rank 0, and the first rank of each
@@ -307,7 +317,7 @@ def writes(folder: Path, context: Context) -> bool:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
-    """Keep other runs out of `folder`, and say whether this rank writes there (`writes`).
+    """Keep other runs out of `folder`, and say whether this rank writes there (`elect_writer`).
 
     The system releases the lock when the process that holds it ends, however it ends. All ranks
     call this together.
@@ -319,9 +329,9 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
     Raises:
         RequestError: another run has the lock. On other ranks than 0 this is SystemExit.
     """
-    is_writer = writes(folder, context)
+    is_writer = elect_writer(folder, context)
     with contextlib.ExitStack() as stack:
-        holder = stack.enter_context(_lock(folder / LOCK, seconds)) if is_writer else None
+        holder = stack.enter_context(_lock_file(folder / LOCK, seconds)) if is_writer else None
         holders = [name for name in all_gather(holder) if name is not None]
         if holders and not context.is_main:
             raise SystemExit(2)
@@ -334,7 +344,7 @@ def lock_folder(folder: Path, context: Context, seconds: int) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
+def _lock_file(path: Path, seconds: int) -> Iterator[Optional[str]]:
     """Lock a file. Yield None, or the name of the process that has the lock already.
 
     It is a POSIX lock, which belongs to this process alone: processes that load batches do not
@@ -343,7 +353,7 @@ def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
     """
     deadline = time.monotonic() + seconds
     with path.open("a+", encoding="utf-8") as stream:
-        while not _try_lock(stream):
+        while not _try_to_lock(stream):
             if time.monotonic() > deadline:
                 stream.seek(0)
                 yield stream.read() or "an unknown process"
@@ -359,7 +369,7 @@ def _lock(path: Path, seconds: int) -> Iterator[Optional[str]]:
             stream.truncate(0)
 
 
-def _try_lock(stream: IO[str]) -> bool:
+def _try_to_lock(stream: IO[str]) -> bool:
     """Try to lock a file, and return False if another process has locked it."""
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -378,7 +388,7 @@ def copy_from_main(tensors: Dict[str, Tensor]) -> float:
     change = 0.0
     size = 0.0
     for _, tensor in sorted(tensors.items()):
-        if not (several() and tensor.is_floating_point()):
+        if not (has_other_ranks() and tensor.is_floating_point()):
             continue
         main = tensor.detach().clone()
         dist.broadcast(main, 0)
@@ -390,11 +400,11 @@ def copy_from_main(tensors: Dict[str, Tensor]) -> float:
 
 def barrier() -> None:
     """Wait for all ranks. Raises RuntimeError after the timeout (SG_TIMEOUT)."""
-    if several():
+    if has_other_ranks():
         dist.barrier()
 
 
-def wrap(module: nn.Module) -> nn.Module:
+def wrap_in_ddp(module: nn.Module) -> nn.Module:
     """Wrap `module` in DistributedDataParallel if there are several ranks. Else return `module`.
 
     Buckets are small, so that the first ones are exchanged while the rest of the gradient is
@@ -406,7 +416,7 @@ def wrap(module: nn.Module) -> nn.Module:
     last bits. Two ranks on CPUs take the same processor time with and without it (20.3 and 20.5 ms
     for a step of 0.1 M weights).
     """
-    if not several():
+    if not has_other_ranks():
         return module
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     return nn.parallel.DistributedDataParallel(
@@ -422,9 +432,9 @@ def process_group() -> Iterator[Context]:
     Raises WorkError if another rank died or hangs.
     """
     try:
-        yield start()
+        yield join_group()
     except BaseException as error:
-        _abandon()
+        _abandon_group()
         if not (isinstance(error, RuntimeError) and re.search(LOST_PEER, str(error))):
             raise
         time.sleep(NOTICE_SECONDS)
@@ -432,5 +442,5 @@ def process_group() -> Iterator[Context]:
         reason = str(error).splitlines()[0]
         raise WorkError(f"rank {rank}: another rank died or hangs ({reason})") from error
     if dist.is_initialized():
-        _finished.append(dist.distributed_c10d._get_default_group())
+        _left_groups.append(dist.distributed_c10d._get_default_group())
         dist.destroy_process_group()

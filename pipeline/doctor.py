@@ -165,7 +165,7 @@ def gpus() -> Iterator[Finding]:
         return
     # Each process needs a GPU of its own.
     try:
-        launch.processes_per_node()
+        launch.count_processes_per_node()
     except errors.RequestError as error:
         yield FAIL, "GPU", str(error)
     # A build without kernels for a card fails at the first one.
@@ -211,7 +211,7 @@ def disk() -> Iterator[Finding]:
     except errors.RequestError:  # the stages report this error
         return
     # Estimate the bytes to download and the number of photographs.
-    archives, photographs = coco.expect(sections.fetch.source, sections.fetch.limit)
+    archives, photographs = coco.estimate_download(sections.fetch.source, sections.fetch.limit)
     if sections.fetch.source == "folder":
         # A missing or damaged manifest is written by `fetch`.
         with contextlib.suppress(errors.RequestError):

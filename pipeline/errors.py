@@ -18,7 +18,9 @@ LARGEST = 2**32 - 1  # largest number of a variable, such as SLURM's number of a
 RESTARTS = "SG_RESTARTS"  # pipeline.launch sets it to how often it has started the ranks again
 
 
-def read_number(name: str, usual: Optional[int] = None, least: int = 0, most: int = LARGEST) -> int:
+def read_environment_number(
+    name: str, usual: Optional[int] = None, least: int = 0, most: int = LARGEST
+) -> int:
     """Read a whole number from `least` to `most` from the environment.
 
     A variable that is not set, or empty, has the value `usual`. Raises RequestError if `usual` is
@@ -34,7 +36,7 @@ def read_number(name: str, usual: Optional[int] = None, least: int = 0, most: in
     return int(text)
 
 
-def in_image() -> bool:
+def is_in_container_image() -> bool:
     """Return whether this runs in one of the project's container images, which have no make."""
     return "IMAGE_STACK" in os.environ
 
@@ -44,7 +46,7 @@ def spell_command(command: str, **options: str) -> str:
 
     It is `make repro PRESET=ci` in a clone, and `docker run ... repro --preset ci` in an image.
     """
-    if in_image():
+    if is_in_container_image():
         words = ["docker run ...", command, *(f"--{key} {value}" for key, value in options.items())]
     else:
         words = ["make", command, *(f"{key.upper()}={value}" for key, value in options.items())]

@@ -25,7 +25,7 @@ import sys
 from typing import Dict, List, Optional, Sequence, Tuple
 
 from pipeline import errors, workers
-from pipeline.errors import RESTARTS, STOPPED, RequestError, read_number
+from pipeline.errors import RESTARTS, STOPPED, RequestError, read_environment_number
 from superglue_sift.environment import usable_cores, wait_passively
 
 DEFAULT_CPU_PROCESSES = 2
@@ -47,7 +47,7 @@ VARIABLES = {
 }
 
 
-def processes_per_node() -> int:
+def count_processes_per_node() -> int:
     """Return NPROC_PER_NODE as a number.
 
     Raises:
@@ -58,7 +58,7 @@ def processes_per_node() -> int:
     gpus = torch.cuda.device_count()
     if os.environ.get("NPROC_PER_NODE", "") in ("", "auto"):
         return gpus or DEFAULT_CPU_PROCESSES
-    processes = read_number("NPROC_PER_NODE", 1, least=1)
+    processes = read_environment_number("NPROC_PER_NODE", 1, least=1)
     if 0 < gpus < processes:
         raise RequestError(
             f"NPROC_PER_NODE={processes}, but GPUs here: {gpus}; set it to {gpus} or auto"
@@ -71,7 +71,7 @@ def is_one_node() -> bool:
     return os.environ.get("NNODES", "1") == "1"
 
 
-def least_nodes() -> int:
+def read_least_nodes() -> int:
     """Return the number of nodes, the smallest of an elastic job (NNODES=1:2)."""
     text = os.environ.get("NNODES", "1")
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
@@ -79,13 +79,13 @@ def least_nodes() -> int:
     return int(text.partition(":")[0])
 
 
-def torchrun_options(processes: int, restarts: int) -> List[str]:
+def make_torchrun_options(processes: int, restarts: int) -> List[str]:
     """Return the options of torchrun, whose names have underscores for torch 1.10.
 
     Raises:
         RequestError: If the address is wrong, or if the port is in use.
     """
-    from pipeline.distributed import free_port
+    from pipeline.distributed import find_free_port
 
     # Torchrun looks ten times a second whether a rank has ended.
     options: Dict[str, object] = {"nproc_per_node": processes, "monitor_interval": 0.1}
@@ -93,7 +93,7 @@ def torchrun_options(processes: int, restarts: int) -> List[str]:
         # --standalone would resolve the host's name, which fails in some containers. The backend is
         # spelt out, because torchrun would else take an operator's PET_RDZV_BACKEND.
         address = os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        port = free_port(address, read_number("MASTER_PORT", 0))
+        port = find_free_port(address, read_environment_number("MASTER_PORT", 0))
         options.update(max_restarts=0, nnodes=1, rdzv_backend="static", rdzv_endpoint="")
         options.update(master_addr=address, master_port=port)
     else:
@@ -157,11 +157,11 @@ def run_stage(module: str, arguments: Sequence[str], processes: int) -> int:
     signal.signal(signal.SIGUSR1, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
 
     # Run once, and again if a rank was killed.
-    restarts = read_number("SG_MAX_RESTARTS", 3)
+    restarts = read_environment_number("SG_MAX_RESTARTS", 3)
     for attempt in range(restarts + 1 if is_one_node() else 1):
         os.environ[RESTARTS] = str(attempt)
         options = [f"--rdzv_id={attempt}"] if is_one_node() else []
-        options += torchrun_options(processes, restarts)
+        options += make_torchrun_options(processes, restarts)
         try:
             rank, code = run_torchrun([*options, "-m", module, *arguments])
         except SignalException:
@@ -187,9 +187,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise RequestError(f"{name!r} cannot be launched: must be one of {', '.join(LAUNCHED)}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch reads it when it is loaded
     module = importlib.import_module(f"{name}.__main__")
-    processes = processes_per_node()
-    if hasattr(module, "check"):
-        module.check(rest, least_nodes() * processes)
+    processes = count_processes_per_node()
+    if hasattr(module, "check_request"):
+        module.check_request(rest, read_least_nodes() * processes)
     code = run_stage(name, rest, processes)
     # From here on a signal ends the launcher at once, so that DVC does not start the next stage.
     for number in workers.STOP_SIGNALS:

@@ -109,7 +109,7 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")
     # Refuse a folder of too few images before any stage runs.
-    held = dataset.own_splits(sections.fetch)[1]
+    held = dataset.open_and_split_local(sections.fetch)[1]
     tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
     return _dump(yaml, tree)
 

@@ -17,7 +17,7 @@ import pandas as pd
 from ruamel.yaml import YAML
 
 from pipeline import errors
-from pipeline.errors import RequestError, in_image, spell_command
+from pipeline.errors import RequestError, is_in_container_image, spell_command
 
 EVALUATION = Path("reports/evaluate")
 MODEL = Path("models/superglue.safetensors")
@@ -39,11 +39,15 @@ def next_steps() -> List[str]:
         f"  page      {EVALUATION / PAGE}  (all of it, with charts and pairs, for a browser)",
         f"  pairs     {EVALUATION / 'pairs.csv'}  (every pair and matcher, one line each)",
     ]
-    port = "with -p 127.0.0.1:5000:5000, " if in_image() else ""
+    port = "with -p 127.0.0.1:5000:5000, " if is_in_container_image() else ""
     where = f"({port}all runs, curves and models at http://127.0.0.1:5000)"
     lines.append(f"  runs      {spell_command('ui')}  {where}")
     if MODEL.exists():
-        match = spell_command("match") if in_image() else ".venv/bin/python -m superglue_sift"
+        match = (
+            spell_command("match")
+            if is_in_container_image()
+            else ".venv/bin/python -m superglue_sift"
+        )
         lines.append(f"  use it    {match} A.jpg B.jpg --model {MODEL}")
     return lines
 

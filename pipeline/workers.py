@@ -24,7 +24,7 @@ PR_SET_PDEATHSIG = 1  # the number of the option in linux/prctl.h
 Result = TypeVar("Result")
 
 
-def in_order(
+def yield_in_order(
     submit: Callable[[Any], Future[Result]], items: Iterable[Any], ahead: int
 ) -> Generator[Result, None, None]:
     """Yield the result of each item. `submit` gets the items, up to `ahead` of them in advance.
@@ -56,7 +56,7 @@ def prefetch(
     Closing the iterator ends the threads, when each has finished the item that it works on.
     """
     with ThreadPoolExecutor(threads, "prefetch") as pool:
-        yield from in_order(functools.partial(pool.submit, make), items, ahead)
+        yield from yield_in_order(functools.partial(pool.submit, make), items, ahead)
 
 
 # --- signals
@@ -117,7 +117,7 @@ class Stop:
     requested = False
     interrupted = False
 
-    def _note(self, number: int, frame) -> None:
+    def _request(self, number: int, frame) -> None:
         if self.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
@@ -131,7 +131,7 @@ def defer_signals() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop  # only the main thread can handle signals
         return
-    before = {number: signal.signal(number, stop._note) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop._request) for number in STOP_SIGNALS}
     try:
         yield stop
     finally:

@@ -64,7 +64,7 @@ def write_image_set(folder, images, split, broken=()):
     for name in broken:
         (originals / name).write_bytes(b"not an image")
     names = [*images, *broken]
-    entries = [dataset.file_entry(originals, name, split, "folder") for name in names]
+    entries = [dataset.read_file_entry(originals, name, split, "folder") for name in names]
     dataset.write_manifest(folder / "manifest.csv", entries)
     (folder / "source.json").write_text(
         json.dumps({"containers": {"folder": {"path": "originals"}}})

@@ -20,13 +20,13 @@ class Gate:
         )
         from mlflow.server import app, handlers
 
-        from pipeline.distributed import free_port
+        from pipeline.distributed import find_free_port
 
         handlers._tracking_store = handlers._model_registry_store = None
         self.app = app.wsgi_app if hasattr(app, "wsgi_app") else app
         self.mode = "up"
         self.posts = self.requests = 0
-        self.port = free_port()
+        self.port = find_free_port()
         self.uri = f"http://127.0.0.1:{self.port}"
         self.server = None
 

@@ -7,7 +7,7 @@ import torch
 import torch.multiprocessing as mp
 
 from pipeline import distributed
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 
 # Processes fork from one that has imported torch: an import takes a second, and no test runs there.
 CONTEXT = mp.get_context("forkserver")
@@ -27,7 +27,7 @@ def in_group(world_size, function, *arguments):
 
     Answers must be plain values (numbers, lists, numpy arrays).
     """
-    group = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    group = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": find_free_port()}
     group["SG_TIMEOUT"] = 120  # seconds, after which a rank that hangs ends all
     with ProcessPoolExecutor(world_size, CONTEXT) as pool:
         answers = []

@@ -9,7 +9,7 @@ import torch
 from made_scenes import TURN
 from test_architecture import nodes
 
-from pipeline.train.loss import MatchingObjective, ratio_test_sums
+from pipeline.train.loss import MatchingObjective, compute_ratio_test_sums
 from superglue_sift import Matcher
 from superglue_sift.features import sift
 from superglue_sift.interop import convert
@@ -63,7 +63,7 @@ def train_once(photo, moved, config):
     total, values = objective(batch)
     total.backward()
     gradients = [parameter.grad.numpy() for parameter in network.parameters()]
-    sums = ratio_test_sums(objective, batch)
+    sums = compute_ratio_test_sums(objective, batch)
     return [total.detach().numpy(), *gradients, *values.values(), *sums.values()]
 
 

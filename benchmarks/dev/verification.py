@@ -42,7 +42,7 @@ from scipy.special import expit
 
 from benchmarks.dev import scenes
 from pipeline import errors
-from pipeline.keypoints.views import distort, generator, render, sample_view
+from pipeline.keypoints.views import distort, make_generator, render, sample_view
 from pipeline.params import Homography, Photometric
 from superglue_sift import Matcher
 from superglue_sift.features import sift
@@ -197,7 +197,7 @@ def made_pairs(
     """Make the pairs of all places."""
     for place, paths in enumerate(zip(files, others)):
         for make in KINDS:
-            rng = generator(0, f"{make.__name__} {paths[0].name}", 0)
+            rng = make_generator(0, f"{make.__name__} {paths[0].name}", 0)
             made = make(rng, *map(read_gray, paths))
             views = [(matcher.extract(image), maps) for image, maps in made]
             for (one, maps0), (other, maps1) in itertools.combinations(views, 2):

@@ -285,9 +285,9 @@ def choose_photographs(
     """
     # Take the split `test`, or `val` if there is no test image.
     images = dataset.open_manifest(args.images)
-    left = images.entries("test")
+    left = images.select_entries("test")
     if not left:
-        left = images.entries("val")
+        left = images.select_entries("val")
         line = "no test images: using the validation images, on which the checkpoint was chosen"
         print(line, file=sys.stderr)
     if not left:
@@ -296,7 +296,7 @@ def choose_photographs(
     # Each network may remove photographs.
     compared = {}
     for name, network in networks.items():
-        photographs = [images.photograph(entry) for entry in left]
+        photographs = [images.identify_photograph(entry) for entry in left]
         title = "the model" if name == OURS else name
         keep = args.allow_training_images
         places, line = provenance.leave_out_photographs(network.file, photographs, keep, title)

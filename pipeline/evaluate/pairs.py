@@ -210,9 +210,9 @@ class HeldOutPairs(Source):
         Also return the generator, from which the view's distortion is drawn.
         """
         # The name differs from the one in training, so no view of the training is drawn again.
-        rng = views.generator(SEED, f"evaluate {name}", number)
+        rng = views.make_generator(SEED, f"evaluate {name}", number)
         if number % 2 == 0:
-            return views.mild_view(rng, size, self.view_size), rng
+            return views.sample_mild_view(rng, size, self.view_size), rng
         return views.sample_view(rng, size, self.view_size, self.params.views.homography), rng
 
     def render(self, image: np.ndarray, H: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -233,7 +233,7 @@ class NegativePairs(Source):
         self.source = source
         entries = source.entries
         count = len(entries)
-        photographs = [source.images.photograph(entry) for entry in entries]
+        photographs = [source.images.identify_photograph(entry) for entry in entries]
         # A pair has the indices of both photographs, and the number of their views.
         pairs = (
             (first, second, number)
@@ -275,12 +275,12 @@ class ZoomedPairs(HeldOutPairs):
         """Render the pair of one photograph. Raises BadImage if it is unreadable or too small."""
         name = self.entries[index].name
         image = self.read(index)
-        rng = views.generator(SEED, f"magnified {name}", 0)  # the same places at every level
-        H_image_to_0 = views.mild_view(rng, image_size(image), self.view_size)
+        rng = views.make_generator(SEED, f"magnified {name}", 0)  # the same places at every level
+        H_image_to_0 = views.sample_mild_view(rng, image_size(image), self.view_size)
         H_0to1 = draw_zoom(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         # Magnified pixels contain no finer detail.
-        upscale = views.magnification(H_image_to_1, self.view_size).max()
+        upscale = views.compute_magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
         images = [self.render(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
@@ -318,7 +318,7 @@ DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
     "illumination (factor)": (brighten, (1.0, 0.5, 0.25, 0.12, 2.0)),
     "blur (px)": (blur, (0.0, 1.0, 2.0, 4.0)),
     "noise (gray levels)": (add_noise, (0.0, 5.0, 10.0, 20.0)),
-    "JPEG (quality)": (views.compress, (90, 40, 15, 5)),
+    "JPEG (quality)": (views.compress_as_jpeg, (90, 40, 15, 5)),
 }
 
 

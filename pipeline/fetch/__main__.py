@@ -19,7 +19,7 @@ from superglue_sift.files import check_writable, name_below, write_json
 
 # With fewer test images, the evaluation gives no interval (`evaluate.metrics.MIN_SCENES`).
 MIN_TEST_IMAGES = 6
-HELD_OUT = {"validation": "val", "test": "test"}  # what images are for, and their split
+SPLIT_OF_PURPOSE = {"validation": "val", "test": "test"}  # what images are for, and their split
 BUNDLED = "sample"  # key and folder of the container of the bundled photographs
 
 
@@ -37,7 +37,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     # The user's own images are checked before anything is written.
     own = None
     if settings.source == "folder":
-        own = dataset.own_splits(settings)
+        own = dataset.open_and_split_local(settings)
         splits, held = own
         copies = len(held["train"].names) - len(splits["train"])
         if settings.val_path and copies and not settings.limit:
@@ -50,13 +50,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         entries = dataset.copy_sample(options.out / BUNDLED)
         containers = {BUNDLED: {"kind": "folder", "path": BUNDLED}}
     else:
-        splits, held = own or coco.open_archives(settings, options.archives)
+        splits, held = own or coco.download_and_split(settings, options.archives)
         entries = []
         for split, names in splits.items():
             # Val and test have one container, which may be that of train.
             key = "val" if split != "train" and "val" in held else "train"
-            entries += held[key].entries(names, split, key)
-        containers = {key: _describe(container, options.out) for key, container in held.items()}
+            entries += held[key].read_entries(names, split, key)
+        containers = {
+            key: _describe_container(container, options.out) for key, container in held.items()
+        }
     # Say now what would stop the training or the evaluation after hours.
     roots = {key: str(options.out / value["path"]) for key, value in containers.items()}
     for line in check_held_out(ImageSet(entries, roots, settings.source), sections):
@@ -95,10 +97,10 @@ def check_held_out(images: ImageSet, sections: Params) -> List[str]:
     known = provenance.read_photographs(Path(model)) if model else None
     lines: List[str] = []
     left = {}
-    for title, split in HELD_OUT.items():
-        left[title] = images.entries(split)
+    for title, split in SPLIT_OF_PURPOSE.items():
+        left[title] = images.select_entries(split)
         if left[title] and known is not None:
-            left[title] = _leave_out(images, left[title], title, sections, lines)
+            left[title] = _leave_out_training_images(images, left[title], title, sections, lines)
     # Without test images the evaluation takes those for validation.
     title = "test" if left["test"] else "validation"
     count = len(left[title])
@@ -113,7 +115,7 @@ def check_held_out(images: ImageSet, sections: Params) -> List[str]:
     return lines
 
 
-def _leave_out(
+def _leave_out_training_images(
     images: ImageSet, entries: Sequence[Entry], title: str, sections: Params, lines: List[str]
 ) -> List[Entry]:
     """Return the entries that the initial weights were not trained on. Add what to say to `lines`.
@@ -122,7 +124,7 @@ def _leave_out(
     """
     model = Path(sections.train.init_from)
     keep = sections.run.allow_training_images
-    photographs = [images.photograph(entry) for entry in entries]
+    photographs = [images.identify_photograph(entry) for entry in entries]
     left, line = provenance.leave_out_photographs(model, photographs, keep, str(model))
     if not left:
         raise RequestError(
@@ -135,7 +137,7 @@ def _leave_out(
         lines.append(f"{title} images: {line}{fix}")
     # A number in a name may be COCO's, or that of a frame of a video.
     known = provenance.read_photographs(model) or frozenset()
-    numbers = [dataset.coco_number(entry.name) for entry in entries]
+    numbers = [dataset.parse_coco_number(entry.name) for entry in entries]
     alike = [name for name, own in zip(numbers, photographs) if name in known and own != name]
     if alike:
         lines.append(
@@ -146,7 +148,7 @@ def _leave_out(
     return [entries[index] for index in left]
 
 
-def _describe(container: Container, out: Path) -> Dict[str, Any]:
+def _describe_container(container: Container, out: Path) -> Dict[str, Any]:
     """Return what source.json, in the folder `out`, says about a container."""
     path = str(container.path)
     if not container.path.is_absolute():  # a clone can be moved

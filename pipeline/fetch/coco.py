@@ -46,8 +46,8 @@ TLS = "https://s3.amazonaws.com/images.cocodataset.org/zips"
 PLAIN = "http://images.cocodataset.org/zips"
 MIRROR = "COCO_MIRROR"  # environment variable: base address to use instead of the official one
 BLOCK = 1 << 22  # bytes of a request; a kill or a broken connection loses at most these
-TOGETHER = 32  # images of a remote archive that are requested at once
-AFTER_NAME = 1 << 10  # more bytes than the extra field between a member's name and its data has
+IMAGES_AT_ONCE = 32  # images of a remote archive that are requested at once
+EXTRA_BYTES = 1 << 10  # more bytes than the extra field between a member's name and its data has
 CONNECT_S = 10.0  # seconds to connect
 SILENCE_S = 30.0  # seconds without a byte, after which a connection is broken
 TRIES = 5  # further tries after a failure
@@ -70,7 +70,7 @@ TRAIN2017 = Archive("train2017.zip", "cced6f7f71b7629ddf16f17bbcfab6b2", 118_287
 VAL2017 = Archive("val2017.zip", "442b8da7639aecaf257c1dceb8ba8c80", 5_000, 815_585_330)
 
 # Number of images of val2014 that are held out, as many as val2017 has. The others are not used.
-HELD_OUT = 5_000
+HELD_OUT_IMAGES = 5_000
 # The archive of the training images, and the archive of the held-out images if that is another.
 SOURCES: Dict[str, Sequence[Archive]] = {
     "coco2014": (TRAIN2014, VAL2014),
@@ -79,7 +79,7 @@ SOURCES: Dict[str, Sequence[Archive]] = {
 }
 
 
-def expect(source: str, limit: int = 0) -> Tuple[int, int]:
+def estimate_download(source: str, limit: int = 0) -> Tuple[int, int]:
     """Return the bytes to download from a source, and the number of its photographs.
 
     The number is 0 if it is not known before the fetch.
@@ -91,12 +91,14 @@ def expect(source: str, limit: int = 0) -> Tuple[int, int]:
     size = sum(each.size * (min(1.0, wanted / each.images) if limit else 1.0) for each in archives)
     count = sum(map(len, SAMPLE.values())) if source == "sample" else 0
     if archives:
-        count = archives[0].images + HELD_OUT * (len(archives) - 1)
+        count = archives[0].images + HELD_OUT_IMAGES * (len(archives) - 1)
     # The limit is one for training and one for held-out images.
     return round(size), min(count, 2 * limit) if limit else count
 
 
-def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[str, Container]]:
+def download_and_split(
+    settings: FetchParams, archives: Path
+) -> Tuple[Splits, Dict[str, Container]]:
     """Split the images of the source, and download those that are missing into `archives`.
 
     Returns:
@@ -111,13 +113,13 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
     if "val" in wanted and Path(settings.path).is_file():
         raise incomplete
     # Open an archive that is there; without a limit download it, else read it in parts.
-    sources: Dict[str, Union[Container, Remote]] = {}
+    sources: Dict[str, Union[Container, RemoteArchive]] = {}
     for key, archive in wanted.items():
         target = archives / archive.file
         if settings.path or target.is_file():
-            sources[key] = _open_local(archive, Path(settings.path or archives))
+            sources[key] = _open_local_archive(archive, Path(settings.path or archives))
         else:
-            remote = Remote(archive)
+            remote = RemoteArchive(archive)
             sources[key] = remote if settings.limit else remote.download(target)
     # The names decide the split.
     train = sources["train"].names
@@ -126,25 +128,27 @@ def open_archives(settings: FetchParams, archives: Path) -> Tuple[Splits, Dict[s
         names = sources["val"].names
         if not set(names).isdisjoint(train):
             raise incomplete
-        held_out = dataset.hold_out(names, min(1.0, HELD_OUT / len(names)), dataset.SEED)[1]
+        held_out = dataset.hold_out(names, min(1.0, HELD_OUT_IMAGES / len(names)), dataset.SEED)[1]
     chosen = dataset.split_names(train, settings, {}, held_out)
     # Copy the chosen images of a remote archive into a zip.
     names = {name for split in chosen.values() for name in split}
     held = {
-        key: source.copy(names, archives) if isinstance(source, Remote) else source
+        key: source.download_images(names, archives)
+        if isinstance(source, RemoteArchive)
+        else source
         for key, source in sources.items()
     }
     return chosen, held
 
 
-def _open_local(archive: Archive, path: Path) -> Container:
+def _open_local_archive(archive: Archive, path: Path) -> Container:
     """Open a local archive, which is a zip or the folder that it unpacks to."""
     for zipped in (path, path / archive.file):
         if zipped.is_file():
             # Each image is checked against its CRC-32 when it is read.
             if zipped.stat().st_size != archive.size:
                 raise RequestError(f"{zipped}: must have {archive.size} bytes; download it again")
-            return dataset.zip_container(zipped, size=archive.size)
+            return dataset.open_zip(zipped, size=archive.size)
     stem = Path(archive.file).stem
     if not (path / stem).is_dir():
         return dataset.open_container(path)
@@ -155,7 +159,7 @@ def _open_local(archive: Archive, path: Path) -> Container:
 # --- remote archives
 
 
-class Remote:
+class RemoteArchive:
     """An archive at the first of its addresses that serves parts of it.
 
     Raises:
@@ -183,50 +187,50 @@ class Remote:
                 except (zipfile.BadZipFile, NotImplementedError) as error:
                     raise WorkError(f"{url}: its directory cannot be read: {error}") from None
 
-        members = dataset.check_members(self._try_each(read), self.archive.file)
+        members = dataset.select_and_check_members(self._try_addresses(read), self.archive.file)
         return {member.filename: member for member in members}
 
-    def copy(self, names: Collection[str], folder: Path) -> Container:
+    def download_images(self, names: Collection[str], folder: Path) -> Container:
         """Write a zip of its images that are among `names` to `folder`, unless it exists."""
         target = real_path(folder / f"{Path(self.archive.file).stem}.part-of.zip")
         members = [member for name, member in self._members.items() if name in names]
         wanted = [(member.filename, member.CRC) for member in members]
         checked = {"partial": "CRC-32 of each image checked, MD5 of the whole not"}
         if target.is_file():
-            known = dataset.zip_container(target, **checked)
+            known = dataset.open_zip(target, **checked)
             if [(name, each.CRC) for name, each in (known.members or {}).items()] == wanted:
                 return known
         temporary = target.with_name(target.name + ".part")
         target.parent.mkdir(parents=True, exist_ok=True)
         shown = {"desc": f"images for {target.name}", "total": len(members), "unit": "image"}
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as out:
-            for member, data in zip(members, Progress(self._images(members), **shown)):
+            for member, data in zip(members, Progress(self._download_and_check(members), **shown)):
                 out.writestr(zipfile.ZipInfo(member.filename), data)
         replace_file(temporary, target)
-        return dataset.zip_container(target, **checked)
+        return dataset.open_zip(target, **checked)
 
-    def _images(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
+    def _download_and_check(self, members: Sequence[zipfile.ZipInfo]) -> Iterator[bytes]:
         """Yield the bytes of these images, in order. Raises WorkError for a wrong CRC-32."""
-        for first in range(0, len(members), TOGETHER):
-            group = members[first : first + TOGETHER]
-            for member, data in zip(group, self._read_members(group)):
+        for first in range(0, len(members), IMAGES_AT_ONCE):
+            group = members[first : first + IMAGES_AT_ONCE]
+            for member, data in zip(group, self._download_members(group)):
                 # The local header says where the data begin.
-                entry = dataset.member_entry(member, data, self.archive.file)
+                entry = dataset.make_member_entry(member, data, self.archive.file)
                 begin = entry.offset - member.header_offset
                 try:
-                    yield dataset.unpack(data[begin : begin + entry.packed], entry)
+                    yield dataset.unpack_and_check(data[begin : begin + entry.packed], entry)
                 except BadImage:
                     raise WorkError(
                         f"{self._urls[0]}: '{member.filename}' arrived with a wrong CRC-32; run"
                         " again"
                     ) from None
 
-    def _read_members(self, members: Sequence[zipfile.ZipInfo]) -> List[bytes]:
+    def _download_members(self, members: Sequence[zipfile.ZipInfo]) -> List[bytes]:
         """Read these members with their headers. What has arrived is not requested again."""
         done: Dict[int, bytes] = {}  # by the place of the header
         # The length of a local header is not known yet, so some bytes more are read.
         sizes = {
-            m.header_offset: dataset.HEADER + 4 * len(m.filename) + AFTER_NAME + m.compress_size
+            m.header_offset: dataset.HEADER + 4 * len(m.filename) + EXTRA_BYTES + m.compress_size
             for m in members
         }
 
@@ -238,7 +242,7 @@ class Remote:
             if len(done) < len(members):
                 raise next(answer for answer in answers if isinstance(answer, Exception))
 
-        self._try_each(read)
+        self._try_addresses(read)
         return [done[start] for start in sizes]
 
     def download(self, target: Path) -> Container:
@@ -255,13 +259,13 @@ class Remote:
         # Append one block after the other to what a killed download has left.
         with part.open("ab") as file, Progress(total=size, initial=file.tell(), **shown) as bar:
             while file.tell() < size:
-                block = self._read_block(file.tell(), min(file.tell() + BLOCK, size))
+                block = self._download_block(file.tell(), min(file.tell() + BLOCK, size))
                 file.write(block)
                 file.flush()
                 bar.update(len(block))
             os.fsync(file.fileno())
         # Only the published bytes get the name.
-        found = md5_of(part)
+        found = compute_md5(part)
         if found != self.archive.md5:
             bad = target.with_name(target.name + ".bad")
             os.replace(part, bad)
@@ -270,9 +274,9 @@ class Remote:
                 f"`dvc repro fetch` downloads it from scratch, {MIRROR} chooses another address"
             )
         replace_file(part, target)
-        return dataset.zip_container(target, size=size)
+        return dataset.open_zip(target, size=size)
 
-    def _read_block(self, start: int, end: int) -> bytes:
+    def _download_block(self, start: int, end: int) -> bytes:
         """Read the bytes from `start` to `end`."""
 
         def read(files: Any, url: str) -> bytes:
@@ -285,9 +289,9 @@ class Remote:
                 raise OSError(f"{len(block)} of {end - start} bytes from byte {start}")
             return block
 
-        return self._try_each(read)
+        return self._try_addresses(read)
 
-    def _try_each(self, action: Callable[[Any, str], Any]) -> Any:
+    def _try_addresses(self, action: Callable[[Any, str], Any]) -> Any:
         """Return the result of `action` with the first address that works.
 
         Addresses that failed are not used again. Raises WorkError if all fail.
@@ -317,7 +321,7 @@ class Remote:
         )
 
 
-def md5_of(path: Path) -> str:
+def compute_md5(path: Path) -> str:
     """Return the MD5, which COCO's mirrors publish, in hexadecimal digits."""
     digest = hashlib.md5(usedforsecurity=False)
     with path.open("rb") as stream:

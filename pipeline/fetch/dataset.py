@@ -86,7 +86,7 @@ class Entry:
     method: int = STORED
 
 
-def coco_number(name: str) -> str:
+def parse_coco_number(name: str) -> str:
     """Return the number of a photograph of COCO that has this name, or "" for another name."""
     match = _COCO_FILE.fullmatch(name.rpartition("/")[2])
     # A date has twelve digits, too.
@@ -137,11 +137,11 @@ class ImageSet:
     containers: Dict[str, str]
     source: str = ""
 
-    def entries(self, split: str) -> List[Entry]:
+    def select_entries(self, split: str) -> List[Entry]:
         """Return the entries of "train", "val" or "test", sorted by name."""
         return [entry for entry in self.listed if entry.split == split]
 
-    def photograph(self, entry: Entry) -> str:
+    def identify_photograph(self, entry: Entry) -> str:
         """Return the identifier of the photograph, by which training overlap is found.
 
         It is "" if it is not known. A photograph of COCO has its number, which is unique over all
@@ -149,7 +149,7 @@ class ImageSet:
         the file. These do not depend on the name, but change if the file is encoded again.
         """
         content = f"{entry.crc32}-{entry.size}" if entry.crc32 else ""
-        return (self._is_of_coco(entry) and coco_number(entry.name)) or content
+        return (self._is_of_coco(entry) and parse_coco_number(entry.name)) or content
 
     def _is_of_coco(self, entry: Entry) -> bool:
         """Return whether `entry` is COCO's, if its name is: frames of a video are numbered, too.
@@ -175,7 +175,7 @@ class ImageSet:
                 data = stream.read(entry.packed if entry.offset else -1)
         except OSError as error:
             raise BadImage(entry.name, f"cannot be read: {error.strerror}") from None
-        return unpack(data, entry)
+        return unpack_and_check(data, entry)
 
 
 def open_manifest(folder: Path) -> ImageSet:
@@ -202,7 +202,7 @@ def open_manifest(folder: Path) -> ImageSet:
     return ImageSet(entries, roots, kind)
 
 
-def unpack(data: bytes, entry: Entry) -> bytes:
+def unpack_and_check(data: bytes, entry: Entry) -> bytes:
     """Unpack the bytes of an image.
 
     Raises:
@@ -221,7 +221,7 @@ def unpack(data: bytes, entry: Entry) -> bytes:
     return data
 
 
-def file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
+def read_file_entry(root: Path, name: str, split: str = "", container: str = "") -> Entry:
     """Make the entry of a file under `root`.
 
     An unreadable file also gets an entry, and the stage `keypoints` reports it.
@@ -234,7 +234,7 @@ def file_entry(root: Path, name: str, split: str = "", container: str = "") -> E
     return Entry(name, split, container, name, len(data), crc32, packed=len(data))
 
 
-def sample_folder() -> Path:
+def find_sample_folder() -> Path:
     """Return the folder of the bundled photographs."""
     import skimage
 
@@ -251,8 +251,8 @@ def copy_sample(target: Path) -> List[Entry]:
     entries = []
     for split, names in SAMPLE.items():
         for name in names:
-            shutil.copyfile(sample_folder() / name, target / name)
-            entries.append(file_entry(target, name, split, target.name))
+            shutil.copyfile(find_sample_folder() / name, target / name)
+            entries.append(read_file_entry(target, name, split, target.name))
     return entries
 
 
@@ -275,10 +275,10 @@ class Container:
     @cached_property
     def contents(self) -> Dict[str, str]:
         """Return a text for the bytes of each image, by name. Copies have the same text."""
-        entries = self.entries(self.names)
+        entries = self.read_entries(self.names)
         return {e.name: f"{e.size}-{e.crc32}" if e.crc32 else e.name for e in entries}
 
-    def entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:
+    def read_entries(self, names: Sequence[str], split: str = "", key: str = "") -> List[Entry]:
         """Return the manifest entries of some of its images. Each image is read only once.
 
         `key` is the name of this container in source.json.
@@ -287,16 +287,16 @@ class Container:
         new = [name for name in names if name not in self._read]
         shown = {"total": len(new), "desc": "reading images", "unit": "image"}
         with ThreadPoolExecutor(4) as pool:  # reading and CRC-32 release the GIL
-            self._read.update(zip(new, Progress(pool.map(self._entry, new), **shown)))
+            self._read.update(zip(new, Progress(pool.map(self._read_entry, new), **shown)))
         return [replace(self._read[name], split=split, container=key) for name in names]
 
-    def _entry(self, name: str) -> Entry:
+    def _read_entry(self, name: str) -> Entry:
         if self.members is None:
-            return file_entry(self.path, name)
+            return read_file_entry(self.path, name)
         member = self.members[name]
         with self.path.open("rb") as stream:
             stream.seek(member.header_offset)
-            return member_entry(member, stream.read(HEADER), self.path)
+            return make_member_entry(member, stream.read(HEADER), self.path)
 
 
 def open_container(path: Union[str, Path], root: str = "") -> Container:
@@ -316,13 +316,13 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
         photos = list_photos(path)
         container = Container(path, sorted(file.relative_to(path).as_posix() for file in photos))
     elif kind == ".zip":
-        container = zip_container(path)
+        container = open_zip(path)
     # A list or an annotation file names images of a folder or zip.
     elif kind in (".txt", ".json"):
         names = (
             _read_annotations(path) if kind == ".json" else [line for _, line in read_lines(path)]
         )
-        container = _choose(path, Path(root or path.parent), names)
+        container = _open_listed(path, Path(root or path.parent), names)
     else:
         raise RequestError(
             f"{path}: must be a folder, a .zip, a .txt list or a .json of COCO annotations"
@@ -334,7 +334,7 @@ def open_container(path: Union[str, Path], root: str = "") -> Container:
     return container
 
 
-def zip_container(path: Path, **facts: Any) -> Container:
+def open_zip(path: Path, **facts: Any) -> Container:
     """Open all images of an archive, which are read in place.
 
     Raises:
@@ -347,11 +347,11 @@ def zip_container(path: Path, **facts: Any) -> Container:
         raise RequestError(
             f"{path}: not a whole zip archive ({error}); copy it again, or name another"
         ) from None
-    members = {member.filename: member for member in check_members(found, path)}
+    members = {member.filename: member for member in select_and_check_members(found, path)}
     return Container(path, list(members), facts, members)
 
 
-def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
+def _open_listed(path: Path, root: Path, names: Sequence[str]) -> Container:
     """Open the container `root` with the names that the file `path` lists.
 
     Programs name files without a folder, or with a folder of their own machine. Such a name is
@@ -364,8 +364,8 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
             f"{root}: no such folder; fetch.root must hold the images that {path} lists"
         )
     # The list has all images of a zip, and as yet none of a folder.
-    base = zip_container(root) if root.is_file() else Container(root, [])
-    members = {_compose(name): name for name in base.names}
+    base = open_zip(root) if root.is_file() else Container(root, [])
+    members = {_compose_accents(name): name for name in base.names}
     top = os.path.abspath(root)
     chosen = []
     missing = []
@@ -374,7 +374,9 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
         place = os.path.abspath(os.path.join(top, name))
         inside = ".." not in name.split("/") and os.path.commonpath([top, place]) == top
         relative = os.path.relpath(place, top) if inside else name.rpartition("/")[2]
-        spelled = members.get(_compose(relative)) if members else spelled_as_file(root, relative)
+        spelled = (
+            members.get(_compose_accents(relative)) if members else spelled_as_file(root, relative)
+        )
         if spelled is None:
             missing.append(relative)
         else:
@@ -383,8 +385,10 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     searched = [name for name in missing if "/" not in name or path.suffix.lower() == ".json"]
     if searched:
         whole = base if members else open_container(root)
-        by_file = {_compose(name).rpartition("/")[2]: name for name in reversed(whole.names)}
-        found = {name: by_file.get(_compose(name).rpartition("/")[2]) for name in searched}
+        by_file = {
+            _compose_accents(name).rpartition("/")[2]: name for name in reversed(whole.names)
+        }
+        found = {name: by_file.get(_compose_accents(name).rpartition("/")[2]) for name in searched}
         chosen += [place for place in found.values() if place]
         missing = [name for name in missing if not found.get(name)]
     if missing and (members or not chosen):
@@ -393,7 +397,7 @@ def _choose(path: Path, root: Path, names: Sequence[str]) -> Container:
     return replace(base, names=sorted({*chosen, *missing}))
 
 
-def _compose(name: str) -> str:
+def _compose_accents(name: str) -> str:
     """Return a name in which an accented letter is one character, unlike on a Mac."""
     return unicodedata.normalize("NFC", name.replace("\\", "/"))
 
@@ -425,7 +429,9 @@ def _read_annotations(path: Path) -> List[str]:
 # --- zip archives
 
 
-def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipfile.ZipInfo]:
+def select_and_check_members(
+    members: Sequence[zipfile.ZipInfo], path: object
+) -> List[zipfile.ZipInfo]:
     """Return the photographs among the members, sorted by name.
 
     Raises:
@@ -449,7 +455,7 @@ def check_members(members: Sequence[zipfile.ZipInfo], path: object) -> List[zipf
     return sorted(images, key=lambda member: member.filename)
 
 
-def member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
+def make_member_entry(member: zipfile.ZipInfo, header: bytes, path: object) -> Entry:
     """Make the entry of a member from its local header, without split and container.
 
     Raises:
@@ -486,7 +492,7 @@ def hash_fraction(seed: int, name: str) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def own_splits(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
+def open_and_split_local(settings: FetchParams) -> Tuple[Splits, Dict[str, Container]]:
     """Split the user's own images. They are one set, of which a part is held out, or two sets.
 
     Returns:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 
 import numpy as np
 
-from pipeline.errors import RequestError, read_number
+from pipeline.errors import RequestError, read_environment_number
 from pipeline.fetch.dataset import Entry, ImageSet
 from superglue_sift.features.images import BadImage, is_plain_jpeg
 
@@ -24,7 +24,7 @@ Work = Union[Entry, Tuple[Entry, np.ndarray]]  # an image, perhaps with its gray
 Decode = Callable[[List[bytes]], List[np.ndarray]]  # up to BATCH files to gray pixels (H, W) uint8
 
 
-def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iterator[Work]:
+def read_and_decode(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iterator[Work]:
     """Yield each entry in order, with its gray pixels (H, W) uint8 or alone.
 
     An entry is alone if Pillow has to decode it later: a file that is no plain JPEG, or a file in a
@@ -38,7 +38,7 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
         return
     decode: Optional[Decode] = None
     for batch in iter(lambda: list(islice(left, BATCH)), []):
-        jpegs = _read_jpegs(images, batch)
+        jpegs = _read_plain_jpegs(images, batch)
         pixels: Dict[Entry, np.ndarray] = {}
         if jpegs:
             decode = decode or make_decoder(decoder)
@@ -51,7 +51,7 @@ def decode_all(decoder: str, images: ImageSet, entries: Iterable[Entry]) -> Iter
         yield from ((entry, pixels[entry]) if entry in pixels else entry for entry in batch)
 
 
-def _read_jpegs(images: ImageSet, batch: Sequence[Entry]) -> Dict[Entry, bytes]:
+def _read_plain_jpegs(images: ImageSet, batch: Sequence[Entry]) -> Dict[Entry, bytes]:
     """Read the files of the batch that are 8-bit JPEG of one or three components."""
     jpegs = {}
     for entry in batch:
@@ -73,7 +73,7 @@ def make_decoder(decoder: str) -> Optional[Decode]:
     if decoder == "pillow":
         return None
     try:
-        return _torchvision() if decoder == "torchvision" else _dali()
+        return _make_torchvision_decoder() if decoder == "torchvision" else _make_dali_decoder()
     # If torchvision is for another torch, 1.10 raises RuntimeError, and 2 raises AttributeError.
     except (ImportError, RuntimeError, AttributeError) as error:
         package = (
@@ -85,21 +85,21 @@ def make_decoder(decoder: str) -> Optional[Decode]:
         ) from None
 
 
-def _gpu_index() -> Optional[int]:
+def _choose_gpu_index() -> Optional[int]:
     """Return the index of this rank's GPU, or None if there is no GPU."""
     import torch
 
     count = torch.cuda.device_count()
-    return read_number("LOCAL_RANK", 0) % count if count else None
+    return read_environment_number("LOCAL_RANK", 0) % count if count else None
 
 
-def _torchvision() -> Decode:
+def _make_torchvision_decoder() -> Decode:
     """Return a decoder by libjpeg or nvJPEG."""
     import torch
     from torchvision import io
 
     assert torch.ops.image.decode_jpeg  # only now a build for another torch shows
-    index = _gpu_index()
+    index = _choose_gpu_index()
     device = "cpu" if index is None else f"cuda:{index}"
 
     def decode(jpegs: List[bytes]) -> List[np.ndarray]:
@@ -112,11 +112,11 @@ def _torchvision() -> Decode:
     return decode
 
 
-def _dali() -> Decode:
+def _make_dali_decoder() -> Decode:
     """Return a decoder by a pipeline of DALI, without rotation by EXIF."""
     from nvidia.dali import backend, fn, pipeline_def, types
 
-    device = _gpu_index()
+    device = _choose_gpu_index()
     # DALI 1.34 ignores the EXIF orientation and lacks this argument.
     rotates = backend.GetSchema("decoders__Image").HasArgument("adjust_orientation")
     options = {"adjust_orientation": False} if rotates else {}

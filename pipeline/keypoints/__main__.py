@@ -16,7 +16,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import numpy as np
 
 from pipeline import errors, params
-from pipeline.errors import RequestError, WorkError, read_number
+from pipeline.errors import RequestError, WorkError, read_environment_number
 from pipeline.fetch import decoders
 from pipeline.fetch.dataset import ImageSet, open_manifest
 from pipeline.keypoints import shards
@@ -30,7 +30,7 @@ from superglue_sift.progress import Progress
 
 SPLITS = ("train", "val")  # the splits that training reads
 # Seconds without a new shard after which a rank counts as dead. A slow extractor takes minutes.
-SILENCE = 3600.0
+SILENCE_SECONDS = 3600.0
 # If a larger fraction of the images is bad, the folder is wrong or the download is broken.
 MAX_BAD_FRACTION = 0.1
 
@@ -51,7 +51,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     images = open_manifest(options.images)
     plans = {}
     for split in SPLITS:
-        plans[split] = shards.plan(options.out / split, images.entries(split), settings)
+        plans[split] = shards.plan_shards(
+            options.out / split, images.select_entries(split), settings
+        )
         if not plans[split]:
             raise RequestError(
                 f"{options.images}/manifest.csv: no {split} images; give more images, "
@@ -60,23 +62,25 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for folder in (options.out, options.reports):
         check_writable(folder / "metrics.json", folder)
     # Every rank makes its own shards, and rank 0 waits for all of them.
-    rank = read_number("RANK", 0)
-    ranks = read_number("WORLD_SIZE", 1)
+    rank = read_environment_number("RANK", 0)
+    ranks = read_environment_number("WORLD_SIZE", 1)
     started = time.monotonic()
     planned = [shard for split in SPLITS for shard in plans[split]]
-    count = _extract(options.workers, planned[rank::ranks], images, settings, rank > 0)
+    count = _extract_missing_shards(
+        options.workers, planned[rank::ranks], images, settings, rank > 0
+    )
     if rank:
         return 0
-    rows = {split: _wait_for_all(plans[split]) for split in SPLITS}
+    rows = {split: _wait_for_all_shards(plans[split]) for split in SPLITS}
     seconds = time.monotonic() - started
     # Report the images that could not be used, then write the stores' index and metrics.
     bad = [item for split in SPLITS for row in rows[split] for item in row["bad"]]
     total = sum(len(shard.entries) for shard in planned)
     write_csv(options.reports / "bad_images.csv", [("file", "reason"), *bad])
-    _check(bad, total, rows, options.reports)
+    _check_bad_images(bad, total, rows, options.reports)
     for split in SPLITS:
-        shards.finish(options.out / split, plans[split], images, settings)
-    metrics = _metrics(options.out, bad)
+        shards.write_index_and_delete_others(options.out / split, plans[split], images, settings)
+    metrics = _compute_metrics(options.out, bad)
     write_json(options.reports / "metrics.json", metrics)
     rate = f"{count / seconds:.3g} images/s" if count else "nothing was missing"
     train, val = (metrics[split] for split in SPLITS)
@@ -88,7 +92,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     return 0
 
 
-def _extract(
+def _extract_missing_shards(
     workers: int, mine: Sequence[Shard], images: ImageSet, settings: KeypointsParams, quiet: bool
 ) -> int:
     """Write the missing shards of `mine`. Return the number of images processed.
@@ -102,28 +106,30 @@ def _extract(
     entries = [entry for shard in todo for entry in shard.entries]
     total = sum(len(shard.entries) for shard in mine)
     # The ranks of this machine share its cores.
-    cores = max(usable_cores() // read_number("LOCAL_WORLD_SIZE", 1), 1)
+    cores = max(usable_cores() // read_environment_number("LOCAL_WORLD_SIZE", 1), 1)
     workers = max(min(workers or cores, len(entries)), 1)
     shown = {"total": total, "initial": total - len(entries), "desc": "keypoints", "unit": "image"}
     # All shards share one stream of results, so no worker waits at the end of a shard.
-    with contextlib.closing(shards.extract_images(images, settings, entries, workers)) as found:
+    with contextlib.closing(
+        shards.extract_in_processes(images, settings, entries, workers)
+    ) as found:
         results = iter(Progress(found, disable=quiet, **shown))
         for shard in todo:
-            shards.write(shard, islice(results, len(shard.entries)))
+            shards.write_shard_and_note(shard, islice(results, len(shard.entries)))
     return len(entries)
 
 
-def _wait_for_all(planned: Sequence[Shard]) -> List[Row]:
+def _wait_for_all_shards(planned: Sequence[Shard]) -> List[Row]:
     """Return the rows of all shards. Wait for the other ranks, and say so.
 
     Raises:
-        WorkError: If no rank has written a shard for `SILENCE` seconds.
+        WorkError: If no rank has written a shard for SILENCE_SECONDS.
     """
     missing = 0
     since = time.monotonic()
     while True:
         # The notes of the shards say which are done, also those of other ranks.
-        rows = [shard.row() for shard in planned]
+        rows = [shard.read_row() for shard in planned]
         left = [shard.path for shard, row in zip(planned, rows) if not row]
         if not left:
             return rows
@@ -133,15 +139,18 @@ def _wait_for_all(planned: Sequence[Shard]) -> List[Row]:
         if len(left) != missing:
             missing = len(left)
             since = time.monotonic()
-        if time.monotonic() - since > SILENCE:
+        if time.monotonic() - since > SILENCE_SECONDS:
             raise WorkError(
-                f"{left[0]}: no rank has written it, nor any other shard for {SILENCE:.0f} s; a"
-                " rank died, or writes into another folder. Finished shards are kept: run again"
+                f"{left[0]}: no rank has written it, nor any other shard for"
+                f" {SILENCE_SECONDS:.0f} s; a rank died, or writes into another folder. Finished"
+                " shards are kept: run again"
             )
         time.sleep(0.5)
 
 
-def _check(bad: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: Path) -> None:
+def _check_bad_images(
+    bad: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: Path
+) -> None:
     """Raise WorkError if too many images are bad, or if a split has no image left."""
     listed = f"see {reports / 'bad_images.csv'}"
     if len(bad) > MAX_BAD_FRACTION * total:
@@ -154,7 +163,7 @@ def _check(bad: Sequence[Any], total: int, rows: Dict[str, List[Row]], reports: 
             raise WorkError(f"no {split} image is left after leaving out the bad ones; {listed}")
 
 
-def _metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
+def _compute_metrics(out: Path, bad: Sequence[Any]) -> Dict[str, Any]:
     """Return the metrics of the stores, which are the same in every run.
 
     Print a line if there are images of which no view has a keypoint.

@@ -31,7 +31,7 @@ from pipeline.fetch.dataset import Entry, ImageSet
 from pipeline.keypoints import store, views
 from pipeline.keypoints.store import ImageViews, Row
 from pipeline.params import KeypointsParams
-from pipeline.workers import end_with_parent, in_order
+from pipeline.workers import end_with_parent, yield_in_order
 from superglue_sift.features import extractors
 from superglue_sift.features.images import STORED, BadImage, decode
 from superglue_sift.files import write_atomic, write_json
@@ -54,19 +54,19 @@ class Shard:
     fingerprint: str
 
     @property
-    def note(self) -> Path:
+    def note_path(self) -> Path:
         return self.path.with_suffix(".json")
 
-    def row(self) -> Row:
+    def read_row(self) -> Row:
         """Return what the note says: the row of store.json. It is {} if there is no such shard."""
         with contextlib.suppress(OSError, ValueError):
-            row = json.loads(self.note.read_text(encoding="utf-8"))
+            row = json.loads(self.note_path.read_text(encoding="utf-8"))
             if row.get("fingerprint") == self.fingerprint:
                 return row
         return {}
 
 
-def plan(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> List[Shard]:
+def plan_shards(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> List[Shard]:
     """Cut the rows of a split (sorted, as in the manifest) into the shards of a folder."""
     values = settings.model_dump()
     if not values["seed"]:
@@ -84,7 +84,7 @@ def plan(folder: Path, entries: Sequence[Entry], settings: KeypointsParams) -> L
         rows = [[entry.name, entry.size, entry.crc32] for entry in piece]
         text = json.dumps({**common, "entries": rows}, sort_keys=True)
         fingerprint = hashlib.sha256(text.encode("utf-8")).hexdigest()
-        shards.append(Shard(folder / store.shard_name(index), piece, fingerprint))
+        shards.append(Shard(folder / store.name_shard(index), piece, fingerprint))
     return shards
 
 
@@ -102,19 +102,19 @@ def find_missing(shards: Sequence[Shard]) -> List[Shard]:
             finished.update((folder / row["file"], row) for row in rows)
     missing = []
     for shard in shards:
-        row = shard.row() or finished.get(shard.path, {})
+        row = shard.read_row() or finished.get(shard.path, {})
         with contextlib.suppress(RequestError):
             if row.get("fingerprint") == shard.fingerprint and not row["bad"]:
                 store.check_shard(shard.path, row)
-                write_atomic(shard.note, json.dumps(row))
+                write_atomic(shard.note_path, json.dumps(row))
                 continue
-        shard.note.unlink(missing_ok=True)
+        shard.note_path.unlink(missing_ok=True)
         shard.path.unlink(missing_ok=True)
         missing.append(shard)
     return missing
 
 
-def write(shard: Shard, results: Iterable[Result]) -> None:
+def write_shard_and_note(shard: Shard, results: Iterable[Result]) -> None:
     """Write one shard from the results of its entries, and its note.
 
     Raises:
@@ -125,10 +125,10 @@ def write(shard: Shard, results: Iterable[Result]) -> None:
     bad = [[result.name, result.reason] for result in done if isinstance(result, BadImage)]
     row = store.write_shard(shard.path, [each for each in done if isinstance(each, ImageViews)])
     row = {**row, "bad": bad, "fingerprint": shard.fingerprint}
-    write_atomic(shard.note, json.dumps(row))
+    write_atomic(shard.note_path, json.dumps(row))
 
 
-def finish(
+def write_index_and_delete_others(
     folder: Path, shards: Sequence[Shard], images: ImageSet, settings: KeypointsParams
 ) -> None:
     """Write store.json from the notes of all shards, and delete all other files.
@@ -138,11 +138,11 @@ def finish(
     # A row of store.json is a note, with the photographs that its images are.
     rows = []
     for shard in shards:
-        row = shard.row()
+        row = shard.read_row()
         used = [entry for entry in shard.entries if entry.name in row["images"]]
-        rows.append({**row, "photographs": [images.photograph(entry) for entry in used]})
+        rows.append({**row, "photographs": [images.identify_photograph(entry) for entry in used]})
     extractor = extractors.load(settings.extractor)
-    write_json(folder / store.INDEX, store.index(rows, settings.views_per_image, extractor))
+    write_json(folder / store.INDEX, store.make_index(rows, settings.views_per_image, extractor))
     # What is left are notes, shards of other parameters, and partial files after a kill.
     known = {store.INDEX, *(shard.path.name for shard in shards)}
     for path in folder.iterdir():
@@ -153,19 +153,19 @@ def finish(
 # --- worker processes
 
 
-def extract(images: ImageSet, settings: KeypointsParams, work: decoders.Work) -> Result:
+def read_and_extract(images: ImageSet, settings: KeypointsParams, work: decoders.Work) -> Result:
     """Return the views of an image, or the BadImage that says why it cannot be used."""
     try:
         if isinstance(work, Entry):
             photo = decode(images.read(work), work.name, True, STORED)
-            return views.gray_views(photo.pixels, work.name, settings, photo.mask)
+            return views.make_image_views(photo.pixels, work.name, settings, photo.mask)
         # A decoder has read it already: a JPEG, which has no transparent pixels.
-        return views.gray_views(work[1], work[0].name, settings)
+        return views.make_image_views(work[1], work[0].name, settings)
     except BadImage as bad:
         return bad
 
 
-def extract_images(
+def extract_in_processes(
     images: ImageSet, settings: KeypointsParams, entries: Iterable[Entry], workers: int
 ) -> Generator[Result, None, None]:
     """Yield one result for each entry, in order. Closing the generator ends the processes.
@@ -173,18 +173,18 @@ def extract_images(
     With one worker, this process does the work. Raises WorkError if a worker process dies.
     """
     # Workers get the paths of the folders and zips, but not the list of all images.
-    make = functools.partial(extract, ImageSet((), images.containers), settings)
-    work = decoders.decode_all(settings.decoder, images, entries)
+    make = functools.partial(read_and_extract, ImageSet((), images.containers), settings)
+    work = decoders.read_and_decode(settings.decoder, images, entries)
     if workers == 1:
         tune_process()
         yield from map(make, work)
         return
     # Start the workers by spawn: a forked process would copy the locks of running threads.
     context = multiprocessing.get_context("spawn")
-    executor = ProcessPoolExecutor(workers, context, _start, (os.getpid(),))
+    executor = ProcessPoolExecutor(workers, context, _initialize_worker, (os.getpid(),))
     submit = functools.partial(executor.submit, make)
     try:
-        yield from in_order(submit, work, _IN_FLIGHT * workers - 1)
+        yield from yield_in_order(submit, work, _IN_FLIGHT * workers - 1)
     except BrokenProcessPool:
         raise WorkError(
             "a worker process died (out of memory, or killed); finished shards are kept: "
@@ -194,7 +194,7 @@ def extract_images(
         executor.shutdown(cancel_futures=True)
 
 
-def _start(parent: int) -> None:
+def _initialize_worker(parent: int) -> None:
     """Initialize a worker: ignore Ctrl-C, and end with the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with_parent(parent=parent)

@@ -69,7 +69,7 @@ class View(NamedTuple):
     cell: np.ndarray = EVERYWHERE
 
 
-def shard_name(index: int) -> str:
+def name_shard(index: int) -> str:
     return f"shard-{index:05d}.safetensors"
 
 
@@ -111,7 +111,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
     }
 
 
-def index(
+def make_index(
     shards: Sequence[Row], views: int, extractor: Extractor = extractors.DEFAULT
 ) -> Dict[str, Any]:
     """Return the content of store.json for these rows of `write_shard`.
@@ -128,12 +128,12 @@ def index(
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
         ],
-        "digest": _digest(shards),
+        "digest": _hash_names_and_shards(shards),
         "shards": list(shards),
     }
 
 
-def _digest(shards: Sequence[Row]) -> str:
+def _hash_names_and_shards(shards: Sequence[Row]) -> str:
     """Return the SHA-256 over the names of the images and the SHA-256 of the shards."""
     lines = [TITLE, *(f"{shard['sha256']} {name}" for shard in shards for name in shard["images"])]
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
@@ -144,7 +144,7 @@ class KeypointStore:
 
     Attributes:
         images: names of the images.
-        photographs: identifier of the photograph of each image (`ImageSet.photograph`).
+        photographs: identifier of the photograph of each image (`ImageSet.identify_photograph`).
         views_per_image: number of views of each image.
         digest: SHA-256 over the names of the images and the SHA-256 of the shards.
         counts: (images, views) int64, numbers of keypoints.
@@ -200,7 +200,7 @@ class KeypointStore:
         """Return the number of images."""
         return len(self.images)
 
-    def view(self, image: int, view: int) -> View:
+    def read_view(self, image: int, view: int) -> View:
         """Return view `view` of image `image`. Raises IndexError outside the store."""
         if not 0 <= image < len(self.images) or not 0 <= view < self.views_per_image:
             raise IndexError(f"view {view} of image {image}: the store has {self.counts.shape}")
@@ -231,7 +231,7 @@ def read_index(folder: Path) -> Dict[str, Any]:
     title = "of another program"
     with contextlib.suppress(KeyError, TypeError):
         title = f"{content['format']} {content['version']}"
-        if title == TITLE and _digest(content["shards"]) == content["digest"]:
+        if title == TITLE and _hash_names_and_shards(content["shards"]) == content["digest"]:
             return content
     raise RequestError(
         f"{path}: damaged, or {title}, this program reads {TITLE}; run `dvc repro -f keypoints`"

@@ -51,7 +51,7 @@ TILE = 1024  # Side of the noise tile in px
 _MIN_BLUR = 0.2  # px; a weaker blur is invisible and is skipped
 
 
-def gray_views(
+def make_image_views(
     gray: np.ndarray, name: str, settings: KeypointsParams, mask: Optional[np.ndarray] = None
 ) -> ImageViews:
     """Render the views of an image and find their keypoints, as the section `keypoints` asks.
@@ -74,11 +74,11 @@ def gray_views(
     records = []
     view_sizes = []
     for index in range(settings.views_per_image):
-        rng = generator(settings.seed, name, index)
+        rng = make_generator(settings.seed, name, index)
         factor = 1.0 if settings.smallest == 1.0 else rng.uniform(settings.smallest, 1.0)
         view_size = (round(settings.width * factor), round(settings.height * factor))
         if index == 0:
-            H = mild_view(rng, size, view_size)
+            H = sample_mild_view(rng, size, view_size)
             view = render(gray, H, view_size)
         else:
             # The strength grows linearly from `difficulty_first` at view 1 to 1 at the last view.
@@ -96,7 +96,7 @@ def gray_views(
 # --- geometry
 
 
-def generator(seed: int, name: str, index: int) -> np.random.Generator:
+def make_generator(seed: int, name: str, index: int) -> np.random.Generator:
     """Return the generator of view `index` of the image `name`.
 
     It does not depend on other images, on the workers or on their order.
@@ -118,30 +118,30 @@ def sample_view(
     magnified more than `limits.max_upscale` times.
 
     Args:
-        rng: consumed in a fixed order; see `generator`.
+        rng: consumed in a fixed order; see `make_generator`.
         image_size, view_size: (width, height) px. The view must fit into the image
             (`fetch.dataset.require_size`).
         difficulty: from 0 (the largest upright crop, centred) to 1 (the limits in full).
     """
     for attempt in range(_TRIES):
         strength = difficulty * (1.0 - attempt / _TRIES)  # It is weaker after each rejection
-        H = _try_view(rng, image_size, view_size, limits, strength)
+        H = _try_to_sample_view(rng, image_size, view_size, limits, strength)
         if H is not None:
             return H
-    return mild_view(rng, image_size, view_size)
+    return sample_mild_view(rng, image_size, view_size)
 
 
-def mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
+def sample_mild_view(rng: np.random.Generator, image_size: Size, view_size: Size) -> np.ndarray:
     """Sample view 0, an upright crop of 90 to 100 % of the largest that fits.
 
     The arguments and the result are as in `sample_view`.
     """
-    largest = largest_crop(image_size, view_size)
+    largest = compute_largest_crop_scale(image_size, view_size)
     scale = largest * rng.uniform(max(MILD_SCALE_MIN, min(1.0, 1.0 / (MAX_UPSCALE * largest))), 1.0)
-    return _place(rng, _outline(view_size) * scale, image_size, view_size)
+    return _move_into_image(rng, _make_outline(view_size) * scale, image_size, view_size)
 
 
-def largest_crop(image_size: Size, view_size: Size) -> float:
+def compute_largest_crop_scale(image_size: Size, view_size: Size) -> float:
     """Return the image pixels per view pixel of the largest upright crop.
 
     Sizes are measured between the centres of the corner pixels.
@@ -149,12 +149,12 @@ def largest_crop(image_size: Size, view_size: Size) -> float:
     return min((image - 1) / (view - 1) for image, view in zip(image_size, view_size))
 
 
-def _outline(view_size: Size) -> np.ndarray:
+def _make_outline(view_size: Size) -> np.ndarray:
     """Return the corners of a view around the origin, (4, 2)."""
     return corners(view_size) - corners(view_size).mean(0)
 
 
-def _try_view(
+def _try_to_sample_view(
     rng: np.random.Generator, image_size: Size, view_size: Size, limits: Homography, strength: float
 ) -> Optional[np.ndarray]:
     """Sample one view as `sample_view` does, or return None if it must be rejected."""
@@ -162,16 +162,18 @@ def _try_view(
     shift = limits.perspective * strength * rng.uniform(-1.0, 1.0, (4, 2))
     angle = math.radians(limits.rotation_deg) * strength * rng.uniform(-1.0, 1.0)
     rotation = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
-    quad = _map(_outline(view_size) + shift * np.array(view_size), rotation)
+    quad = _map_linearly(_make_outline(view_size) + shift * np.array(view_size), rotation)
     if limits.tilt_deg > 0.0:
-        quad = _map(quad, _foreshortening(math.radians(limits.tilt_deg) * strength, rng))
-    if not _convex(quad):
+        quad = _map_linearly(
+            quad, _draw_foreshortening(math.radians(limits.tilt_deg) * strength, rng)
+        )
+    if not _is_convex(quad):
         return None
-    largest = largest_crop(image_size, view_size)
+    largest = compute_largest_crop_scale(image_size, view_size)
     # Bound the scale: the quadrilateral fits into the image, and is not magnified too much.
     max_scale = min(largest, *((np.array(image_size) - 1) / np.ptp(quad, axis=0)))
     min_scale = (
-        magnification(through_four_points(quad, corners(view_size)), view_size).max()
+        compute_magnification(through_four_points(quad, corners(view_size)), view_size).max()
         / limits.max_upscale
     )
     if min_scale > max_scale:
@@ -181,15 +183,15 @@ def _try_view(
     )
     # Draw a log-uniform scale within the bounds, and a random place.
     quad *= math.exp(rng.uniform(math.log(min_scale), math.log(max_scale)))
-    return _place(rng, quad, image_size, view_size, strength)
+    return _move_into_image(rng, quad, image_size, view_size, strength)
 
 
-def _map(points: np.ndarray, A: np.ndarray) -> np.ndarray:
+def _map_linearly(points: np.ndarray, A: np.ndarray) -> np.ndarray:
     """Map points (N, 2) by a linear map (2, 2), with the same bits on every processor."""
     return points[:, :1] * A[:, 0] + points[:, 1:] * A[:, 1]
 
 
-def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
+def _draw_foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
     """Draw the stretch (2, 2) of a camera tilted by up to `tilt` radians in a random direction.
 
     The stretch is log-uniform between 1 and 1 / cos(tilt). With uniform angles, few pairs would be
@@ -201,7 +203,7 @@ def _foreshortening(tilt: float, rng: np.random.Generator) -> np.ndarray:
     return np.eye(2) + (math.cos(tilt) ** -rng.uniform() - 1.0) * np.outer(axis, axis)
 
 
-def _place(
+def _move_into_image(
     rng: np.random.Generator,
     quad: np.ndarray,
     image_size: Size,
@@ -222,7 +224,7 @@ def _place(
     return through_four_points(inside, corners(view_size))
 
 
-def _convex(quad: np.ndarray) -> bool:
+def _is_convex(quad: np.ndarray) -> bool:
     """Return whether the quadrilateral (4, 2) is convex, with no corner close to 180 degrees."""
     edges = np.roll(quad, -1, axis=0) - quad
     following = np.roll(edges, -1, axis=0)
@@ -231,7 +233,7 @@ def _convex(quad: np.ndarray) -> bool:
     return bool((crosses > 0.1 * lengths).all())
 
 
-def magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
+def compute_magnification(H: np.ndarray, view_size: Size) -> np.ndarray:
     """Return the view pixels per image pixel along the most stretched direction, (4,).
 
     They are measured at the corners of the view, because the local scale of a homography has its
@@ -262,7 +264,7 @@ def render(
         sampling: OpenCV's flag, which is bilinear by default. A mask needs the nearest pixel, so
             that its edges stay sharp.
     """
-    scale = _scale(H_image_to_view, view_size)
+    scale = _compute_scale(H_image_to_view, view_size)
     H = H_image_to_view
     # A much smaller view averages areas first, and its homography is from the smaller image.
     if scale < SHRINK_BELOW:
@@ -275,7 +277,7 @@ def render(
     return cv2.warpPerspective(image, H, view_size, None, sampling, cv2.BORDER_REPLICATE)
 
 
-def _scale(H: np.ndarray, view_size: Size) -> float:
+def _compute_scale(H: np.ndarray, view_size: Size) -> float:
     """Return view pixels per image pixel over the whole view.
 
     It is the square root of the ratio of areas.
@@ -296,7 +298,9 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
     blur, noise, jpeg, quality, x, y = rng.uniform(0.0, 1.0, 6)
     out = cv2.LUT(
         view,
-        _levels(brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma),
+        _make_gray_table(
+            brightness * limits.brightness, contrast * limits.contrast, gamma * limits.gamma
+        ),
     )
     # Light has changed; lens, sensor and file follow.
     if blur * limits.blur > _MIN_BLUR:
@@ -305,11 +309,11 @@ def distort(view: np.ndarray, rng: np.random.Generator, limits: Photometric) -> 
         out = _add_noise(out, 255.0 * noise * limits.noise, x, y)
     if jpeg < limits.jpeg:
         level = round(JPEG_QUALITY[0] + quality * (JPEG_QUALITY[1] - JPEG_QUALITY[0]))
-        out = compress(out, level)
+        out = compress_as_jpeg(out, level)
     return out
 
 
-def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
+def _make_gray_table(brightness: float, contrast: float, gamma: float) -> np.ndarray:
     """Return a table of gray levels, (256,) uint8.
 
     Contrast is around the middle gray. Gamma is symmetric: 1.25 and 1 / 1.25 are equally likely.
@@ -321,7 +325,7 @@ def _levels(brightness: float, contrast: float, gamma: float) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)
-def _tile() -> np.ndarray:
+def _make_noise_tile() -> np.ndarray:
     """Return Gaussian noise of standard deviation 16, (TILE, TILE) int16.
 
     It is the same in every process.
@@ -338,13 +342,13 @@ def _add_noise(view: np.ndarray, deviation: float, x: float, y: float) -> np.nda
     height, width = view.shape
     rows = (int(y * TILE) + np.arange(height)) % TILE
     columns = (int(x * TILE) + np.arange(width)) % TILE
-    noise = np.ascontiguousarray(_tile()[rows][:, columns])
+    noise = np.ascontiguousarray(_make_noise_tile()[rows][:, columns])
     # The noise has the deviation 16 in the tile.
     noisy = cv2.addWeighted(view.astype(np.int16), 1.0, noise, deviation / 16.0, 0.0)
     return noisy.clip(0, 255).astype(np.uint8)
 
 
-def compress(view: np.ndarray, quality: int) -> np.ndarray:
+def compress_as_jpeg(view: np.ndarray, quality: int) -> np.ndarray:
     """Compress a view as JPEG at `quality` (1 to 100) and decode it again."""
     _, data = cv2.imencode(".jpg", view, [cv2.IMWRITE_JPEG_QUALITY, quality])
     return cv2.imdecode(data, cv2.IMREAD_GRAYSCALE)

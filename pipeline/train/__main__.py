@@ -21,7 +21,7 @@ if __name__ == "__main__":  # this must come before torch is loaded
     environment.wait_passively()
     if params.is_portable(sys.argv[1:]):
         environment.prepare_network()
-    # Every rank sets it, because the flag that `distributed.wrap` sets makes torch warn.
+    # Every rank sets it, because the flag that `distributed.wrap_in_ddp` sets makes torch warn.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 import argparse
@@ -33,7 +33,7 @@ from pipeline.train import checkpoint, trainer
 from superglue_sift.files import check_writable
 
 
-def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
+def parse_request(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Params]:
     """Parse the command line and read params.yaml."""
     parser = errors.make_parser("pipeline.train", __doc__)
     parser.allow_abbrev = False
@@ -63,14 +63,14 @@ def parse(argv: Optional[Sequence[str]]) -> Tuple[argparse.Namespace, params.Par
     return args, sections
 
 
-def check(argv: Optional[Sequence[str]], world_size: int) -> None:
+def check_request(argv: Optional[Sequence[str]], world_size: int) -> None:
     """Check the request before any process starts.
 
     Raises:
         RequestError: If the stores, a checkpoint or a model file do not fit the request, or if a
             folder cannot be written.
     """
-    args, sections = parse(argv)
+    args, sections = parse_request(argv)
     if not args.validate_only:
         for folder in (args.out, args.reports):
             check_writable(folder / "metrics.json", folder)
@@ -78,11 +78,11 @@ def check(argv: Optional[Sequence[str]], world_size: int) -> None:
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    args, sections = parse(argv)
+    args, sections = parse_request(argv)
     params.require_prepared(sections)
     with workers.defer_signals() as stop, distributed.process_group() as context:
         if args.validate_only:
-            code = trainer.validate(args, sections, context)
+            code = trainer.print_validation(args, sections, context)
         else:
             code = trainer.train(args, sections, context, stop)
     # A stop that came after the last step also ends the pipeline, such as `dvc repro`.

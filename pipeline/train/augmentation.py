@@ -21,7 +21,7 @@ from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
 # A function that draws another view of the store. It returns None if it draws an image of the pair.
-Others = Callable[[np.random.Generator], Optional[View]]
+DrawOtherView = Callable[[np.random.Generator], Optional[View]]
 
 NO_AUGMENTATION = -1  # The seed of a pair that is shown as it is stored
 # Smallest and largest factors by which one view of a zoomed pair shrinks (docs/recipe.md), and the
@@ -63,11 +63,11 @@ class Augmentation(NamedTuple):
     score_drop: float = 0.0
 
     @classmethod
-    def of(cls, train: TrainParams) -> Augmentation:
+    def from_parameters(cls, train: TrainParams) -> Augmentation:
         """Return the changes that the section `train` of the parameters asks for, by their keys."""
         return cls(**train.model_dump(include=set(cls._fields)))
 
-    def second_image(self, image: int, images: int, seed: int) -> int:
+    def choose_second_image(self, image: int, images: int, seed: int) -> int:
         """Return the image of the second view.
 
         It is `image` itself. In a negative pair it is another of the `images` images.
@@ -79,7 +79,7 @@ class Augmentation(NamedTuple):
         further = int(np.random.default_rng((seed, _NEGATIVE, 1)).integers(1, images))
         return (image + further) % images
 
-    def kind(self, image: int, images: int, seed: int) -> str:
+    def classify_pair(self, image: int, images: int, seed: int) -> str:
         """Return the kind of a pair of this image in a set of `images` images.
 
         The kind is "stored" for a pair that is not augmented, and otherwise "negative", "zoomed",
@@ -87,11 +87,11 @@ class Augmentation(NamedTuple):
         """
         if seed == NO_AUGMENTATION:
             return "stored"
-        if self.second_image(image, images, seed) != image:
+        if self.choose_second_image(image, images, seed) != image:
             return "negative"
-        return "zoomed" if _zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
+        return "zoomed" if _draw_zoom(self.zoom, self.zoom_far, seed)[1] > 1.0 else "changed"
 
-    def counts(self, limit: int, *seed: int) -> Tuple[int, int]:
+    def draw_counts(self, limit: int, *seed: int) -> Tuple[int, int]:
         """Draw the numbers of keypoints that the two views keep, at most `limit` each."""
         if not 0 < self.min_keypoints < limit:
             return limit, limit
@@ -103,7 +103,7 @@ class Augmentation(NamedTuple):
         return int(n0), int(n1)
 
     def apply(
-        self, view: View, seed: int, which: int, others: Others, min_scale: float, limit: int
+        self, view: View, seed: int, which: int, others: DrawOtherView, min_scale: float, limit: int
     ) -> View:
         """Return the changed view 0 or 1 of a pair.
 
@@ -121,8 +121,8 @@ class Augmentation(NamedTuple):
         # The fraction itself is random, from 0 to keypoint_drop.
         if self.keypoint_drop > 0:
             is_kept = random.random(len(view.records)) >= self.keypoint_drop * random.random()
-            view = view._replace(records=_keep(view.records, is_kept))
-        zoomed, factor = _zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
+            view = view._replace(records=_select_records(view.records, is_kept))
+        zoomed, factor = _draw_zoom(self.zoom, self.zoom_far, seed) if self.zoom else (0, 1.0)
         if factor > 1.0 and which == zoomed:
             # The zoom draws from its own stream, so the rotation is the same with and without zoom.
             stream = np.random.default_rng((seed, _ZOOM, which))
@@ -130,10 +130,10 @@ class Augmentation(NamedTuple):
         # The limit comes before the rotation, which keeps the order of the keypoints.
         view = view._replace(records=view.records[:limit])
         if self.score_drop and self.score_drop > np.random.default_rng((seed, _SCORE)).random():
-            view = view._replace(records=_copy(view.records))
+            view = view._replace(records=_copy_records(view.records))
             view.records["score"] = TYPICAL_SCORE
         if self.rotation_deg > 0:
-            view = _rotate(view, random.uniform(-self.rotation_deg, self.rotation_deg))
+            view = _rotate_view(view, random.uniform(-self.rotation_deg, self.rotation_deg))
         return view
 
 
@@ -141,7 +141,7 @@ NO_CHANGE = Augmentation()
 
 
 @functools.lru_cache(maxsize=1024)  # It is called for both views of a pair
-def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
+def _draw_zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
     """Draw which view of the pair shrinks, and its factor. With a factor of 1 neither shrinks."""
     random = np.random.default_rng((seed, _ZOOM))
     if random.random() >= fraction:
@@ -151,17 +151,17 @@ def _zoom(fraction: float, far: float, seed: int) -> Tuple[int, float]:
     return which, math.exp(random.uniform(math.log(least), math.log(most)))
 
 
-def _keep(records: np.ndarray, index: np.ndarray) -> np.ndarray:
+def _select_records(records: np.ndarray, index: np.ndarray) -> np.ndarray:
     """Return `records[index]`. Copying opaque bytes is eight times as fast as copying fields."""
     return records.view(f"V{records.itemsize}")[index].view(records.dtype)
 
 
-def _copy(records: np.ndarray) -> np.ndarray:
-    """Return a copy of the records, made as in `_keep`."""
+def _copy_records(records: np.ndarray) -> np.ndarray:
+    """Return a copy of the records, made as in `_select_records`."""
     return records.view(f"V{records.itemsize}").copy().view(records.dtype)
 
 
-def _rotate(view: View, degrees: float) -> View:
+def _rotate_view(view: View, degrees: float) -> View:
     """Rotate the keypoints clockwise by `degrees` (as SIFT counts angles: x right, y down)."""
     records = view.records
     size = view.size
@@ -171,7 +171,7 @@ def _rotate(view: View, degrees: float) -> View:
     R = np.array([[c, -s], [s, c]])
     canvas = np.ceil(np.abs(R) @ np.array(size, float) - 1e-9)
     shift = (canvas - 1) / 2 - R @ ((np.array(size) - 1) / 2)
-    moved = _copy(records)
+    moved = _copy_records(records)
     x = records["x"].astype(np.float64)
     y = records["y"].astype(np.float64)
     moved["x"] = c * x - s * y + shift[0]
@@ -186,7 +186,7 @@ def _rotate(view: View, degrees: float) -> View:
 
 
 def make_mosaic(
-    view: View, factor: float, min_scale: float, others: Others, random: np.random.Generator
+    view: View, factor: float, min_scale: float, others: DrawOtherView, random: np.random.Generator
 ) -> View:
     """Shrink the view by `factor` and place it at random among others that are shrunk alike.
 
@@ -200,7 +200,7 @@ def make_mosaic(
     canvas = np.array(view.size, float)
     cell = canvas / factor
     corner = random.uniform(-MAX_BEYOND * cell, canvas - (1.0 - MAX_BEYOND) * cell)
-    records = [_shrink(view, factor, min_scale, corner, cell)]
+    records = [_shrink_keypoints(view, factor, min_scale, corner, cell)]
     # Fill cells around it, up to MAX_NEIGHBOURS on the canvas, with views of other images.
     before, after = (
         np.ceil(np.maximum(space, 0) / cell) for space in (corner, canvas - corner - cell)
@@ -210,23 +210,25 @@ def make_mosaic(
     for index in random.permutation(len(around))[:MAX_NEIGHBOURS]:
         other = others(random)
         if other is not None:
-            records.append(_shrink(other, factor, min_scale, corner + around[index] * cell, cell))
+            records.append(
+                _shrink_keypoints(other, factor, min_scale, corner + around[index] * cell, cell)
+            )
     # Keep the keypoints on the canvas, ordered by falling rank.
     joined = np.concatenate(records)
     inside = np.ones(len(joined), bool)
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
-    seen = _keep(joined, inside)
+    seen = _select_records(joined, inside)
     order = np.argsort(-rank(seen), kind="stable")
     # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square.
     shrink = map_to_resized((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner
     to_cell = np.diag([*1 / cell, 1.0])
     to_cell[:2, 2] = (0.5 - corner) / cell
-    return View(_keep(seen, order), shrink @ view.H_image_to_view, view.size, to_cell)
+    return View(_select_records(seen, order), shrink @ view.H_image_to_view, view.size, to_cell)
 
 
-def _shrink(
+def _shrink_keypoints(
     view: View, factor: float, min_scale: float, corner: np.ndarray, cell: np.ndarray
 ) -> np.ndarray:
     """Return the keypoints of the view shrunk by `factor` that lie inside its cell.
@@ -234,11 +236,11 @@ def _shrink(
     `corner` is the upper left corner of the cell, and `cell` its width and height, all in px.
     """
     records = view.records
-    large = _keep(records, records["scale"] >= min_scale * factor)
+    large = _select_records(records, records["scale"] >= min_scale * factor)
     inside = np.ones(len(large), bool)
     for name, start, length in zip("xy", corner, cell):
         coordinate = (large[name].astype(np.float64) + 0.5) / factor
         inside &= coordinate <= length
         large[name] = coordinate - 0.5 + start
     large["scale"] /= factor
-    return _keep(large, inside)
+    return _select_records(large, inside)

@@ -16,19 +16,19 @@ from pipeline.keypoints.store import KeypointStore
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.checkpoint import Saved, TrainState
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import PORTABLE, freeze, make_optimizer
+from pipeline.train.optimizer import PORTABLE, freeze_parameters, make_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.features.extractors import kind_of
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
 
 
-def global_batch(train: TrainParams, run: RunParams, world_size: int) -> int:
+def count_pairs_per_step(train: TrainParams, run: RunParams, world_size: int) -> int:
     """Return the number of pairs of one step over all ranks."""
     return run.batch_per_rank * world_size or train.batch
 
 
-def read_model(path: Path) -> Saved:
+def read_initial_model(path: Path) -> Saved:
     """Return the tensors and the description of the initial weights. Raises RequestError."""
     try:
         return load_model_file(path)
@@ -36,7 +36,7 @@ def read_model(path: Path) -> Saved:
         raise RequestError(f"train.init_from: {error}") from None
 
 
-def seed(number: int, deterministic: bool) -> None:
+def seed_torch(number: int, deterministic: bool) -> None:
     """Seed torch on every device, for the initial weights.
 
     With `deterministic`, also ask torch and cuBLAS for reproducible kernels, which are slower on a
@@ -62,7 +62,7 @@ def make_network(
     `store` has the keypoints that it is for. If it is None, these are SIFT keypoints.
     """
     portable_gpu = train.precision == PORTABLE and context.device.type == "cuda"
-    seed(train.seed, run.deterministic or portable_gpu)
+    seed_torch(train.seed, run.deterministic or portable_gpu)
     values = train.model_dump(include={field.name for field in dataclasses.fields(SuperGlueConfig)})
     values["scale_angle"] = store is None or store.scale_angle
     if store is not None:
@@ -71,7 +71,7 @@ def make_network(
     return SuperGlue(SuperGlueConfig(**values)).to(context.device)
 
 
-def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:
+def load_initial_weights(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List[str]]:
     """Load the tensors of the model file `path` that fit.
 
     Returns:
@@ -80,7 +80,7 @@ def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List
         None, too, if `model` is another model, for which that threshold says nothing. Then lines to
         print about what was taken and what does not fit.
     """
-    tensors, info = read_model(Path(path))
+    tensors, info = read_initial_model(Path(path))
     stored = weights_of(tensors)
     weights = model.state_dict()
     # Take each tensor whose name and shape the network has, too.
@@ -106,7 +106,7 @@ def initialize(model: SuperGlue, path: str) -> Tuple[bool, Optional[float], List
     return whole, info.get("match_threshold") if whole else None, messages
 
 
-def build(
+def build_objective_and_state(
     model: SuperGlue,
     train: TrainParams,
     run: RunParams,
@@ -124,15 +124,15 @@ def build(
         raise RequestError(
             f"run.compile = true: {missing}; install it, or set run.compile to false"
         )
-    freeze(model, train.freeze)
+    freeze_parameters(model, train.freeze)
     model.recompute = run.checkpoint_layers
-    synchronize(model, distributed.differentiable_sum)
+    synchronize(model, distributed.sum_with_gradient)
     objective = MatchingObjective(model, precision)
     if run.compile:
         model.compile_layers()
         # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
-        pairs = -(-global_batch(train, run, context.world_size) // context.world_size)
+        pairs = -(-count_pairs_per_step(train, run, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
     scaler = torch_compat.grad_scaler(precision == "float16")
     state = TrainState(model, make_optimizer(train, model), scaler)
-    return objective, distributed.wrap(objective), state
+    return objective, distributed.wrap_in_ddp(objective), state

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from pipeline import distributed, provenance
-from pipeline.errors import RequestError, read_number
+from pipeline.errors import RequestError, read_environment_number
 from pipeline.params import RunParams, TrainParams
-from pipeline.train.optimizer import optimizer_tensors, restore_optimizer
+from pipeline.train.optimizer import collect_optimizer_tensors, restore_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.files import file_sha256, json_digest, write_atomic, write_json
 from superglue_sift.network.superglue import SuperGlue
@@ -34,9 +34,9 @@ from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_
 
 BEST = "best.safetensors"
 # Fields of TrainState that a checkpoint stores as JSON
-PLAIN = ("step", "best_step", "best_metrics", "skipped", "averaged")
+PLAIN_FIELDS = ("step", "best_step", "best_metrics", "skipped", "averaged")
 # Environment variables: how often the launcher, torchrun, or SLURM has started this training again.
-RESTARTS = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+RESTART_VARIABLES = ("SG_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 # Keys that `--continue` may change: when and on what the weights are validated, and the schedule.
 VALIDATION = ("validation", "train.val_every", "train.val_pairs")
 SCHEDULE = ("average", "decay_start", "lr", "schedule", "steps", "warmup_steps")
@@ -62,20 +62,20 @@ class TrainState:
     averaged: int = 0  # number of steps in the average
     skipped: int = 0  # steps not applied because the gradient was not finite
 
-    def digests(self) -> Dict[str, str]:
+    def compute_digests(self) -> Dict[str, str]:
         """Return a SHA-256 of each part of the state, which is the same on every rank.
 
         The best weights are a copy of weights that were compared before.
         """
-        plain = {name: getattr(self, name) for name in PLAIN}
+        plain = {name: getattr(self, name) for name in PLAIN_FIELDS}
         return {
-            "weights": tensors_digest(self.model.state_dict()),
-            "values of the optimizer": tensors_digest(optimizer_tensors(self.optimizer)),
-            "averaged weights": tensors_digest(self.average),
+            "weights": hash_tensors(self.model.state_dict()),
+            "values of the optimizer": hash_tensors(collect_optimizer_tensors(self.optimizer)),
+            "averaged weights": hash_tensors(self.average),
             "counts of steps": json_digest({**plain, "scaler": self.scaler.state_dict()}),
         }
 
-    def changing_tensors(self) -> Tensors:
+    def collect_changing_tensors(self) -> Tensors:
         """Return the optimizer's values and the average, which a change in place changes."""
         values = {
             f"{index}.{name}": value
@@ -85,11 +85,11 @@ class TrainState:
         }
         return {**values, **self.average}
 
-    def tensors(self) -> Tensors:
+    def collect_tensors(self) -> Tensors:
         """Return everything in the state that is a tensor, by name."""
         kinds = {
             "model.": self.model.state_dict(),
-            "optimizer.": optimizer_tensors(self.optimizer),
+            "optimizer.": collect_optimizer_tensors(self.optimizer),
             "best.": self.best_weights,
             "average.": self.average,
             "rng.": {"cpu": torch.get_rng_state()},
@@ -100,22 +100,22 @@ class TrainState:
             for name, value in values.items()
         }
 
-    def info(self) -> Info:
+    def collect_info(self) -> Info:
         """Return everything in the state that is no tensor, as JSON values."""
-        plain = {name: getattr(self, name) for name in PLAIN}
+        plain = {name: getattr(self, name) for name in PLAIN_FIELDS}
         return {"model": self.model.config.to_dict(), **plain, "scaler": self.scaler.state_dict()}
 
     def restore(self, tensors: Tensors, info: Info) -> None:
-        """Load the state from what `tensors` and `info` returned."""
-        self.model.load_state_dict(part(tensors, "model."))
-        restore_optimizer(self.optimizer, part(tensors, "optimizer."))
+        """Load the state from what `collect_tensors` and `collect_info` returned."""
+        self.model.load_state_dict(select_by_prefix(tensors, "model."))
+        restore_optimizer(self.optimizer, select_by_prefix(tensors, "optimizer."))
         torch.set_rng_state(tensors["rng.cpu"])
         if info["scaler"]:  # it is empty if the checkpoint was saved in a precision without scaling
             self.scaler.load_state_dict(info["scaler"])
-        self.best_weights = part(tensors, "best.")
+        self.best_weights = select_by_prefix(tensors, "best.")
         device = self.model.dustbin.device
-        self.average = {n: t.to(device) for n, t in part(tensors, "average.").items()}
-        for name in PLAIN:
+        self.average = {n: t.to(device) for n, t in select_by_prefix(tensors, "average.").items()}
+        for name in PLAIN_FIELDS:
             setattr(self, name, info[name])
 
     def add_to_average(self) -> None:
@@ -141,7 +141,7 @@ class TrainState:
         if self.step == first_step:
             self.add_to_average()
 
-    def keep_best(self, metrics: Metrics) -> bool:
+    def keep_if_best(self, metrics: Metrics) -> bool:
         """Keep a copy of the weights if this validation is the best so far, and return whether."""
         if self.best_metrics and metrics["f1"] <= self.best_metrics["f1"]:
             return False
@@ -152,7 +152,7 @@ class TrainState:
         return True
 
 
-def tensors_digest(tensors: Tensors) -> str:
+def hash_tensors(tensors: Tensors) -> str:
     """Return the SHA-256 of the names and the bytes of tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
@@ -161,7 +161,7 @@ def tensors_digest(tensors: Tensors) -> str:
     return digest.hexdigest()
 
 
-def part(tensors: Tensors, prefix: str) -> Tensors:
+def select_by_prefix(tensors: Tensors, prefix: str) -> Tensors:
     """Return the tensors whose names begin with `prefix`. Remove the prefix from the names."""
     return {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
 
@@ -175,8 +175,8 @@ def save(folder: Path, step: int, tensors: Tensors, info: Info) -> None:
     Only one process at a time may write in the folder.
     """
     save_model_file(folder / f"step-{step:08d}.safetensors", tensors, info)
-    for old in _newest_first(folder)[2:]:
-        _delete(old)
+    for old in _list_newest_first(folder)[2:]:
+        _delete_checkpoint(old)
 
 
 def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
@@ -189,7 +189,7 @@ def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
     Raises:
         RequestError: If all are damaged.
     """
-    paths = _newest_first(folder)
+    paths = _list_newest_first(folder)
     damaged: List[Path] = []
     for path in paths:
         try:
@@ -200,7 +200,7 @@ def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
                 damaged.append(path)
         else:
             for other in damaged if repair else ():
-                _delete(other)
+                _delete_checkpoint(other)
                 print(f"deleted {other}, and starting from {path.name}")
             return saved
     if paths:
@@ -208,17 +208,17 @@ def load_newest(folder: Path, repair: bool = False) -> Optional[Saved]:
     return None
 
 
-def _delete(path: Path) -> None:
+def _delete_checkpoint(path: Path) -> None:
     path.with_suffix(".json").unlink(missing_ok=True)
     path.unlink(missing_ok=True)
 
 
-def _newest_first(folder: Path) -> List[Path]:
+def _list_newest_first(folder: Path) -> List[Path]:
     """Return the checkpoints in a folder, from the last step to the first."""
     return sorted(folder.glob("step-*.safetensors"), reverse=True)
 
 
-def save_best(
+def save_and_publish_best(
     folder: Path,
     out: Path,
     tensors: Tensors,
@@ -233,20 +233,25 @@ def save_best(
     """
     best = folder / BEST
     provenance.write_photographs(best, photographs)
-    write_json(origin_file(best), origin)
+    write_json(get_origin_path(best), origin)
     save_model_file(best, tensors, info)
-    publish(folder, out)
+    publish_best(folder, out)
 
 
-def origin_file(model: Path) -> Path:
+def get_origin_path(model: Path) -> Path:
     """Return the file that says by what code a model was trained, next to the file of the model."""
     return model.with_suffix(".origin.json")
 
 
-def publish(folder: Path, out: Path) -> None:
+def publish_best(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, with the files that describe it, to `out`."""
     best = folder / BEST
-    files = (provenance.photographs_file(best), origin_file(best), best.with_suffix(".json"), best)
+    files = (
+        provenance.photographs_file(best),
+        get_origin_path(best),
+        best.with_suffix(".json"),
+        best,
+    )
     for source in files:
         write_atomic(out / source.name, source.read_bytes())
 
@@ -254,7 +259,7 @@ def publish(folder: Path, out: Path) -> None:
 # --- which training it is: parameters and data name its folder
 
 
-def describe(train: TrainParams) -> Info:
+def describe_parameters(train: TrainParams) -> Info:
     """Return the section as JSON values.
 
     `init_from` becomes the name of the file. The fingerprint has the digest of its content as well.
@@ -262,7 +267,7 @@ def describe(train: TrainParams) -> Info:
     return {**train.model_dump(), "init_from": Path(train.init_from).name}
 
 
-def fingerprint(
+def make_fingerprint(
     train: TrainParams, run: RunParams, data: str, validation: str, world_size: int
 ) -> Info:
     """Return the parameters and the digests of the data, which tell one training from another.
@@ -277,7 +282,7 @@ def fingerprint(
         validation: digest of the validation pairs.
     """
     # Include all keys of `train`, and the content of the data and of the initial weights.
-    values = {f"train.{key}": value for key, value in describe(train).items()}
+    values = {f"train.{key}": value for key, value in describe_parameters(train).items()}
     values.update(data=data, validation=validation)
     if train.init_from:
         values["initial_weights"] = file_sha256(train.init_from)[:16]
@@ -291,24 +296,24 @@ def fingerprint(
     return values
 
 
-def name_of(values: Info) -> str:
+def name_training(values: Info) -> str:
     """Return the name of a training, the same on any machine and for any version of the code."""
     return json_digest(values)
 
 
-def changed_keys(saved: Info, ours: Info) -> List[str]:
+def list_changed_keys(saved: Info, ours: Info) -> List[str]:
     """Return the keys whose values differ between the two fingerprints, sorted."""
     return [key for key in sorted({*saved, *ours}) if saved.get(key) != ours.get(key)]
 
 
-def agree(ours: Info, is_main: bool) -> None:
+def check_ranks_agree(ours: Info, is_main: bool) -> None:
     """Check that parameters, data and code of all ranks are equal.
 
     If they differ, raises RequestError on rank 0 and SystemExit on the other ranks.
     """
     first, *others = distributed.all_gather(ours)
     for rank, other in enumerate(others, 1):
-        for key in changed_keys(first, other):
+        for key in list_changed_keys(first, other):
             if not is_main:
                 raise SystemExit(2)
             raise RequestError(
@@ -322,7 +327,7 @@ def agree(ours: Info, is_main: bool) -> None:
 
 def is_restart() -> bool:
     """Return whether the launcher, torchrun or SLURM has started this training again."""
-    return any(read_number(name, 0) for name in RESTARTS)
+    return any(read_environment_number(name, 0) for name in RESTART_VARIABLES)
 
 
 def find_folder(args: argparse.Namespace, ours: Info) -> Path:
@@ -331,18 +336,18 @@ def find_folder(args: argparse.Namespace, ours: Info) -> Path:
     With `--fresh` it is a new one.
     """
     # A training that was started again has its new folder, so `--fresh` makes no other one.
-    name = name_of(ours)
-    number = max(distributed.all_gather(_last_number(args.out, name)))
+    name = name_training(ours)
+    number = max(distributed.all_gather(_find_last_number(args.out, name)))
     number = number + 1 if is_fresh(args) else max(number, 1)
     return args.out / (name if number == 1 else f"{name}-{number}")
 
 
 def is_fresh(args: argparse.Namespace) -> bool:
     """Return whether a training begins again by `--fresh`. All ranks call this together."""
-    return args.fresh and not distributed.any_rank(is_restart())
+    return args.fresh and not distributed.is_true_on_any_rank(is_restart())
 
 
-def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool) -> Optional[Saved]:
+def load_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool) -> Optional[Saved]:
     """Return the checkpoint that the training in `folder` starts from, or None.
 
     All ranks call this together. Nodes may have folders of their own: all ranks take the checkpoint
@@ -354,7 +359,7 @@ def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool)
     """
     # Load the newest checkpoint, or the newest checkpoint of the training to continue.
     saved = load_newest(folder, repair=True) if writes else None
-    if args.continued and not distributed.any_rank(saved is not None):
+    if args.continued and not distributed.is_true_on_any_rank(saved is not None):
         saved = load_to_continue(args.continued, ours) if writes else None
     if writes:
         # The folder is made before the first checkpoint, so that a restart finds it.
@@ -377,7 +382,7 @@ def find_start(args: argparse.Namespace, folder: Path, ours: Info, writes: bool)
     return tensors, info
 
 
-def find_related(out: Path, ours: Info) -> str:
+def find_related_training(out: Path, ours: Info) -> str:
     """Return a line about a training in `out` that only is validated otherwise, or "".
 
     A user who edits `val_every` during a training may want to go on, and not to begin again.
@@ -385,7 +390,7 @@ def find_related(out: Path, ours: Info) -> str:
     for folder in sorted(path.parent for path in out.glob("*/step-*.json")):
         path = max(folder.glob("step-*.json"))
         info = json.loads(path.read_text(encoding="utf-8"))
-        changed = changed_keys(info.get("fingerprint", {}), ours)
+        changed = list_changed_keys(info.get("fingerprint", {}), ours)
         if set(changed) <= set(VALIDATION) and info["step"] < ours["train.steps"]:
             names = ", ".join(changed)
             return (
@@ -409,7 +414,7 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
     if "history" not in info:
         raise RequestError(f"--continue {folder}: an earlier version of this program wrote it")
     allowed = {*VALIDATION, *(f"train.{key}" for key in SCHEDULE)}
-    wrong = [key for key in changed_keys(info["fingerprint"], ours) if key not in allowed]
+    wrong = [key for key in list_changed_keys(info["fingerprint"], ours) if key not in allowed]
     if wrong:
         before = info["fingerprint"].get(wrong[0])
         raise RequestError(
@@ -422,8 +427,8 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
             f"--continue {folder}: it has {info['step']} steps; raise train.steps above them"
         )
     # The average of the last steps can begin with the weights of the checkpoint, not before them.
-    first = first_averaged(ours)
-    if first < info["step"] and first != first_averaged(info["fingerprint"]):
+    first = compute_first_averaged_step(ours)
+    if first < info["step"] and first != compute_first_averaged_step(info["fingerprint"]):
         most = ours["train.steps"] - info["step"] + 1
         raise RequestError(
             f"--continue {folder}: train.average = {ours['train.average']} needs weights of steps"
@@ -432,18 +437,18 @@ def load_to_continue(folder: Path, ours: Info) -> Saved:
     return saved
 
 
-def first_averaged(values: Info) -> int:
+def compute_first_averaged_step(values: Info) -> int:
     """Return the first step whose weights are averaged, from the fingerprint of a training."""
     return values["train.steps"] - values["train.average"] + 1
 
 
-def _last_number(out: Path, name: str) -> int:
+def _find_last_number(out: Path, name: str) -> int:
     """Return the number of the training's newest folder in `out`, or 0 if it has none."""
     found = [re.fullmatch(rf"{name}(?:-(\d+))?", path.name) for path in out.glob(f"{name}*/")]
     return max((int(match.group(1) or 1) for match in found if match), default=0)
 
 
-def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optional[Info]:
+def find_finished_training(args: argparse.Namespace, folder: Path, ours: Info) -> Optional[Info]:
     """Return the description of the best model if the training in `folder` is finished, or None.
 
     It is searched in `folder`, or among the published files if that folder does not exist.
@@ -458,13 +463,13 @@ def find_finished(args: argparse.Namespace, folder: Path, ours: Info) -> Optiona
         info = load_model_file(home / BEST)[1]
     except (FileNotFoundError, BadCheckpoint):
         return None
-    if not info.get("finished") or info["training"] != name_of(ours):
+    if not info.get("finished") or info["training"] != name_training(ours):
         return None
     # Compare the code.
-    path = origin_file(home / BEST)
+    path = get_origin_path(home / BEST)
     origin = json.loads(path.read_text()) if path.is_file() else {"code": {}, "curves": {}}
     again = "`python -m pipeline.launch pipeline.train --fresh` trains again"
-    files = changed_keys(origin["code"], provenance.code_digests("train"))
+    files = list_changed_keys(origin["code"], provenance.code_digests("train"))
     if files:
         names = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         raise RequestError(
@@ -491,7 +496,7 @@ def list_package_versions(history: List[Info]) -> List[Info]:
     versions: List[Info] = []
     for entry in history:
         packages = {k: v for k, v in entry.items() if k not in ("precision", "processes", "code")}
-        changed = changed_keys(versions[-1], packages) if versions else packages
+        changed = list_changed_keys(versions[-1], packages) if versions else packages
         if set(changed) - {"step"}:
             versions.append(packages)
     return versions

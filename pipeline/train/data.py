@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from pipeline import workers
 from pipeline.distributed import Context
-from pipeline.errors import read_number
+from pipeline.errors import read_environment_number
 from pipeline.keypoints.store import KeypointStore, View
 from pipeline.params import RunParams, TrainParams
 from pipeline.train.augmentation import NO_AUGMENTATION, NO_CHANGE, Augmentation
@@ -38,10 +38,10 @@ APART = np.array([[1.0, 0.0, 1e6], [0.0, 1.0, 1e6], [0.0, 0.0, 1.0]])
 # Largest number of processes that load batches for a GPU. Each holds a few steps in shared memory,
 # for which 1 GiB is enough.
 MAX_PROCESSES = 4
-SHARED = "/dev/shm"  # Folder of shared memory
+SHARED_MEMORY = "/dev/shm"  # Folder of shared memory
 # Environment variable: the number of loading processes of each rank. 0 means that a thread loads.
 # "auto" or unset means up to MAX_PROCESSES for a GPU, and a thread for a CPU.
-NUMBER = "SG_LOADER_PROCESSES"
+LOADER_PROCESSES = "SG_LOADER_PROCESSES"
 
 
 class Sample(NamedTuple):
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
     seed: int
 
 
-def training_pairs(seed: int, images: int, views: int, start: int, stop: int) -> List[Sample]:
+def draw_training_pairs(seed: int, images: int, views: int, start: int, stop: int) -> List[Sample]:
     """Return the pairs at the positions `start` to `stop` - 1 of an endless sequence.
 
     Position p belongs to epoch p // images. Each epoch shuffles the images. In every epoch each
@@ -62,14 +62,14 @@ def training_pairs(seed: int, images: int, views: int, start: int, stop: int) ->
     samples = []
     for position in range(start, stop):
         epoch, index = divmod(position, images)
-        image = int(_shuffle(seed, epoch, images)[index])
-        draw = _generator(seed, _DRAW, epoch, image)
+        image = int(_shuffle_images(seed, epoch, images)[index])
+        draw = _make_generator(seed, _DRAW, epoch, image)
         view0, view1 = draw.choice(views, size=2, replace=False)
         samples.append(Sample(image, int(view0), int(view1), int(draw.integers(2**31))))
     return samples
 
 
-def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
+def draw_validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sample]:
     """Return a fixed list of at most `count` pairs, spread evenly over the images.
 
     Every second pair is augmented. The validation thus shows both augmented pairs, as in training,
@@ -78,7 +78,7 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
     samples = []
     # There are no more pairs than ordered pairs of views.
     for i in range(min(count, images * views * (views - 1))):
-        draw = _generator(seed, _VALIDATION, i)
+        draw = _make_generator(seed, _VALIDATION, i)
         view0, view1 = draw.choice(views, size=2, replace=False)
         image = i * images // count if count < images else i % images
         # An image may give pairs in several rounds. Over the rounds it has both kinds of pairs.
@@ -88,25 +88,25 @@ def validation_pairs(seed: int, images: int, views: int, count: int) -> List[Sam
     return samples
 
 
-def _generator(*key: int) -> np.random.Generator:
+def _make_generator(*key: int) -> np.random.Generator:
     """Return the generator of a key, such as (seed, stream, epoch, image)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(key)))
 
 
 @functools.lru_cache(maxsize=1)  # Keeps the order of the latest epoch only
-def _shuffle(seed: int, epoch: int, images: int) -> np.ndarray:
+def _shuffle_images(seed: int, epoch: int, images: int) -> np.ndarray:
     """Return the indices of all images in the order of this epoch, (images,) int64."""
-    return _generator(seed, _SHUFFLE, epoch).permutation(images)
+    return _make_generator(seed, _SHUFFLE, epoch).permutation(images)
 
 
-def rank_slice(count: int, rank: int, world_size: int) -> slice:
+def slice_for_rank(count: int, rank: int, world_size: int) -> slice:
     """Return the contiguous part of `count` items for `rank`. Sizes differ by at most one."""
     return slice(count * rank // world_size, count * (rank + 1) // world_size)
 
 
 def split_evenly(samples: List[Sample], parts: int) -> List[List[Sample]]:
     """Split `samples` into `parts` contiguous micro-batches whose sizes differ by at most one."""
-    return [samples[rank_slice(len(samples), part, parts)] for part in range(parts)]
+    return [samples[slice_for_rank(len(samples), part, parts)] for part in range(parts)]
 
 
 def load_batch(
@@ -133,12 +133,12 @@ def load_batch(
     negative = []
     for sample in samples:
         change = NO_CHANGE if sample.seed == NO_AUGMENTATION else augmentation
-        image1 = change.second_image(sample.image, len(store), sample.seed)
-        others = functools.partial(_another_view, store, (sample.image, image1))
+        image1 = change.choose_second_image(sample.image, len(store), sample.seed)
+        others = functools.partial(_draw_other_view, store, (sample.image, image1))
         limits = keypoints
         if isinstance(limits, int):
-            limits = change.counts(limits, sample.seed)
-        stored = store.view(sample.image, sample.view0), store.view(image1, sample.view1)
+            limits = change.draw_counts(limits, sample.seed)
+        stored = store.read_view(sample.image, sample.view0), store.read_view(image1, sample.view1)
         pairs.append(
             [
                 change.apply(view, sample.seed, which, others, store.min_scale, limits[which])
@@ -156,13 +156,13 @@ def load_batch(
     return from_pairs(both, H_0to1, cells=cells)
 
 
-def _another_view(
+def _draw_other_view(
     store: KeypointStore, shown: Tuple[int, int], random: np.random.Generator
 ) -> Optional[View]:
     """Return a random view of a random image, or None if that image is in `shown`."""
     image = int(random.integers(len(store)))
     view = int(random.integers(store.views_per_image))
-    return None if image in shown else store.view(image, view)
+    return None if image in shown else store.read_view(image, view)
 
 
 class StepBatches(Dataset):
@@ -179,27 +179,28 @@ class StepBatches(Dataset):
         self.pairs = pairs
         self.context = context
         self.parts = run.accumulate
-        self._augmentation = Augmentation.of(train)
+        self._augmentation = Augmentation.from_parameters(train)
 
-    def samples(self, step: int) -> List[List[Sample]]:
+    def draw_samples(self, step: int) -> List[List[Sample]]:
         """Return this rank's pairs of global step `step`, split into micro-batches."""
         # All ranks draw the pairs of the whole step, and each takes its part.
         store = self.store
         bounds = step * self.pairs, (step + 1) * self.pairs
-        pairs = training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
-        mine = rank_slice(self.pairs, self.context.rank, self.context.world_size)
+        pairs = draw_training_pairs(self.train.seed, len(store), store.views_per_image, *bounds)
+        mine = slice_for_rank(self.pairs, self.context.rank, self.context.world_size)
         return split_evenly(pairs[mine], self.parts)
 
     def load(self, step: int) -> List[PairBatch]:
-        """Load the PairBatches of `samples(step)` in the memory of the host.
+        """Load the PairBatches of `draw_samples(step)` in the memory of the host.
 
         All pairs of a step have the same numbers of keypoints. A GPU pads all pairs to the largest
         number, which would be seven times the work if each pair had its own number.
         """
         limit = self.train.max_keypoints
-        counts = self._augmentation.counts(limit, self.train.seed, step)
+        counts = self._augmentation.draw_counts(limit, self.train.seed, step)
         return [
-            load_batch(self.store, part, counts, self._augmentation) for part in self.samples(step)
+            load_batch(self.store, part, counts, self._augmentation)
+            for part in self.draw_samples(step)
         ]
 
     def __getitem__(self, step: int) -> List[PairBatch]:
@@ -212,7 +213,7 @@ class StepBatches(Dataset):
         them.
         """
         on_gpu = self.context.device.type == "cuda"
-        processes = choose_processes(self.context.device)
+        processes = choose_loader_processes(self.context.device)
         if processes:
             ahead = self._prefetch_by_processes(steps, processes)
         else:
@@ -254,16 +255,18 @@ class StepBatches(Dataset):
             batches._shutdown_workers()
 
 
-def choose_processes(device: torch.device) -> int:
+def choose_loader_processes(device: torch.device) -> int:
     """Choose how many processes load this rank's batches. If the result is 0, a thread loads them.
 
     On a CPU a thread does: the step needs the cores, and handing a batch between processes takes
     longer than loading it. Raises RequestError if SG_LOADER_PROCESSES is not a number.
     """
-    if os.environ.get(NUMBER, "") not in ("", "auto"):
-        return read_number(NUMBER, 0)
+    if os.environ.get(LOADER_PROCESSES, "") not in ("", "auto"):
+        return read_environment_number(LOADER_PROCESSES, 0)
     if device.type == "cpu":
         return 0
-    ranks = read_number("LOCAL_WORLD_SIZE", 1)
+    ranks = read_environment_number("LOCAL_WORLD_SIZE", 1)
     cores = len(os.sched_getaffinity(0)) // ranks
-    return min(MAX_PROCESSES, max(cores - 1, 0), shutil.disk_usage(SHARED).free // GIB // ranks)
+    return min(
+        MAX_PROCESSES, max(cores - 1, 0), shutil.disk_usage(SHARED_MEMORY).free // GIB // ranks
+    )

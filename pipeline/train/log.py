@@ -6,7 +6,7 @@ folder of reports. Sums over ranks are exchanged every `run.log_every` steps. Th
 every checkpoint, so a training that is resumed continues them.
 
 Inside a training F1, precision and recall are fractions. All that this module writes and prints is
-in percent (`in_percent`).
+in percent (`to_percent`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 import torch
 
 from pipeline import distributed, params, tracking
-from pipeline.errors import read_number
+from pipeline.errors import read_environment_number
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train.checkpoint import (
     BEST,
@@ -30,8 +30,8 @@ from pipeline.train.checkpoint import (
     Saved,
     Tensors,
     TrainState,
-    changed_keys,
-    part,
+    list_changed_keys,
+    select_by_prefix,
 )
 from superglue_sift.files import file_sha256, write_atomic, write_csv, write_json
 from superglue_sift.progress import Progress
@@ -49,7 +49,7 @@ RATIO_TEST = "#e0524a"
 GRAY = "#888888"
 
 
-def in_percent(metrics: Metrics) -> Metrics:
+def to_percent(metrics: Metrics) -> Metrics:
     """Return metrics with F1, precision and recall in percent. They are fractions before."""
     shares = ("f1", "precision", "recall")
     return {
@@ -60,7 +60,7 @@ def in_percent(metrics: Metrics) -> Metrics:
 # --- curves
 
 
-def columns_of(rows: Rows) -> List[str]:
+def list_columns(rows: Rows) -> List[str]:
     """Return the names of all values in the rows of a curve, in the order of their first rows."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
@@ -71,7 +71,7 @@ def pack_curves(curves: Curves) -> Tuple[Dict[str, List[str]], Tensors]:
     A tensor `curves.train` or `curves.val` is (points, columns) float64. A value that a point lacks
     is nan.
     """
-    columns = {kind: columns_of(rows) for kind, rows in curves.items()}
+    columns = {kind: list_columns(rows) for kind, rows in curves.items()}
     tensors = {
         f"curves.{kind}": torch.tensor(
             [[row.get(name, math.nan) for name in columns[kind]] for row in rows],
@@ -87,7 +87,7 @@ def unpack_curves(tensors: Tensors, info: Info) -> Curves:
     """Return the curves in a checkpoint, see `pack_curves`."""
     return {
         kind: [dict(zip(info["columns"][kind], row)) for row in values.tolist()]
-        for kind, values in part(tensors, "curves.").items()
+        for kind, values in select_by_prefix(tensors, "curves.").items()
     }
 
 
@@ -100,7 +100,7 @@ def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
         path = reports / "curves" / name
         rows = curves.get(kind, [])
         if rows:
-            columns = columns_of(rows)
+            columns = list_columns(rows)
             lines = [[f"{row.get(name, math.nan):.6g}" for name in columns] for row in rows]
             for line, row in zip(lines, rows):
                 line[0] = str(int(row["step"]))  # all digits of a large step
@@ -110,7 +110,7 @@ def write_curves(reports: Path, curves: Curves, best_step: int) -> None:
     draw_curves(reports / PICTURE, curves, best_step)
 
 
-def digest_curves(reports: Path) -> Dict[str, str]:
+def hash_curve_files(reports: Path) -> Dict[str, str]:
     """Return the SHA-256 of the file of each curve that is in the folder of reports."""
     paths = [reports / "curves" / name for name in CURVES.values()]
     return {path.name: file_sha256(path) for path in paths if path.is_file()}
@@ -161,7 +161,7 @@ def draw_curves(path: Path, curves: Curves, best_step: int) -> None:
 
 def write_metrics(reports: Path, best: Info) -> None:
     """Write metrics.json of a finished training, made from the description of its best model."""
-    figures = in_percent(best["validation"])
+    figures = to_percent(best["validation"])
     names = ("f1", "f1_ratio_test", "precision", "recall")
     metrics = {
         "best_step": best["step"],
@@ -181,7 +181,7 @@ def describe_precision(reason: str, history: Sequence[Info]) -> str:
     changes = [
         f"{key} at step {after['step']}"
         for before, after in zip(history, history[1:])
-        for key in changed_keys(before, after)
+        for key in list_changed_keys(before, after)
         if key != "step"
     ]
     if changes and reason.startswith("portable"):
@@ -189,7 +189,7 @@ def describe_precision(reason: str, history: Sequence[Info]) -> str:
     return reason
 
 
-def _describe(percent: Metrics) -> str:
+def _describe_validation(percent: Metrics) -> str:
     """Describe a validation: "F1 74.1 %, precision 80.2 %, recall 68.9 %, loss 0.581"."""
     return (
         f"F1 {percent['f1']:.1f} %, precision {percent['precision']:.1f} %,"
@@ -199,7 +199,7 @@ def _describe(percent: Metrics) -> str:
 
 def is_first_of_node() -> bool:
     """Return whether this is the first rank of its node, which prints what its user has to know."""
-    return read_number("LOCAL_RANK", 0) == 0
+    return read_environment_number("LOCAL_RANK", 0) == 0
 
 
 class TrainingLogger:
@@ -291,7 +291,7 @@ class TrainingLogger:
         self.bar = Progress(
             total=steps, initial=state.step, desc="train", unit="step", disable=not is_main
         )
-        self._baseline = f"ratio test {in_percent({'f1': baseline})['f1']:.1f}"
+        self._baseline = f"ratio test {to_percent({'f1': baseline})['f1']:.1f}"
         if state.step:  # the folder may hold curves of another training
             self.write_curves(state.best_step)
 
@@ -313,7 +313,7 @@ class TrainingLogger:
         """
         sums = distributed.sum_over_ranks(self.sums)
         pairs = sums.pop("pairs")
-        self._log("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
+        self._log_point("train", step, {**{n: sums[n] / pairs for n in sorted(sums)}, **metrics})
         seconds = max(time.perf_counter() - self.window_began, 1e-9)
         # Speed is on no curve, because it differs on every machine.
         timing = {
@@ -329,14 +329,14 @@ class TrainingLogger:
 
         `state` has the best score before this validation. If `untrained`, the weights are not kept.
         """
-        percent = in_percent(metrics)
-        self._log("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
+        percent = to_percent(metrics)
+        self._log_point("val", state.step, {k: v for k, v in percent.items() if k != "pairs"})
         # Print a line; the line of progress shows this F1 until the next validation.
         self._validation = f"F1 {percent['f1']:.1f}, "
         more = " (untrained, not kept)" if untrained else ""
-        line = f"validation at step {state.step}{more}: {_describe(percent)}"
+        line = f"validation at step {state.step}{more}: {_describe_validation(percent)}"
         if state.best_metrics:
-            gain = f"{percent['f1'] - in_percent(state.best_metrics)['f1']:+.1f}"
+            gain = f"{percent['f1'] - to_percent(state.best_metrics)['f1']:+.1f}"
             self._validation = f"F1 {percent['f1']:.1f} ({gain}), "
             line += f", {gain} from the best before"
         if self.context.is_main:
@@ -375,9 +375,9 @@ class TrainingLogger:
         for name in (METRICS, PICTURE):
             self.run.artifact(reports / name)
         self.run.model(model, model.with_suffix(".json"), step=best["step"])
-        percent = in_percent(best["validation"])
+        percent = to_percent(best["validation"])
         print(
-            f"best validation at step {best['step']}: {_describe(percent)}"
+            f"best validation at step {best['step']}: {_describe_validation(percent)}"
             f" ({percent['pairs']:.0f} pairs)"
         )
         # Step 0 has the initial weights.
@@ -393,7 +393,7 @@ class TrainingLogger:
         self.waited = 0.0
         self.timed_steps = 0
 
-    def _log(self, kind: str, step: int, point: Metrics) -> None:
+    def _log_point(self, kind: str, step: int, point: Metrics) -> None:
         """Add a point to a curve, to the log and to MLflow."""
         # Keep as many digits as the file of the curve has.
         row = {name: float(f"{value:.6g}") for name, value in point.items()}

@@ -24,7 +24,7 @@ from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore
 from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
-from pipeline.train.data import Sample, load_batch, rank_slice, validation_pairs
+from pipeline.train.data import Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import neighbours
 from superglue_sift.network.batch import PairBatch, choose_orientations, unit_vectors
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
@@ -150,11 +150,13 @@ class Validation:
         self.samples = samples
         self.context = context
         self._load = lambda part: load_batch(store, part, max_keypoints, augmentation)
-        self._kind = lambda sample: augmentation.kind(sample.image, len(store), sample.seed)
+        self._kind = lambda sample: augmentation.classify_pair(
+            sample.image, len(store), sample.seed
+        )
         about = repr((store.digest, samples)).encode()
         self.digest = hashlib.sha256(about).hexdigest()  # Metrics on other pairs cannot be compared
 
-    def metrics(self, objective: MatchingObjective) -> Metrics:
+    def compute_metrics(self, objective: MatchingObjective) -> Metrics:
         """Return the mean loss with its parts, precision and recall over all pairs, on every rank.
 
         `f1` is the largest harmonic mean of precision and recall over all thresholds: confidences
@@ -167,11 +169,11 @@ class Validation:
         model = objective.model
         was_training = model.training
         model.eval()
-        kinds = self._sums(lambda batch: network_sums(objective, batch))
+        kinds = self._sum_by_kind(lambda batch: compute_network_sums(objective, batch))
         model.train(was_training)
         sums = kinds.pop(ALL)
         metrics = {name: float(sums[name] / sums["pairs"]) for name in LOSSES}
-        metrics.update(best_f1(sums), pairs=float(sums["pairs"]))
+        metrics.update(find_best_f1(sums), pairs=float(sums["pairs"]))
         # Add the metrics of each kind; `first` is the first bin above the threshold.
         first = round(metrics["threshold"] * CONFIDENCE_BINS)
         for kind, kind_sums in kinds.items() if len(kinds) > 1 else ():
@@ -179,18 +181,20 @@ class Validation:
                 count = kind_sums["predicted"][first:].sum()
                 metrics["matches_negative"] = float(count / kind_sums["pairs"])
             else:
-                metrics[f"f1_{kind}"] = best_f1(kind_sums)["f1"]
+                metrics[f"f1_{kind}"] = find_best_f1(kind_sums)["f1"]
         return metrics
 
-    def ratio_test_f1(self, objective: MatchingObjective) -> float:
+    def compute_ratio_test_f1(self, objective: MatchingObjective) -> float:
         """Return the largest F1 of the ratio test on the same pairs: the baseline of a training.
 
         Matches are mutual nearest neighbours, with the confidence 1 - nearest / second nearest
         distance (Lowe 2004). The largest F1 is over all ratios.
         """
-        return best_f1(self._sums(lambda batch: ratio_test_sums(objective, batch))[ALL])["f1"]
+        return find_best_f1(
+            self._sum_by_kind(lambda batch: compute_ratio_test_sums(objective, batch))[ALL]
+        )["f1"]
 
-    def _sums(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
+    def _sum_by_kind(self, sums_of: Callable[[PairBatch], Sums]) -> Dict[str, Sums]:
         """Add the values of `sums_of` over the pairs of each kind, and over ALL pairs.
 
         Each rank computes a part of the pairs. The result is the same on every rank.
@@ -204,7 +208,7 @@ class Validation:
             for kind, samples in sorted(by_kind.items())
             for start in range(0, len(samples), CHUNK)
         ]
-        mine = rank_slice(len(chunks), self.context.rank, self.context.world_size)
+        mine = slice_for_rank(len(chunks), self.context.rank, self.context.world_size)
         computed = [
             (kind, sums_of(part))
             for kind, samples in chunks[mine]
@@ -220,7 +224,7 @@ class Validation:
         return sums
 
 
-def choose_pairs(
+def choose_validation_pairs(
     train: TrainParams, store: KeypointStore, allow_training_images: bool, model: Optional[Path]
 ) -> Tuple[List[Sample], List[str]]:
     """Choose `train.val_pairs` pairs of photographs of `store` that `model` was not trained on.
@@ -248,12 +252,12 @@ def choose_pairs(
             " run.allow_training_images: true"
         )
     # Draw pairs among the photographs that are left, and number them as in the store.
-    pairs = validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
+    pairs = draw_validation_pairs(train.seed, len(left), store.views_per_image, train.val_pairs)
     return [pair._replace(image=left[pair.image]) for pair in pairs], messages
 
 
 @torch.no_grad()
-def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
+def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """Compute the sums of a batch from which the metrics of any set of batches follow.
 
     Returns:
@@ -272,7 +276,7 @@ def network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
 
 
 @torch.no_grad()
-def ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
+def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> Sums:
     """Return `count_matches` of the ratio test, on the same descriptors as the network gets."""
     batch = choose_orientations(batch)
     kind = objective.model.config.descriptor
@@ -310,7 +314,7 @@ def count_matches(matches0: Tensor, scores: Tensor, truth: Truth) -> Sums:
     return {"true": (truth.matches0 >= 0).sum().cpu().numpy(), **histograms}
 
 
-def best_f1(sums: Sums) -> Metrics:
+def find_best_f1(sums: Sums) -> Metrics:
     """Return the largest F1 over all thresholds, with its precision, recall and threshold."""
     # (CONFIDENCE_BINS,): how many matches there are from the lower edge of each bin upwards
     correct, predicted = (np.cumsum(sums[name][::-1])[::-1] for name in ("correct", "predicted"))

@@ -49,7 +49,9 @@ Abilities = Tuple[str, Tuple[str, ...], str]
 Precision = Tuple[str, str]  # "float32", "bfloat16" or "float16", and why it was chosen
 
 
-def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int = 1) -> float:
+def compute_learning_rate(
+    train: TrainParams, run: RunParams, step: int, world_size: int = 1
+) -> float:
     """Return the learning rate of global step 0, 1, 2, ..., a function of the step alone.
 
     It starts with a linear warm-up over `warmup_steps`. The schedule `constant_decay` is the one of
@@ -69,7 +71,7 @@ def learning_rate(train: TrainParams, run: RunParams, step: int, world_size: int
     return lr * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> List[str]:
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> List[str]:
     """Freeze the parameters whose names match one of the shell-style `patterns`.
 
     Returns:
@@ -110,7 +112,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
     return torch.optim.Adam(parameters, lr=train.lr, **options)
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
+def collect_optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
     """Return the optimizer's state as named tensors. A name is `<parameter index>.<name>`."""
     return {
         f"{index}.{name}": torch.as_tensor(value)
@@ -121,7 +123,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Dict[str, Tensor]:
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, tensors: Dict[str, Tensor]) -> None:
-    """Restore the state that `optimizer_tensors` returned."""
+    """Restore the state that `collect_optimizer_tensors` returned."""
     state: Dict[int, dict] = {}
     for key, tensor in tensors.items():
         index, name = key.split(".", 1)
@@ -149,15 +151,15 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     return x.transpose(1, 2) if tall else x
 
 
-def blocks(matrix: Tensor, width: int) -> Tensor:
+def cut_into_blocks(matrix: Tensor, width: int) -> Tensor:
     """Cut matrices (..., A, B), whose sides `width` divides, into squares (K, width, width)."""
     # (..., A, B) to (..., rows, width, columns, width)
     cut = matrix.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
     return cut.transpose(-3, -2).reshape(-1, width, width)
 
 
-def from_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
-    """Join squares (K, width, width) to matrices of `shape` (..., A, B). It inverts `blocks`."""
+def join_blocks(squares: Tensor, shape: torch.Size) -> Tensor:
+    """Join squares (K, width, width) to matrices of `shape` (..., A, B), as before the cut."""
     width = squares.shape[1]
     cut = squares.view(*shape[:-2], shape[-2] // width, shape[-1] // width, width, width)
     return cut.transpose(-3, -2).reshape(shape)
@@ -182,12 +184,12 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None) -> None:
         """Do one step of all parameters that have a gradient."""
         for group in self.param_groups:
-            update = self._muon if group["muon"] else self._adam
+            update = self._step_muon if group["muon"] else self._step_adam
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
                 update(parameters, group["lr"])
 
-    def _muon(self, parameters: Parameters, lr: float) -> None:
+    def _step_muon(self, parameters: Parameters, lr: float) -> None:
         by_shape: Dict[torch.Size, Parameters] = {}
         for p in parameters:
             if not self.state[p]:
@@ -200,17 +202,17 @@ class Muon(torch.optim.Optimizer):
         for alike in by_shape.values():  # one group for each shape needs fewer kernel launches
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
             nesterov = torch.stack([p.grad for p in alike]).lerp_(buffers, MOMENTUM)
-            directions.append(blocks(nesterov, self.width))
+            directions.append(cut_into_blocks(nesterov, self.width))
         # (K, width, width): the squares of all shapes together. Each rank orthogonalizes a part.
         steps = distributed.map_rows_over_ranks(orthogonalize, torch.cat(directions))
         sizes = [len(squares) for squares in directions]
         for alike, squares in zip(by_shape.values(), steps.split(sizes)):
-            updates = from_blocks(squares, torch.Size((len(alike), *alike[0].shape)))
+            updates = join_blocks(squares, torch.Size((len(alike), *alike[0].shape)))
             FOREACH._foreach_add_(
                 alike, list(updates.unbind()), alpha=-lr * ADAM_RMS * math.sqrt(self.width)
             )
 
-    def _adam(self, parameters: Parameters, lr: float) -> None:
+    def _step_adam(self, parameters: Parameters, lr: float) -> None:
         gradients = [p.grad for p in parameters]
         states = [self.state[p] for p in parameters]
         # Update the first and second moments of Adam.
@@ -239,7 +241,7 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def device_abilities(device: torch.device) -> Abilities:
+def detect_abilities(device: torch.device) -> Abilities:
     """Return the type of a device, the precisions that are fast on it, the best first, and why."""
     if device.type == "cpu":
         # AMX multiplies bfloat16 faster than float32. Vector units (AVX512) do so on some
@@ -264,7 +266,7 @@ def choose_precision(asked: str, ranks: Sequence[Abilities]) -> Precision:
 
     Args:
         asked: "auto", "portable", "float32", "bfloat16" or "float16".
-        ranks: `device_abilities` of the device of each rank.
+        ranks: `detect_abilities` of the device of each rank.
 
     Raises:
         RequestError: bfloat16 was asked for, and a rank has a GPU before Ampere.

@@ -18,12 +18,18 @@ from pipeline.keypoints.store import KeypointStore
 from pipeline.params import Params, TrainParams
 from pipeline.train import checkpoint, log
 from pipeline.train.augmentation import Augmentation
-from pipeline.train.build import build, global_batch, initialize, make_network, read_model
+from pipeline.train.build import (
+    build_objective_and_state,
+    count_pairs_per_step,
+    load_initial_weights,
+    make_network,
+    read_initial_model,
+)
 from pipeline.train.checkpoint import Info, Metrics, Saved, Tensors, TrainState
 from pipeline.train.data import Sample, StepBatches
 from pipeline.train.log import TrainingLogger
-from pipeline.train.loss import Validation, choose_pairs
-from pipeline.train.optimizer import choose_precision, device_abilities, learning_rate
+from pipeline.train.loss import Validation, choose_validation_pairs
+from pipeline.train.optimizer import choose_precision, compute_learning_rate, detect_abilities
 from superglue_sift.files import json_digest
 from superglue_sift.network.batch import PairBatch
 
@@ -40,7 +46,7 @@ NAMED_PAIRS = 8  # largest number of pairs that the line about a skipped step na
 # --- open the data, and check a request
 
 
-class Data(NamedTuple):
+class TrainingData(NamedTuple):
     """What a training reads."""
 
     store: KeypointStore
@@ -50,7 +56,9 @@ class Data(NamedTuple):
     messages: List[str]  # lines to print
 
 
-def open_data(args: argparse.Namespace, sections: Params, context: distributed.Context) -> Data:
+def open_data(
+    args: argparse.Namespace, sections: Params, context: distributed.Context
+) -> TrainingData:
     """Open the stores of keypoints, and choose the validation pairs.
 
     `args` is the command line. Raises RequestError if the keypoints or the initial weights do not
@@ -59,21 +67,25 @@ def open_data(args: argparse.Namespace, sections: Params, context: distributed.C
     train = sections.train
     how = "all" if args.verify else "sample"
     store, held_out = (KeypointStore(args.keypoints / split, how) for split in ("train", "val"))
-    check(train, store)
+    check_keypoints(train, store)
     # Validate on photographs that the initial weights were not trained on.
     initial = Path(train.init_from) if train.init_from else None
     if initial:
-        read_model(initial)
-    samples, messages = choose_pairs(train, held_out, sections.run.allow_training_images, initial)
-    validation = Validation(held_out, samples, train.max_keypoints, context, Augmentation.of(train))
+        read_initial_model(initial)
+    samples, messages = choose_validation_pairs(
+        train, held_out, sections.run.allow_training_images, initial
+    )
+    validation = Validation(
+        held_out, samples, train.max_keypoints, context, Augmentation.from_parameters(train)
+    )
     # Join the photographs of this training and of the initial weights, if both are known.
     names = frozenset(store.photographs) - {""}
     before = provenance.read_photographs(initial) if initial else frozenset()
     photographs = names | before if names and before is not None else None
-    return Data(store, validation, photographs, messages)
+    return TrainingData(store, validation, photographs, messages)
 
 
-def check(train: TrainParams, store: KeypointStore) -> None:
+def check_keypoints(train: TrainParams, store: KeypointStore) -> None:
     """Raise RequestError if the keypoints of `store` lack what the training needs."""
     keys = [name for name in ("neighbours", "rotation_deg", "zoom") if getattr(train, name)]
     if keys and not store.scale_angle:
@@ -92,12 +104,14 @@ def check_request(args: argparse.Namespace, sections: Params, world_size: int) -
     context = distributed.Context(0, world_size, torch.device("cpu"))
     data = open_data(args, sections, context)
     if args.continued:
-        checkpoint.load_to_continue(args.continued, identify(sections, data, world_size))
+        checkpoint.load_to_continue(
+            args.continued, fingerprint_training(sections, data, world_size)
+        )
 
 
-def identify(sections: Params, data: Data, world_size: int) -> Info:
-    """Return what tells this training from another, see `checkpoint.fingerprint`."""
-    return checkpoint.fingerprint(
+def fingerprint_training(sections: Params, data: TrainingData, world_size: int) -> Info:
+    """Return what tells this training from another, see `checkpoint.make_fingerprint`."""
+    return checkpoint.make_fingerprint(
         sections.train, sections.run, data.store.digest, data.validation.digest, world_size
     )
 
@@ -134,9 +148,9 @@ def train_step(
     # The running statistics of `norm: batch`. A gradient that is not finite must not change them.
     statistics = [b for b in objective.buffers() if b.is_floating_point()]
     before = [b.clone() for b in statistics]
-    for wait in _attempts(micro_batches[0].device):
+    for wait in _list_attempts(micro_batches[0].device):
         weight = world_size / pairs
-        names, totals, losses = compute_gradient(
+        names, totals, losses = compute_clipped_gradient(
             objective, optimizer, scaler, micro_batches, weight, wait
         )
         grad_norm, *sums = totals.tolist()  # the only device-to-host synchronization of a step
@@ -152,12 +166,12 @@ def train_step(
     return {**dict(zip(names, sums)), "pairs": float(pairs_here)}, grad_norm, losses
 
 
-def _attempts(device: torch.device) -> Tuple[bool, ...]:
+def _list_attempts(device: torch.device) -> Tuple[bool, ...]:
     """Return `wait` of each attempt. A GPU waits only if the first gradient is not finite."""
     return (True,) if device.type == "cpu" else (False, True)
 
 
-def compute_gradient(
+def compute_clipped_gradient(
     objective: nn.Module,
     optimizer: torch.optim.Optimizer,
     scaler: Any,
@@ -192,14 +206,14 @@ def compute_gradient(
     return names, totals, joined[names.index("loss")]
 
 
-def device_name(device: torch.device) -> str:
+def get_device_name(device: torch.device) -> str:
     """Return the model of a GPU or of the processor, on which rounding depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return provenance.processor()
 
 
-def check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None:
+def align_and_check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None:
     """Check that all ranks have the same weights and the same state of the optimizer, to the bit.
 
     All ranks call this together, before anything of a step is saved. If they differ, raises
@@ -211,8 +225,8 @@ def check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None
     far = False
     if not alike:
         far = distributed.copy_from_main(state.model.state_dict()) > DRIFT
-        distributed.copy_from_main(state.changing_tensors())
-    digests = state.digests()
+        distributed.copy_from_main(state.collect_changing_tensors())
+    digests = state.compute_digests()
     if far:
         digests["weights"] = "far from those of rank 0"
     ranks = distributed.all_gather(digests)
@@ -254,10 +268,10 @@ def train(
         WorkError: memory does not suffice, the training diverges, or the ranks have come apart.
     """
     data = open_data(args, sections, context)
-    identity = identify(sections, data, context.world_size)
+    identity = fingerprint_training(sections, data, context.world_size)
     # All ranks must have the same request, and the same code.
     request = {**identity, **sections.run.model_dump(), **provenance.code_digests("train")}
-    checkpoint.agree(request, context.is_main)
+    checkpoint.check_ranks_agree(request, context.is_main)
     # One rank writes in each folder, and no other training does. Nodes may share a folder or not.
     seconds = distributed.START_SECONDS if checkpoint.is_restart() else 0
     out = distributed.lock_folder(args.out, context, seconds)
@@ -267,29 +281,31 @@ def train(
         finished = None
         if not checkpoint.is_fresh(args):
             finished = distributed.run_on_main(
-                lambda: checkpoint.find_finished(args, folder, identity), context.is_main
+                lambda: checkpoint.find_finished_training(args, folder, identity), context.is_main
             )
         if finished:
             if context.is_main:
                 publish_finished(args, folder, finished)
             return 0
-        saved = checkpoint.find_start(args, folder, identity, writes)
+        saved = checkpoint.load_start(args, folder, identity, writes)
         if context.is_main and not saved:
-            data.messages.append(checkpoint.find_related(args.out, identity))
+            data.messages.append(checkpoint.find_related_training(args.out, identity))
         training = Training(args, sections, context, stop, data, folder, writes, saved)
         return training.run(saved, reports_here)
 
 
-def validate(args: argparse.Namespace, sections: Params, context: distributed.Context) -> int:
+def print_validation(
+    args: argparse.Namespace, sections: Params, context: distributed.Context
+) -> int:
     """Print the metrics of the model `train.init_from`. Return 0."""
     train = sections.train
     data = open_data(args, sections, context)
     model = make_network(train, sections.run, context, data.store)
-    _, _, messages = initialize(model, train.init_from)
-    abilities = distributed.all_gather(device_abilities(context.device))
+    _, _, messages = load_initial_weights(model, train.init_from)
+    abilities = distributed.all_gather(detect_abilities(context.device))
     precision, reason = choose_precision(train.precision, abilities)
-    objective, _, _ = build(model, train, sections.run, context, precision)
-    metrics = data.validation.metrics(objective)
+    objective, _, _ = build_objective_and_state(model, train, sections.run, context, precision)
+    metrics = data.validation.compute_metrics(objective)
     if context.is_main:
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         lines = [f"precision: {precision} ({reason})", *messages, *data.messages]
@@ -304,9 +320,9 @@ def publish_finished(args: argparse.Namespace, folder: Path, best: Info) -> None
     model.
     """
     if folder.is_dir():
-        checkpoint.publish(folder, args.out)
-    # The curves come from a checkpoint. Without one, `find_finished` has checked those that are
-    # there.
+        checkpoint.publish_best(folder, args.out)
+    # The curves come from a checkpoint. Without one, `find_finished_training` has checked the files
+    # of the curves.
     saved = checkpoint.load_newest(folder)
     if saved:
         log.write_curves(args.reports, log.unpack_curves(*saved), best["step"])
@@ -314,7 +330,7 @@ def publish_finished(args: argparse.Namespace, folder: Path, best: Info) -> None
     print(f"{folder}: trained with these parameters and data, to the last step: nothing to do")
     now = provenance.pin(provenance.COMPUTING)
     before = {name: value for name, value in best["versions"][-1].items() if name != "step"}
-    for name in checkpoint.changed_keys(before, now):
+    for name in checkpoint.list_changed_keys(before, now):
         print(
             f"  trained with {name} {before.get(name)}, here {now.get(name)}: --fresh trains again"
         )
@@ -338,7 +354,7 @@ class Training:
         sections: Params,
         context: distributed.Context,
         stop: workers.Stop,
-        data: Data,
+        data: TrainingData,
         folder: Path,
         writes: bool,
         saved: Optional[Saved],
@@ -354,15 +370,15 @@ class Training:
         self.data = data
         self.store = data.store
         self.validation = data.validation
-        self.pairs = global_batch(self.train, self.run_params, context.world_size)
+        self.pairs = count_pairs_per_step(self.train, self.run_params, context.world_size)
         self.batches = StepBatches(self.train, self.run_params, self.store, self.pairs, context)
-        self.identity = identify(sections, data, context.world_size)
-        self.name = checkpoint.name_of(self.identity)
+        self.identity = fingerprint_training(sections, data, context.world_size)
+        self.name = checkpoint.name_training(self.identity)
         # Where it writes
         self.folder = folder
         self.writes = writes
         # What computes it. Devices may differ, and all ranks need one precision.
-        abilities = distributed.all_gather(device_abilities(context.device))
+        abilities = distributed.all_gather(detect_abilities(context.device))
         self.precision, self.reason = choose_precision(self.train.precision, abilities)
         self.versions = provenance.pin(provenance.COMPUTING)
         self.code = provenance.code_digests("train")
@@ -372,7 +388,7 @@ class Training:
             "code": json_digest(self.code),
             **self.versions,
         }
-        names = distributed.all_gather(device_name(context.device))
+        names = distributed.all_gather(get_device_name(context.device))
         self.alike = len(set(names)) == 1  # whether all ranks round alike
         self.history = [{"step": 0, **computed_by}]  # an entry for each change of these
         # The network with its initial weights, and what trains it
@@ -381,9 +397,11 @@ class Training:
         self.begins_whole = False  # whether step 0 has the model of `init_from`
         self.initial_threshold: Optional[float] = None
         if self.train.init_from:
-            initial = initialize(model, self.train.init_from)
+            initial = load_initial_weights(model, self.train.init_from)
             self.begins_whole, self.initial_threshold, messages = initial
-        parts = build(model, self.train, self.run_params, context, self.precision)
+        parts = build_objective_and_state(
+            model, self.train, self.run_params, context, self.precision
+        )
         self.objective, self.ddp_model, self.state = parts
         frozen = sorted(name for name, p in model.named_parameters() if not p.requires_grad)
         messages += [f"frozen: {', '.join(frozen)}"] if frozen else []
@@ -393,7 +411,7 @@ class Training:
                 " those of the other ranks at each validation and checkpoint"
             )
         self.messages = [*messages, *data.messages]
-        self.baseline = self.validation.ratio_test_f1(self.objective)  # the F1 to beat
+        self.baseline = self.validation.compute_ratio_test_f1(self.objective)  # the F1 to beat
         if saved:
             self._restore(*saved)
 
@@ -418,7 +436,7 @@ class Training:
                 self.logger.log_stop(self.state)
                 return STOPPED
             # The last step is done.
-            best = self._save_best(finished=True)
+            best = self._save_and_publish_best(finished=True)
             self.logger.log_finish(best, self.train.init_from)
         return 0
 
@@ -427,31 +445,33 @@ class Training:
         state = self.state
         state.restore(tensors, info)
         # The average of a training that is continued is over other steps.
-        first = checkpoint.first_averaged(self.identity)
-        state.begin_average(first, same=first == checkpoint.first_averaged(info["fingerprint"]))
+        first = checkpoint.compute_first_averaged_step(self.identity)
+        state.begin_average(
+            first, same=first == checkpoint.compute_first_averaged_step(info["fingerprint"])
+        )
         now = self.history[-1]
         before = info["history"][-1]
-        changed = [key for key in checkpoint.changed_keys(before, now) if key != "step"]
+        changed = [key for key in checkpoint.list_changed_keys(before, now) if key != "step"]
         self.history = info["history"] + ([{**now, "step": state.step}] if changed else [])
         if self.context.is_main:
             print(f"resuming at step {state.step} of {self.train.steps}")
-            for key in checkpoint.changed_keys(info["fingerprint"], self.identity):
+            for key in checkpoint.list_changed_keys(info["fingerprint"], self.identity):
                 values = info["fingerprint"].get(key), self.identity.get(key)
                 print(f"{key} changed on resume: {values[0]} -> {values[1]}")
             for key in changed:
                 values = before.get(key), now.get(key)
                 if key == "code":
-                    files = ", ".join(checkpoint.changed_keys(info["code"], self.code))
+                    files = ", ".join(checkpoint.list_changed_keys(info["code"], self.code))
                     print(f"code changed on resume: {files}")
                 else:
                     print(f"{key} changed on resume: {values[0]} -> {values[1]}")
         # Validate the best model again if its metrics are from other pairs.
         if state.best_weights:
             if info["fingerprint"]["validation"] != self.validation.digest:
-                metrics = self._metrics_of(state.best_weights)
+                metrics = self._compute_metrics_of(state.best_weights)
                 state.best_metrics = {**metrics, "f1_ratio_test": self.baseline}
             # The published file may belong to another training.
-            self._save_best()
+            self._save_and_publish_best()
 
     # --- loop
 
@@ -468,25 +488,25 @@ class Training:
         steps = range(state.step, train.steps)
         with contextlib.closing(self.batches.prefetch(steps)) as loader:
             if state.step == 0:  # the curve begins at the initial weights
-                check_replicas(state, self.context.is_main, self.alike)
-                self._validate()
+                align_and_check_replicas(state, self.context.is_main, self.alike)
+                self._validate_and_keep_best()
             waiting = time.perf_counter()
             for micro_batches in loader:
                 self._step(micro_batches, time.perf_counter() - waiting)
                 last = state.step == train.steps
-                stop = distributed.any_rank(self.stop.requested)
+                stop = distributed.is_true_on_any_rank(self.stop.requested)
                 validates = last or state.step % train.val_every == 0
                 saves = last or stop or state.step % save_every == 0
                 if validates or saves:
-                    check_replicas(state, self.context.is_main, self.alike)
+                    align_and_check_replicas(state, self.context.is_main, self.alike)
 
                 # Validate before a checkpoint is saved, so that the checkpoint has the best F1.
                 if validates:
-                    self._validate()
+                    self._validate_and_keep_best()
 
                 # Once in a while, and before a stop: save a checkpoint.
                 if saves:
-                    self._save()
+                    self._save_checkpoint()
                 if stop and not last:
                     return False
                 waiting = time.perf_counter()
@@ -499,7 +519,7 @@ class Training:
         state = self.state
         train = self.train
         world_size = self.context.world_size
-        lr = learning_rate(train, self.run_params, state.step, world_size)
+        lr = compute_learning_rate(train, self.run_params, state.step, world_size)
         for group in state.optimizer.param_groups:
             group["lr"] = lr
         try:
@@ -513,7 +533,7 @@ class Training:
             fix = f"set run.accumulate: {more} (the same steps, in smaller parts)"
             raise WorkError(f"out of memory at step {state.step}: {fix}") from error
         if not math.isfinite(grad_norm):
-            self._skip(losses)
+            self._count_skipped_step(losses)
         state.step += 1
         if state.step > train.steps - train.average:
             state.add_to_average()
@@ -529,14 +549,14 @@ class Training:
             }
             self.logger.log_point(state.step, metrics)
 
-    def _skip(self, losses: Tensor) -> None:
+    def _count_skipped_step(self, losses: Tensor) -> None:
         """Report that the gradient of a step is not finite. All ranks call this together.
 
         `losses` has the loss of each of this rank's pairs. Raises WorkError after more than
         MAX_SKIPPED such steps.
         """
         state = self.state
-        step_pairs = [sample for part in self.batches.samples(state.step) for sample in part]
+        step_pairs = [sample for part in self.batches.draw_samples(state.step) for sample in part]
         finite = torch.isfinite(losses).tolist()
         names_here = [
             self._name_pair(sample) for sample, good in zip(step_pairs, finite) if not good
@@ -558,8 +578,8 @@ class Training:
     def _name_pair(self, sample: Sample) -> str:
         """Return the images and views of a pair: "a.jpg views 0 and 2"."""
         images = self.store.images
-        augmentation = Augmentation.of(self.train)
-        second = augmentation.second_image(sample.image, len(images), sample.seed)
+        augmentation = Augmentation.from_parameters(self.train)
+        second = augmentation.choose_second_image(sample.image, len(images), sample.seed)
         if second == sample.image:
             return f"{images[second]} views {sample.view0} and {sample.view1}"
         return (
@@ -568,7 +588,7 @@ class Training:
 
     # --- validate
 
-    def _validate(self) -> None:
+    def _validate_and_keep_best(self) -> None:
         """Validate the weights that would be shipped, and keep them if they are the best.
 
         These are the mean of the weights of the last `train.average` steps, if that mean exists
@@ -576,14 +596,14 @@ class Training:
         best if all were taken. A network that is untrained, or in part, may not.
         """
         state = self.state
-        metrics = {**self._metrics_of(state.average), "f1_ratio_test": self.baseline}
+        metrics = {**self._compute_metrics_of(state.average), "f1_ratio_test": self.baseline}
         untrained = state.step == 0 and not self.begins_whole
         self.logger.log_validation(state, metrics, untrained)
-        if not untrained and state.keep_best(metrics):
-            self._save_best()
+        if not untrained and state.keep_if_best(metrics):
+            self._save_and_publish_best()
         self.logger.write_curves(state.best_step)
 
-    def _metrics_of(self, weights: Tensors) -> Metrics:
+    def _compute_metrics_of(self, weights: Tensors) -> Metrics:
         """Return the metrics of the model with `weights` in place of its own.
 
         Names that `weights` lacks keep the model's own values. The model is restored afterwards.
@@ -591,20 +611,20 @@ class Training:
         model = self.state.model
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict({**before, **weights})
-        metrics = self.validation.metrics(self.objective)
+        metrics = self.validation.compute_metrics(self.objective)
         model.load_state_dict(before)
         return metrics
 
     # --- save
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         """Write a checkpoint. All ranks call this together."""
         # Sum the next point of the curves over all ranks. Then one rank in each folder writes.
         window = distributed.sum_over_ranks(self.logger.sums)
         if self.writes:
             columns, curves = log.pack_curves(self.logger.curves)
             info = {
-                **self.state.info(),
+                **self.state.collect_info(),
                 "code": self.code,
                 "columns": columns,
                 "fingerprint": self.identity,
@@ -612,11 +632,11 @@ class Training:
                 "log_window": window,
                 "training": self.name,
             }
-            tensors = {**self.state.tensors(), **curves}
+            tensors = {**self.state.collect_tensors(), **curves}
             checkpoint.save(self.folder, self.state.step, tensors, info)
         distributed.barrier()
 
-    def _save_best(self, finished: bool = False) -> Info:
+    def _save_and_publish_best(self, finished: bool = False) -> Info:
         """Write the best model so far and its description, publish them, and return the latter."""
         state = self.state
         # Few photographs cannot choose a threshold.
@@ -636,14 +656,14 @@ class Training:
             "finished": finished,
             "training": self.name,
             "versions": checkpoint.list_package_versions(self.history),
-            "train": checkpoint.describe(self.train),
+            "train": checkpoint.describe_parameters(self.train),
             provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.data.photographs or ()),
             **{k: v for k, v in self.identity.items() if k in decided},
         }
         if self.writes:
-            curves = log.digest_curves(self.args.reports) if finished else {}
+            curves = log.hash_curve_files(self.args.reports) if finished else {}
             origin = {"code": self.code, "curves": curves}
-            checkpoint.save_best(
+            checkpoint.save_and_publish_best(
                 self.folder, self.args.out, state.best_weights, info, self.data.photographs, origin
             )
         return info

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.dev import scenes, verification
 from benchmarks.photographs import photographs
-from pipeline.keypoints.views import generator
+from pipeline.keypoints.views import make_generator
 from superglue_sift import errors
 from superglue_sift.geometry import two_view
 
@@ -25,7 +25,7 @@ def likeness(image0, image1, H):
 
 @pytest.mark.parametrize("kind", verification.KINDS)
 def test_made_views_are_the_same_every_time_and_look_alike_where_the_truth_says(kind):
-    views, again = (kind(generator(0, "a.jpg", 0), *photographs(2)) for _ in range(2))
+    views, again = (kind(make_generator(0, "a.jpg", 0), *photographs(2)) for _ in range(2))
     for (image, _), (same, _) in zip(views, again):
         assert image.dtype == np.uint8 and image.ndim == 2
         np.testing.assert_array_equal(image, same)

@@ -10,7 +10,7 @@ from processes import CONTEXT, in_group
 from waiting import ended, wait_until
 
 from pipeline import distributed
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 from pipeline.errors import RequestError, WorkError
 
 
@@ -21,7 +21,7 @@ def collectives(context):
         "gathered": distributed.all_gather({"rank": rank, "items": list(range(rank))}),
         "broadcast": distributed.broadcast(f"from {rank}"),
         "sums": distributed.sum_over_ranks({"loss": 2.0 * rank, "pairs": 1.0}),
-        "any": [distributed.any_rank(rank == 0), distributed.any_rank(False)],
+        "any": [distributed.is_true_on_any_rank(rank == 0), distributed.is_true_on_any_rank(False)],
         "rows": distributed.map_rows_over_ranks(torch.neg, torch.arange(5)).tolist(),
     }
 
@@ -36,7 +36,7 @@ def test_collectives(count):
         "any": [True, False],
         "rows": [0, -1, -2, -3, -4],
     }
-    alone = [collectives(distributed.start())] if count == 1 else None
+    alone = [collectives(distributed.join_group())] if count == 1 else None
     assert (alone or in_group(count, collectives)) == [expected] * count
 
 
@@ -61,7 +61,7 @@ def fails(rank, port, pids):
 @pytest.mark.slow
 def test_a_rank_that_fails_ends_without_waiting_for_the_others():
     pids = CONTEXT.SimpleQueue()
-    port = free_port()
+    port = find_free_port()
     ranks = [
         CONTEXT.Process(target=fails, args=(rank, port, pids), daemon=True) for rank in range(2)
     ]
@@ -84,7 +84,7 @@ def test_a_rank_that_fails_ends_without_waiting_for_the_others():
     ],
 )
 def test_rank_0_is_on_the_first_host_as_scontrol_counts(nodes, first):
-    assert distributed.first_host(nodes) == first
+    assert distributed.parse_first_host(nodes) == first
 
 
 STEP = {
@@ -100,7 +100,7 @@ def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
     """SLURM_NTASKS is the job's, and an interactive shell is a step of one task."""
     for name, value in {**STEP, "SLURM_STEP_NUM_TASKS": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert distributed.start().world_size == 1
+    assert distributed.join_group().world_size == 1
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_shell_of_a_job_with_four_tasks_starts_one_process(monkeypatch):
 def test_a_start_that_cannot_succeed_is_one_line(monkeypatch, variables, error, said):
     with socket.create_server(("", 0)) as other:
         taken = other.getsockname()[1]
-        port = taken if "MASTER_PORT" in variables else free_port()
+        port = taken if "MASTER_PORT" in variables else find_free_port()
         for name, value in {**variables, "MASTER_PORT": str(port)}.items():
             monkeypatch.setenv(name, value)
         with pytest.raises(error, match=said), distributed.process_group():

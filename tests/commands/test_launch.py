@@ -6,26 +6,26 @@ import pytest
 from reading import read_error
 
 from pipeline import errors, launch
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 
 
 def test_number_of_processes(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setenv("NPROC_PER_NODE", "3")
-    assert launch.processes_per_node() == 3
+    assert launch.count_processes_per_node() == 3
     for gpus, processes in ((0, 2), (4, 4)):
         monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
         monkeypatch.setenv("NPROC_PER_NODE", "auto")
-        assert launch.processes_per_node() == processes
+        assert launch.count_processes_per_node() == processes
 
 
 def options():
     """The options of torchrun in this environment."""
-    return set(launch.torchrun_options(2, restarts=3))
+    return set(launch.make_torchrun_options(2, restarts=3))
 
 
 def test_options_of_one_node_and_of_several(monkeypatch):
-    port = str(free_port())
+    port = str(find_free_port())
     monkeypatch.setenv("MASTER_PORT", port)
     one = options()
     assert {"--nnodes=1", "--master_addr=127.0.0.1", "--max_restarts=0"} <= one
@@ -36,7 +36,7 @@ def test_options_of_one_node_and_of_several(monkeypatch):
         monkeypatch.setenv(name, value)
     two = options()
     assert {"--nnodes=1:2", "--rdzv_endpoint=head:29400", "--max_restarts=3"} <= two
-    assert "--rdzv_conf=is_host=true" in two and launch.least_nodes() == 1
+    assert "--rdzv_conf=is_host=true" in two and launch.read_least_nodes() == 1
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,21 @@ def test_options_of_one_node_and_of_several(monkeypatch):
             {},
             "none.yaml: no such file",
         ),
-        (launch.processes_per_node, {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE='0': must be a whole"),
-        (launch.processes_per_node, {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE='two'"),
-        (launch.processes_per_node, {"NPROC_PER_NODE": "5"}, "NPROC_PER_NODE=5, but GPUs here: 4"),
-        *((launch.least_nodes, {"NNODES": n}, f"NNODES='{n}'") for n in ("0", "a", "1:2:3", ":2")),
+        (
+            launch.count_processes_per_node,
+            {"NPROC_PER_NODE": "0"},
+            "NPROC_PER_NODE='0': must be a whole",
+        ),
+        (launch.count_processes_per_node, {"NPROC_PER_NODE": "two"}, "NPROC_PER_NODE='two'"),
+        (
+            launch.count_processes_per_node,
+            {"NPROC_PER_NODE": "5"},
+            "NPROC_PER_NODE=5, but GPUs here: 4",
+        ),
+        *(
+            (launch.read_least_nodes, {"NNODES": n}, f"NNODES='{n}'")
+            for n in ("0", "a", "1:2:3", ":2")
+        ),
         (options, {"NNODES": "2", "RDZV_ENDPOINT": "head"}, "needs RDZV_ENDPOINT=host:port"),
         (options, {"MASTER_PORT": "taken"}, "in use"),
         (options, {"MASTER_PORT": "70000"}, "MASTER_PORT=70000: cannot be used"),

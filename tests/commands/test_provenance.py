@@ -25,7 +25,7 @@ COCO = ["000000000139.jpg", "000000000285.jpg", "000000000632.jpg"]
 def photograph(name, size=100, crc32="0badcafe", path="/data/photos", source="folder"):
     """The identifier of a photograph of this name in a folder or zip."""
     entry = Entry(name, "test", "images", name, size, crc32)
-    return ImageSet([entry], {"images": path}, source).photograph(entry)
+    return ImageSet([entry], {"images": path}, source).identify_photograph(entry)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_validation_alone_leaves_out_what_was_seen(training, begun_from, capsys)
     assert said[0].splitlines()[-1] != said[1].splitlines()[-1]
     provenance.write_photographs(begun_from, ["100", "101", "102"])
     with pytest.raises(RequestError, match=r"all of the 3 validation photographs.*run\.allow_tr"):
-        train.check(training(begun_from), 1)
+        train.check_request(training(begun_from), 1)
     assert errors.run(train.main, training(begun_from, "--validate-only")) == 2
 
 
@@ -237,10 +237,10 @@ def test_allowing_training_images_makes_another_training(training, begun_from):
     provenance.write_photographs(begun_from, ["100"])
     names = set()
     for allowed in (False, True):
-        args, sections = train.parse(training(begun_from, allow_training_images=allowed))
+        args, sections = train.parse_request(training(begun_from, allow_training_images=allowed))
         context = distributed.Context(0, 1, torch.device("cpu"))
         data = trainer.open_data(args, sections, context)
-        names.add(checkpoint.name_of(trainer.identify(sections, data, 1)))
+        names.add(checkpoint.name_training(trainer.fingerprint_training(sections, data, 1)))
     assert len(names) == 2
 
 
@@ -249,13 +249,15 @@ def test_the_shipped_weights_name_the_photographs_they_were_trained_on(root, sha
     assert known is not None and len(known) == 2999
     for folder in ("train", "extra_gray", "extra_gray_512"):
         names = [path.name for path in (shared_data / "coco" / folder).iterdir()]
-        assert {dataset.coco_number(name) for name in names} <= known
+        assert {dataset.parse_coco_number(name) for name in names} <= known
     names = [path.name for path in (shared_data / "coco/val").iterdir()]
-    assert not known & {dataset.coco_number(name) for name in names}
+    assert not known & {dataset.parse_coco_number(name) for name in names}
 
 
 def test_the_sample_is_not_in_the_training_of_the_shipped_weights(root, tmp_path):
     known = provenance.read_photographs(root / SHIPPED)
     entries = dataset.copy_sample(tmp_path / "images")
     images = ImageSet(entries, {"images": str(tmp_path / "images")}, "sample")
-    assert known is not None and not known & {images.photograph(entry) for entry in entries}
+    assert known is not None and not known & {
+        images.identify_photograph(entry) for entry in entries
+    }

@@ -32,7 +32,7 @@ def test_a_part_lies_inside_and_is_magnified_as_said(seed, zoom):
 def held_out(folder, images, section):
     write_image_set(folder, images, "test")
     manifest = dataset.open_manifest(folder)
-    return pairs.HeldOutPairs(manifest, manifest.entries("test"), section)
+    return pairs.HeldOutPairs(manifest, manifest.select_entries("test"), section)
 
 
 def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(

@@ -16,7 +16,7 @@ import time
 
 from faults import inject
 from pipeline import errors, tracking
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 from pipeline.train import __main__ as train
 from superglue_sift.network.weights import load_model_file
 
@@ -67,7 +67,7 @@ def start(ranks, main, arguments, log, folder=".", **environment):
 
 def rendezvous():
     """Where the ranks of a group meet: a free port of this machine."""
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "SG_TIMEOUT": "60"}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port()), "SG_TIMEOUT": "60"}
 
 
 def wait(processes):

@@ -74,9 +74,13 @@ def install():
 
     _wrap(data.StepBatches, "load", lambda inner, self, n: (at("load_batch", n), inner(self, n))[1])
     _wrap(trainer.Training, "_step", _step)
-    _wrap(trainer.Training, "_validate", lambda inner, self: (at("eval"), inner(self))[1])
+    _wrap(
+        trainer.Training,
+        "_validate_and_keep_best",
+        lambda inner, self: (at("eval"), inner(self))[1],
+    )
     _wrap(loss.MatchingObjective, "forward", _forward)
-    for name in ("save", "save_best"):
+    for name in ("save", "save_and_publish_best"):
         _wrap(checkpoint, name, _save)
     for owner, name, phase in (
         (os, "fsync", "ckpt_fsync"),

@@ -127,7 +127,7 @@ def test_a_rank_whose_weights_differ_ends_the_run_and_nothing_of_the_step_is_sav
 def train_on_unlike_devices(argv, factor=1 + 1e-6):
     """As if each rank had another device, and rank 1 rounded everything up."""
     rank = os.environ["RANK"]
-    trainer.device_name = lambda device: f"device of rank {rank}"
+    trainer.get_device_name = lambda device: f"device of rank {rank}"
     step = trainer.Training._step
 
     def take_step(self, *arguments):

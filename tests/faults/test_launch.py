@@ -17,7 +17,7 @@ from waiting import ended, wait_until
 
 from faults.cells import Workbench
 from faults.group import digest
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 
 pytestmark = pytest.mark.slow
 
@@ -138,7 +138,7 @@ def test_slurm_names_the_ranks(bench):
     arguments = [sys.executable, "-m", "pipeline.train", *bench.training("run")]
     job = {
         "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7", "OMP_NUM_THREADS": "1",
-        "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(free_port()),
+        "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": str(find_free_port()),
     }  # fmt: skip
     tasks = []
     for i in "01":
@@ -159,7 +159,7 @@ def test_elastic_goes_on_with_three_processes_two_and_three_again(bench):
     keys = (("steps", 600), ("layers", 4), ("val_every", 200), ("save_every", 10))
     arguments = bench.training("run", keys)
     checkpoints = bench.folder / "run"
-    port = free_port()
+    port = find_free_port()
     job = {"NNODES": "1:2", "RDZV_ENDPOINT": f"127.0.0.1:{port}", "SG_TIMEOUT": "20"}
     one = launcher(arguments, NPROC_PER_NODE="2", **job)
     # the node that listens first has the endpoint, and it must not be the one that is lost

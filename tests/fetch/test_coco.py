@@ -57,7 +57,7 @@ def server(monkeypatch):
 
 def fetch(folder):
     target = folder / "file.zip"
-    assert coco.Remote(ARCHIVE).download(target).names == ["a.jpg"]
+    assert coco.RemoteArchive(ARCHIVE).download(target).names == ["a.jpg"]
     assert target.read_bytes() == DATA
     assert sorted(path.name for path in folder.iterdir()) == ["file.zip"]
 
@@ -86,7 +86,7 @@ def test_each_fault_is_survived_with_hardly_a_byte_sent_twice(
 def test_a_link_to_another_disk_is_followed(server, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "file.zip").symlink_to("disk/real.zip")
-    coco.Remote(ARCHIVE).download(tmp_path / "file.zip")
+    coco.RemoteArchive(ARCHIVE).download(tmp_path / "file.zip")
     assert (tmp_path / "file.zip").is_symlink()
     assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real.zip"]
     assert (tmp_path / "disk/real.zip").read_bytes() == DATA
@@ -140,7 +140,7 @@ def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with zipfile.ZipFile("val2017.zip", "w") as out:
         for number, name in enumerate(TEN):
-            photo = cv2.imread(str(dataset.sample_folder() / name))
+            photo = cv2.imread(str(dataset.find_sample_folder() / name))
             jpeg = cv2.imencode(".jpg", photo)[1].tobytes()
             out.writestr(f"val2017/{number:012d}.jpg", jpeg)
     server = FaultyServer(Path("val2017.zip").read_bytes())
@@ -162,7 +162,7 @@ def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
         assert stage.main(words) in (0, None)
     server.close()
     images = dataset.open_manifest(Path("data/images"))
-    assert sorted(map(images.photograph, images.listed)) == [str(n) for n in range(10)]
+    assert sorted(map(images.identify_photograph, images.listed)) == [str(n) for n in range(10)]
     metrics = read_json(Path("reports/evaluate/metrics.json"))
     assert metrics["ratio_test.precision"] > 0.3
     assert Path("models/superglue.safetensors").is_file()

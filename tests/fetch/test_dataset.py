@@ -44,9 +44,9 @@ def test_a_damaged_manifest_names_its_line(tmp_path):
 
 def test_images_read_back_and_a_changed_one_is_bad(image_folder):
     names = ["chelsea.jpg", "coffee.png"]
-    entries = [dataset.file_entry(image_folder, name, "train", "train") for name in names]
+    entries = [dataset.read_file_entry(image_folder, name, "train", "train") for name in names]
     images = dataset.ImageSet(entries, {"train": str(image_folder)})
-    first, second = images.entries("train")
+    first, second = images.select_entries("train")
     assert images.read(first) == (image_folder / "chelsea.jpg").read_bytes()
     (image_folder / "coffee.png").write_bytes(b"x" * second.size)
     with pytest.raises(BadImage, match="CRC-32"):
@@ -66,7 +66,7 @@ def test_archives_with_names_that_lead_outside_are_refused(tmp_path, name):
     with zipfile.ZipFile(tmp_path / "slip.zip", "w") as out:
         out.writestr(name, b"x")
     with pytest.raises(RequestError, match="points outside"):
-        dataset.zip_container(tmp_path / "slip.zip")
+        dataset.open_zip(tmp_path / "slip.zip")
 
 
 def test_bombs_and_other_methods_are_refused(tmp_path, monkeypatch):
@@ -78,7 +78,7 @@ def test_bombs_and_other_methods_are_refused(tmp_path, monkeypatch):
         with zipfile.ZipFile(tmp_path / "bomb.zip", "w", method) as out:
             out.writestr("a.jpg", bytes(1_000_000))
         with pytest.raises(RequestError, match=said):
-            dataset.zip_container(tmp_path / "bomb.zip")
+            dataset.open_zip(tmp_path / "bomb.zip")
 
 
 def test_files_of_equal_size_and_end_are_no_copies(tmp_path, photo):

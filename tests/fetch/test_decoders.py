@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipeline.errors import RequestError
 from pipeline.fetch import decoders
-from pipeline.fetch.dataset import Entry, ImageSet, file_entry
+from pipeline.fetch.dataset import Entry, ImageSet, read_file_entry
 from superglue_sift.features.images import BadImage, decode_gray
 
 
@@ -73,7 +73,7 @@ def images(tmp_path, color_photo):
     (folder / "15-trailing-bytes.jpg").write_bytes(whole + bytes(9))
     (folder / "99-page.jpg").write_bytes(b"<html>gone</html>")
     names = sorted(path.name for path in folder.iterdir())
-    entries = [file_entry(folder, name, "train", "photographs") for name in names]
+    entries = [read_file_entry(folder, name, "train", "photographs") for name in names]
     return ImageSet(entries, {"photographs": str(folder)})
 
 
@@ -93,7 +93,7 @@ def outcomes(images, found):
 
 def check_same(found, images, leave_out=()):
     """The entries in order, with Pillow's pixels or reason."""
-    entries = images.entries("train")
+    entries = images.select_entries("train")
     found = list(outcomes(images, found))
     assert [entry for entry, _ in found] == entries
     for entry, one in found:
@@ -110,9 +110,11 @@ def check_same(found, images, leave_out=()):
 @pytest.mark.parametrize("batch", [1, 4, 5, 64])  # the last one whole, partial, the only one
 def test_pixels_order_and_verdicts_are_those_of_pillow(images, decoder, batch, monkeypatch):
     monkeypatch.setattr(decoders, "BATCH", batch)
-    check_same(decoders.decode_all(decoder, images, images.entries("train")), images)
-    others = [entry for entry in images.entries("train") if entry.name.startswith(("05-", "09-"))]
-    assert list(decoders.decode_all(decoder, images, others)) == others  # no JPEG among them
+    check_same(decoders.read_and_decode(decoder, images, images.select_entries("train")), images)
+    others = [
+        entry for entry in images.select_entries("train") if entry.name.startswith(("05-", "09-"))
+    ]
+    assert list(decoders.read_and_decode(decoder, images, others)) == others  # no JPEG among them
 
 
 @on_cpu
@@ -121,14 +123,16 @@ def test_what_a_decoder_refuses_pillow_decides(images, monkeypatch, decoder):
     """Without our checks it gets web pages and PNG; the whole batch is then Pillow's."""
     cmyk = [f"{index:02d}.jpg" for index in range(6, 18, 7)]  # taken as it is
     monkeypatch.setattr(decoders, "is_plain_jpeg", lambda data, _: data[:1] in (b"<", b"\xff"))
-    check_same(decoders.decode_all(decoder, images, images.entries("train")), images, cmyk)
+    check_same(
+        decoders.read_and_decode(decoder, images, images.select_entries("train")), images, cmyk
+    )
 
 
 @pytest.mark.gpu
 @both
 def test_a_gpu_decodes_nearly_the_same(images, decoder):
-    entries = images.entries("train")
-    for entry, one in outcomes(images, decoders.decode_all(decoder, images, entries)):
+    entries = images.select_entries("train")
+    for entry, one in outcomes(images, decoders.read_and_decode(decoder, images, entries)):
         other = by_pillow(images, entry)
         assert isinstance(one, BadImage) == isinstance(other, BadImage), entry.name
         if not isinstance(one, BadImage):

@@ -58,7 +58,7 @@ def run_on(run):
 
 
 def names(folder, split):
-    return [entry.name for entry in open_manifest(folder).entries(split)]
+    return [entry.name for entry in open_manifest(folder).select_entries(split)]
 
 
 def by_split(folder):
@@ -85,7 +85,7 @@ def test_a_folder_stays_where_it_is_and_a_part_is_held_out(run_on, image_folder)
     assert sorted(name for each in found.values() for name in each) == FOUR
     assert found["train"] and found["val"]
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.csv", "source.json"]
-    entry = open_manifest(folder).entries("train")[0]
+    entry = open_manifest(folder).select_entries("train")[0]
     assert open_manifest(folder).read(entry) == (image_folder / entry.name).read_bytes()
 
 
@@ -103,7 +103,7 @@ def test_copies_of_a_photograph_share_a_split(run_on, tmp_path):
     zipped = shutil.make_archive(str(tmp_path / "many"), "zip", folder)
     for path in (folder, zipped):
         images = open_manifest(run_on(path, f"out-{Path(path).name}", val_fraction=0.3))
-        found = {split: {entry.crc32 for entry in images.entries(split)} for split in SPLITS}
+        found = {split: {entry.crc32 for entry in images.select_entries(split)} for split in SPLITS}
         assert sum(map(len, found.values())) == len(set().union(*found.values())) == 20
         assert min(map(len, found.values())) >= 3
 
@@ -216,10 +216,10 @@ def test_frames_of_a_video_are_no_photographs_of_coco_and_a_line_says_so(
     said = capsys.readouterr().out
     images = open_manifest(folder)
     for split, title in (("val", "validation"), ("test", "test")):
-        count = len(images.entries(split))
+        count = len(images.select_entries(split))
         assert f"fetch: {title} images: {count} of {count} are named as photographs of COCO" in said
     assert "left out" not in said
-    assert {images.photograph(entry) for entry in images.listed} == {
+    assert {images.identify_photograph(entry) for entry in images.listed} == {
         f"{entry.crc32}-5000" for entry in images.listed
     }
 
@@ -323,7 +323,7 @@ def test_archives_that_are_here_are_not_downloaded(run, archive_server, tmp_path
     (given / "val2017.zip").unlink()
     unpacked = run("c", path=str(given), **offline)
     assert by_split(unpacked) == expected
-    entry = open_manifest(unpacked).entries("train")[0]
+    entry = open_manifest(unpacked).select_entries("train")[0]
     assert open_manifest(unpacked).read(entry) == (given / entry.name).read_bytes()
 
 

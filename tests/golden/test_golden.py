@@ -16,7 +16,7 @@ from made_views import SIZE, made_image, made_store
 from reading import read_json
 
 from pipeline.keypoints.store import KeypointStore
-from pipeline.train.data import load_batch, training_pairs
+from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.trainer import train_step
 from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
@@ -54,7 +54,7 @@ def compute_losses(folder, **changes):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
     losses = []
     for step in range(STEPS):
-        pairs = training_pairs(0, len(store), store.views_per_image, 6 * step, 6 * step + 6)
+        pairs = draw_training_pairs(0, len(store), store.views_per_image, 6 * step, 6 * step + 6)
         batch = load_batch(store, pairs, 48)
         sums, *_ = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
         losses.append(sums["loss"] / 6)

@@ -21,7 +21,7 @@ from pipeline.fetch import dataset
 from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints import shards, store, views
 from pipeline.keypoints.store import KeypointStore
-from pipeline.keypoints.views import gray_views
+from pipeline.keypoints.views import make_image_views
 from superglue_sift.features.images import BadImage, read_gray
 from superglue_sift.geometry.two_view import transform
 
@@ -92,9 +92,9 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
     assert metrics["bad_images"] == 0 and bad_list(tmp_path) == {}
     store = opened["train"]
     settings = make_params("keypoints", **SMALL)
-    made = gray_views(read_gray(pictures / store.images[1]), store.images[1], settings)
+    made = make_image_views(read_gray(pictures / store.images[1]), store.images[1], settings)
     for index in range(3):
-        view = store.view(1, index)
+        view = store.read_view(1, index)
         assert view.records.tobytes() == made.records[index].tobytes()
         assert np.array_equal(view.H_image_to_view, made.homographies[index])
         assert view.size == (128, 96)
@@ -103,11 +103,11 @@ def test_stores_hold_all_views_of_train_and_val(stage, pictures, tmp_path, make_
 
 def test_views_have_random_sizes_between_the_smallest_and_the_full_one(make_params, photo):
     settings = make_params("keypoints", **{**SMALL, "views_per_image": 8, "smallest": 0.5})
-    made = gray_views(photo, "coffee.png", settings)
+    made = make_image_views(photo, "coffee.png", settings)
     widths, heights = made.view_sizes.T
     assert len(set(widths)) > 4 and widths.min() >= 64 and widths.max() <= 128
     assert np.abs(widths / heights - 4 / 3).max() < 0.05
-    other = gray_views(photo, "coffee.png", settings.model_copy(update={"seed": 1}))
+    other = make_image_views(photo, "coffee.png", settings.model_copy(update={"seed": 1}))
     assert not np.isclose(made.homographies, other.homographies).all(axis=(1, 2)).any()
     for records, width, height in zip(made.records, widths, heights):
         assert len(records) > 5
@@ -125,7 +125,7 @@ def test_transparent_pixels_give_no_keypoints_in_any_view(stage, pictures, capsy
     store = KeypointStore(stage(pictures) / "train")
     index = next(i for i, name in enumerate(store.images) if name.endswith(".png"))
     for number in range(3):
-        view = store.view(index, number)
+        view = store.read_view(index, number)
         places = np.stack([view.records["x"], view.records["y"]], axis=1).astype(float)
         assert len(places) > 5
         assert transform(places, np.linalg.inv(view.H_image_to_view))[:, 0].min() > 148
@@ -148,9 +148,11 @@ def test_what_is_done_is_not_done_twice_but_what_is_damaged_or_changed_is(
     out = stage(pictures)
     before = read_files(out)
     made = []
-    write = shards.write
+    write = shards.write_shard_and_note
     monkeypatch.setattr(
-        shards, "write", lambda shard, *more: made.append(shard.path) or write(shard, *more)
+        shards,
+        "write_shard_and_note",
+        lambda shard, *more: made.append(shard.path) or write(shard, *more),
     )
     assert read_files(stage(pictures)) == before and not made
     damaged = out / "train/shard-00001.safetensors"
@@ -199,7 +201,9 @@ def test_exactly_the_bad_images_are_listed_and_none_is_used(
         for split in ("train", "val")
         for name in KeypointStore(out / split, verify="all").images
     ]
-    held = {entry.name for entry in dataset.open_manifest(tmp_path / "images").entries("test")}
+    held = {
+        entry.name for entry in dataset.open_manifest(tmp_path / "images").select_entries("test")
+    }
     assert set(listed) == set(expected) - held and set(used) == good - held
     for name, text in expected.items():
         assert name in held or text in listed[name]
@@ -284,9 +288,9 @@ def test_what_another_rank_is_writing_stays(stage, pictures, tmp_path, monkeypat
     partial.parent.mkdir(parents=True)
     partial.write_bytes(b"a part")
     seen = []
-    write = shards.write
+    write = shards.write_shard_and_note
     monkeypatch.setattr(
-        shards, "write", lambda *args: seen.append(partial.exists()) or write(*args)
+        shards, "write_shard_and_note", lambda *args: seen.append(partial.exists()) or write(*args)
     )
     stage(pictures)
     assert seen and all(seen) and not partial.exists()
@@ -296,7 +300,7 @@ def test_a_rank_that_died_is_not_waited_for_without_end(stage, pictures, tmp_pat
     """Nor is a shard of other parameters taken for its own."""
     (tmp_path / "kp/train").mkdir(parents=True)
     (tmp_path / "kp/train/shard-00001.json").write_text('{"fingerprint": "another"}')
-    monkeypatch.setattr(keypoints, "SILENCE", 0.0)
+    monkeypatch.setattr(keypoints, "SILENCE_SECONDS", 0.0)
     monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank 1
     with pytest.raises(
         WorkError, match=r"shard-00001.safetensors: no rank has written it.*run again"
@@ -318,7 +322,7 @@ def test_a_shard_that_changes_has_another_version(make_params, photo):
     """
     settings = make_params("keypoints", views_per_image=3)
     found = []
-    for records in gray_views(photo, "coffee.png", settings).records:
+    for records in make_image_views(photo, "coffee.png", settings).records:
         sums = [records["x"].sum(), records["y"].sum(), records["descriptor"].sum(dtype=np.int64)]
         found.append([len(records), *(round(float(value)) for value in sums)])
     assert {views.VERSION: found} == GOLDEN, (

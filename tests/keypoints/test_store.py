@@ -40,9 +40,9 @@ def write(folder, images, per_shard=2, views=2):
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [images[start : start + per_shard] for start in range(0, len(images), per_shard)]
     rows = [
-        store.write_shard(folder / store.shard_name(i), piece) for i, piece in enumerate(pieces)
+        store.write_shard(folder / store.name_shard(i), piece) for i, piece in enumerate(pieces)
     ]
-    (folder / store.INDEX).write_text(json.dumps(store.index(rows, views)))
+    (folder / store.INDEX).write_text(json.dumps(store.make_index(rows, views)))
     return folder
 
 
@@ -65,7 +65,7 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
     assert opened.sizes.tolist() == [list(image.size) for image in images]
     for i, image in enumerate(images):
         for v in range(3):
-            view = opened.view(i, v)
+            view = opened.read_view(i, v)
             assert view.records.tobytes() == image.records[v].tobytes()
             assert view.size == tuple(image.view_sizes[v])
             assert np.array_equal(view.H_image_to_view, image.homographies[v])
@@ -73,8 +73,8 @@ def test_what_is_written_is_read(tmp_path_factory, counts, per_shard):
 
 def test_a_store_says_of_which_features_it_is(tmp_path):
     mine = Extractor("mine:f", record_dtype("float", 256), False, lambda *_: None)
-    rows = [store.write_shard(tmp_path / store.shard_name(0), [])]
-    (tmp_path / store.INDEX).write_text(json.dumps(store.index(rows, 1, mine)))
+    rows = [store.write_shard(tmp_path / store.name_shard(0), [])]
+    (tmp_path / store.INDEX).write_text(json.dumps(store.make_index(rows, 1, mine)))
     opened = KeypointStore(tmp_path)
     found = (opened.extractor, opened.dtype, opened.scale_angle)
     assert found == (mine.name, mine.dtype, False)

@@ -11,7 +11,7 @@ from made_scenes import places_shown
 
 from pipeline.fetch import dataset
 from pipeline.keypoints import views
-from pipeline.keypoints.views import MAX_UPSCALE, generator, mild_view, sample_view
+from pipeline.keypoints.views import MAX_UPSCALE, make_generator, sample_mild_view, sample_view
 from superglue_sift.features.images import BadImage
 from superglue_sift.geometry.two_view import corners, jacobians, transform
 
@@ -59,19 +59,19 @@ def check_view(H, image_size, view_size, max_upscale=MAX_UPSCALE):
 def test_views_are_border_free_convex_and_bounded(width, height, w, h, limits, difficulty, seed):
     image_size = (width, height)
     view_size = (w, h)
-    rng = generator(seed, "name", 1)
+    rng = make_generator(seed, "name", 1)
     try:
         dataset.require_size("name", image_size, view_size)
     except BadImage:
         return
     H = sample_view(rng, image_size, view_size, limits, difficulty)
     check_view(H, image_size, view_size, limits.max_upscale)
-    check_view(mild_view(rng, image_size, view_size), image_size, view_size)
+    check_view(sample_mild_view(rng, image_size, view_size), image_size, view_size)
 
 
 def test_a_view_depends_on_seed_name_and_index_alone():
     def view(*key):
-        return sample_view(generator(*key), (640, 480), (512, 384), USUAL)
+        return sample_view(make_generator(*key), (640, 480), (512, 384), USUAL)
 
     assert np.array_equal(view(0, "a", 1), view(0, "a", 1))
     different = [view(0, "a", 1), view(1, "a", 1), view(0, "b", 1), view(0, "a", 2)]
@@ -81,7 +81,7 @@ def test_a_view_depends_on_seed_name_and_index_alone():
 def test_views_of_more_difficulty_spread_further():
     def spread(difficulty):
         views = [
-            sample_view(generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty)
+            sample_view(make_generator(0, "a", i), (640, 480), (512, 384), USUAL, difficulty)
             for i in range(60)
         ]
         quads = np.array([transform(corners((512, 384)), np.linalg.inv(view)) for view in views])
@@ -96,7 +96,7 @@ def test_a_tilt_squeezes_the_photograph_along_one_direction_by_up_to_its_cosine(
     )
     ratios = []
     for i in range(200):
-        H = sample_view(generator(0, "a", i), (640, 480), (512, 384), steep)
+        H = sample_view(make_generator(0, "a", i), (640, 480), (512, 384), steep)
         stretches = np.linalg.svd(H[:2, :2] / H[2, 2], compute_uv=False)
         ratios.append(stretches[0] / stretches[1])
     assert 1.9 < max(ratios) <= 2.0 + 1e-6 and min(ratios) < 1.05  # 1 / cos 60 degrees
@@ -115,7 +115,7 @@ def pattern(width, height, wave=waves):
 
 @pytest.mark.parametrize("index", range(8))
 def test_rendered_content_lies_where_the_homography_says(index):
-    H = sample_view(generator(3, "waves", index), (640, 480), (512, 384), USUAL)
+    H = sample_view(make_generator(3, "waves", index), (640, 480), (512, 384), USUAL)
     view = views.render(pattern(640, 480), H, (512, 384))
     x, y = places_shown(H, (512, 384))
     expected = waves(x, y)
@@ -134,7 +134,7 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
     image = pattern(*size, slow)
     checker = ((np.indices((size[1], size[0])).sum(0) % 2) * 40 - 20).astype(np.int16)
     noisy = np.clip(image.astype(np.int16) + checker, 0, 255).astype(np.uint8)
-    H = mild_view(generator(0, "huge", 0), size, (512, 384))
+    H = sample_mild_view(make_generator(0, "huge", 0), size, (512, 384))
     expected = slow(*places_shown(H, (512, 384)))
     inside = np.abs(views.render(noisy, H, (512, 384)) - expected)[2:-2, 2:-2]
     assert inside.max() < 6 and inside.mean() < 1.5
@@ -142,13 +142,15 @@ def test_huge_images_are_shrunk_without_aliasing_and_without_a_shift(size):
 
 def test_everything_off_changes_nothing(photo):
     off = SimpleNamespace(**OFF)
-    assert np.array_equal(views.distort(photo, generator(0, "a", 1), off), photo)
+    assert np.array_equal(views.distort(photo, make_generator(0, "a", 1), off), photo)
 
 
 @pytest.mark.parametrize("key", LIGHTS)
 def test_each_distortion_does_something_and_does_not_move_the_picture(photo, key):
     only = SimpleNamespace(**{**OFF, key: LIGHTS[key]})
-    changed = [views.distort(photo, generator(0, "a", i), only).astype(float) for i in range(4)]
+    changed = [
+        views.distort(photo, make_generator(0, "a", i), only).astype(float) for i in range(4)
+    ]
     assert any(np.abs(out - photo).mean() > 0.5 for out in changed)
     middle = photo[:, 8:-8].ravel()
     for out in changed:

@@ -18,7 +18,7 @@ import requests
 from PIL import Image
 from waiting import wait_until
 
-from pipeline.distributed import free_port
+from pipeline.distributed import find_free_port
 from pipeline.mlflow_store import describe_model
 from superglue_sift import Matcher
 from superglue_sift.features import images as image_files
@@ -42,7 +42,7 @@ def ask(tmp_path_factory):
     weights = shipped_weights()
     files = [str(weights), str(weights.with_suffix(".trained_on.txt"))]
     pyfunc.save_model(folder / "model", **describe_model(files))
-    port = free_port()
+    port = find_free_port()
     model = shlex.quote(str(folder / "model"))
     words = f"models serve -m {model} --env-manager local --port {port} --workers 1"
     path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"

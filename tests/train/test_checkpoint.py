@@ -124,12 +124,12 @@ def test_the_average_is_the_mean_of_the_weights_added():
         with torch.no_grad():
             model.dustbin.fill_(value)
         state.add_to_average()
-    assert state.average["dustbin"].item() == 3.0 and state.keep_best({"f1": 0.5})
+    assert state.average["dustbin"].item() == 3.0 and state.keep_if_best({"f1": 0.5})
     assert state.best_weights["dustbin"].item() == 3.0 and model.dustbin.item() == 6.0
 
 
 def digests_of(ranks):
-    """What `check_replicas` gathers: of these ranks, where a letter stands for a state."""
+    """Return what `align_and_check_replicas` gathers. A letter stands for the state of a rank."""
     return [{"weights": letter, "average": "same"} for letter in ranks]
 
 
@@ -139,14 +139,14 @@ def digests_of(ranks):
 )
 def test_the_ranks_that_differ_from_most_are_named(monkeypatch, ranks, named):
     state = checkpoint.TrainState(SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2)), None, None)
-    monkeypatch.setattr(checkpoint.TrainState, "digests", lambda self: {})
+    monkeypatch.setattr(checkpoint.TrainState, "compute_digests", lambda self: {})
     monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of(ranks))
     with pytest.raises(WorkError, match=f"step 0: {named} other weights than most ranks"):
-        trainer.check_replicas(state, is_main=True)
+        trainer.align_and_check_replicas(state, is_main=True)
     with pytest.raises(SystemExit, match="1"):
-        trainer.check_replicas(state, is_main=False)
+        trainer.align_and_check_replicas(state, is_main=False)
     monkeypatch.setattr(distributed, "all_gather", lambda item: digests_of("aaa"))
-    trainer.check_replicas(state, is_main=True)
+    trainer.align_and_check_replicas(state, is_main=True)
 
 
 def test_the_digests_of_a_state_hold_all_that_ranks_share():
@@ -175,10 +175,10 @@ def test_the_digests_of_a_state_hold_all_that_ranks_share():
         ("counts of steps", lambda: setattr(state, "skipped", 1)),
     ]
     for name, change in changes:
-        before = state.digests()
-        assert state.digests() == before
+        before = state.compute_digests()
+        assert state.compute_digests() == before
         change()
-        after = state.digests()
+        after = state.compute_digests()
         assert [part for part in before if before[part] != after[part]] == [name]
 
 
@@ -208,6 +208,6 @@ def test_a_checkpoint_without_a_loss_scale_is_resumed_with_the_usual_one(before,
 
     saved = state_of(before)
     resumed = state_of({"scale": 65536.0})
-    resumed.restore(saved.tensors(), saved.info())
+    resumed.restore(saved.collect_tensors(), saved.collect_info())
     assert resumed.scaler.values == {"scale": after}
     assert torch.equal(resumed.model.dustbin, saved.model.dustbin)

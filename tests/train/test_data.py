@@ -19,7 +19,13 @@ from pipeline.errors import RequestError
 from pipeline.keypoints.store import KeypointStore, View
 from pipeline.train import data
 from pipeline.train.augmentation import NO_AUGMENTATION, Augmentation, make_mosaic
-from pipeline.train.data import Sample, load_batch, rank_slice, training_pairs, validation_pairs
+from pipeline.train.data import (
+    Sample,
+    draw_training_pairs,
+    draw_validation_pairs,
+    load_batch,
+    slice_for_rank,
+)
 from pipeline.workers import prefetch
 from superglue_sift.files import GIB, MIB
 from superglue_sift.geometry.two_view import transform
@@ -43,15 +49,15 @@ class TestOrder:
         epoch=st.integers(0, 3),
     )
     def test_an_epoch_shows_every_image_once(self, seed, images, views, epoch):
-        samples = training_pairs(seed, images, views, epoch * images, (epoch + 1) * images)
+        samples = draw_training_pairs(seed, images, views, epoch * images, (epoch + 1) * images)
         assert sorted(s.image for s in samples) == list(range(images))
         assert all(s.view0 != s.view1 and max(s.view0, s.view1) < views for s in samples)
 
     @settings(max_examples=30)
     @given(positions=st.lists(st.integers(0, 200), max_size=20))
     def test_position_alone_decides(self, positions):
-        whole = training_pairs(3, 17, 4, 0, 201)
-        assert [training_pairs(3, 17, 4, p, p + 1)[0] for p in positions] == [
+        whole = draw_training_pairs(3, 17, 4, 0, 201)
+        assert [draw_training_pairs(3, 17, 4, p, p + 1)[0] for p in positions] == [
             whole[p] for p in positions
         ]
 
@@ -59,19 +65,21 @@ class TestOrder:
     @given(count=st.integers(0, 50), world_size=st.integers(1, 9))
     def test_shares_are_even_and_whole(self, count, world_size):
         items = list(range(count))
-        shares = [items[rank_slice(count, rank, world_size)] for rank in range(world_size)]
+        shares = [items[slice_for_rank(count, rank, world_size)] for rank in range(world_size)]
         assert [item for share in shares for item in share] == items
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
     def test_validation_pairs_are_fixed_and_spread(self):
-        pairs = validation_pairs(0, 10, 4, 30)
-        assert pairs == validation_pairs(0, 10, 4, 30)
+        pairs = draw_validation_pairs(0, 10, 4, 30)
+        assert pairs == draw_validation_pairs(0, 10, 4, 30)
         assert {p.image for p in pairs} == set(range(10))
-        assert len({p.image for p in validation_pairs(0, 100, 4, 10)}) == 10
-        assert len(validation_pairs(0, 2, 2, 1000)) == 4  # no more than there are ordered pairs
+        assert len({p.image for p in draw_validation_pairs(0, 100, 4, 10)}) == 10
+        assert (
+            len(draw_validation_pairs(0, 2, 2, 1000)) == 4
+        )  # no more than there are ordered pairs
 
     def test_every_second_validation_pair_is_shown_as_it_is_stored(self, store):
-        pairs = validation_pairs(0, len(store), store.views_per_image, 10)
+        pairs = draw_validation_pairs(0, len(store), store.views_per_image, 10)
         alone = [pair for pair in pairs if pair.seed == NO_AUGMENTATION]
         assert len(alone) == 5
         changed = load_batch(store, alone, 1000, Augmentation(negatives=1.0, rotation_deg=180))
@@ -147,7 +155,9 @@ class TestAugmentation:
     def test_truth_of_a_zoomed_pair_joins_keypoints_of_one_photograph(self, tmp_path):
         store = KeypointStore(made_store(tmp_path / "dense", points=400))
         own = {
-            bytes(each) for view in range(3) for each in store.view(3, view).records["descriptor"]
+            bytes(each)
+            for view in range(3)
+            for each in store.read_view(3, view).records["descriptor"]
         }
         pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
         batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, zoom=1.0))
@@ -219,11 +229,11 @@ def test_a_thread_or_processes_load_each_step_in_its_turn(
 
 
 def test_how_many_processes_load_batches(monkeypatch):
-    on_gpu = partial(data.choose_processes, torch.device("cuda"))
+    on_gpu = partial(data.choose_loader_processes, torch.device("cuda"))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     free = lambda size: lambda _: SimpleNamespace(free=size)  # noqa: E731
     monkeypatch.setattr(data.shutil, "disk_usage", free(8 * GIB))
-    assert on_gpu() == 4 and data.choose_processes(torch.device("cpu")) == 0
+    assert on_gpu() == 4 and data.choose_loader_processes(torch.device("cpu")) == 0
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")  # a core for each rank and one for its processes
     assert on_gpu() == 1
     monkeypatch.setattr(data.shutil, "disk_usage", free(64 * MIB))  # Docker's default: a thread

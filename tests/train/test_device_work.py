@@ -15,10 +15,10 @@ from processes import in_group
 from pipeline import distributed, params
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import trainer
-from pipeline.train.build import build, make_network
-from pipeline.train.data import load_batch, split_evenly, training_pairs
+from pipeline.train.build import build_objective_and_state, make_network
+from pipeline.train.data import draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective
-from pipeline.train.optimizer import choose_precision, device_abilities, make_optimizer
+from pipeline.train.optimizer import choose_precision, detect_abilities, make_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
@@ -66,7 +66,7 @@ def path_of_a_gpu(monkeypatch):
     """Take a GPU's way through the code, on a CPU."""
     monkeypatch.setattr(PairBatch, "size_classes", lambda self: ([*range(len(self))], [self]))
     monkeypatch.setattr(sinkhorn, "_chunks", lambda Z: [slice(None)])
-    monkeypatch.setattr(trainer, "_attempts", lambda device: (False, True))
+    monkeypatch.setattr(trainer, "_list_attempts", lambda device: (False, True))
 
 
 def sections_of(keys):
@@ -83,13 +83,13 @@ def two_steps(context, folder, keys, around=None):
     """All weights after two steps in this way; `around` watches the second."""
     train, run = sections_of(keys)
     store = KeypointStore(folder)
-    precision, _ = choose_precision(train.precision, [device_abilities(context.device)])
+    precision, _ = choose_precision(train.precision, [detect_abilities(context.device)])
     network = make_network(train, run, context, store)
-    _, model, state = build(network, train, run, context, precision)
+    _, model, state = build_objective_and_state(network, train, run, context, precision)
     share = train.batch // context.world_size
     for step in range(2):
         begin = step * train.batch + context.rank * share
-        pairs = training_pairs(0, len(store), store.views_per_image, begin, begin + share)
+        pairs = draw_training_pairs(0, len(store), store.views_per_image, begin, begin + share)
         batches = [load_batch(store, part, 40) for part in split_evenly(pairs, run.accumulate)]
         work = (model, state.optimizer, state.scaler, batches, train.batch, context.world_size)
         if around is None or step == 0:
@@ -145,7 +145,7 @@ def step_on_meta(optimizer_of, scaler):
     # clipping works on lists of tensors on a GPU, on `meta` one by one
     lists = mock.patch("torch.nn.utils.clip_grad._has_foreach_support", return_value=True)
     with lists:
-        _, totals, _ = trainer.compute_gradient(*work)
+        _, totals, _ = trainer.compute_clipped_gradient(*work)
     work[1].step()
     scaler.update()
     return totals
@@ -168,7 +168,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
     """Without waiting the gradient is nan. The second attempt waits, and does that pair alone in
     the log domain.
     """
-    batch = load_batch(KeypointStore(made_store(tmp_path)), training_pairs(0, 5, 3, 0, 3), 33)
+    batch = load_batch(KeypointStore(made_store(tmp_path)), draw_training_pairs(0, 5, 3, 0, 3), 33)
     gradients = []
     seen = []
     steps = []
@@ -181,7 +181,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
         with torch.no_grad():  # the scores of one pair lead by more than float32 holds
             model.final_projection.weight.mul_(6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        monkeypatch.setattr(trainer, "_attempts", lambda device, attempts=attempts: attempts)
+        monkeypatch.setattr(trainer, "_list_attempts", lambda device, attempts=attempts: attempts)
         work = (MatchingObjective(model), optimizer, grad_scaler(False), [batch], 3, 1)
         steps.append(trainer.train_step(*work))
         gradients.append(

@@ -12,13 +12,13 @@ from processes import in_group
 from pipeline import distributed
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train.augmentation import Augmentation
-from pipeline.train.data import validation_pairs
+from pipeline.train.data import draw_validation_pairs
 from pipeline.train.loss import (
     CONFIDENCE_BINS,
     MatchingObjective,
     Validation,
     assignment_loss,
-    best_f1,
+    find_best_f1,
 )
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
@@ -60,8 +60,8 @@ def objective():
 
 def mark_of(context, folder):
     store = KeypointStore(folder)
-    samples = validation_pairs(0, len(store), store.views_per_image, 12)
-    return Validation(store, samples, 48, context).ratio_test_f1(objective())
+    samples = draw_validation_pairs(0, len(store), store.views_per_image, 12)
+    return Validation(store, samples, 48, context).compute_ratio_test_f1(objective())
 
 
 def test_the_best_f1_by_hand():
@@ -73,7 +73,7 @@ def test_the_best_f1_by_hand():
     sums = {"true": np.array(5.0), "predicted": predicted, "correct": correct}
     # above bin 100 of 500: 4 of 5 matches are right, and 4 of 5 true ones are found
     expected = {"precision": 0.8, "recall": 0.8, "f1": 0.8, "threshold": 101 / 500}
-    assert best_f1(sums) == pytest.approx(expected)
+    assert find_best_f1(sums) == pytest.approx(expected)
 
 
 def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path, monkeypatch):
@@ -81,25 +81,27 @@ def test_the_mark_of_the_ratio_test_is_the_same_on_any_number_of_ranks(tmp_path,
     harder = lambda rng, xy, rows: easy(rng, xy, rows + rng.normal(0, 70, rows.shape))  # noqa: E731
     monkeypatch.setattr(made_views, "made_records", harder)
     folder = str(made_views.made_store(tmp_path))
-    mark = mark_of(distributed.start(), folder)
+    mark = mark_of(distributed.join_group(), folder)
     assert 0.2 < mark < 1.0
     assert in_group(2, mark_of, folder) == [mark, mark]
 
 
 def test_every_kind_of_pair_has_its_own_metrics(tmp_path):
     store = KeypointStore(made_views.made_store(tmp_path, images=8, points=60))
-    samples = validation_pairs(0, len(store), store.views_per_image, 48)
+    samples = draw_validation_pairs(0, len(store), store.views_per_image, 48)
     some = Augmentation(rotation_deg=180, negatives=0.3, zoom=0.5)
-    of = lambda pairs: Validation(store, pairs, 48, distributed.start(), some)  # noqa: E731
+    of = lambda pairs: Validation(store, pairs, 48, distributed.join_group(), some)  # noqa: E731
     kinds = dict.fromkeys(("stored", "negative", "zoomed", "changed"), 0)
     for sample in samples:
-        kinds[some.kind(sample.image, len(store), sample.seed)] += 1
+        kinds[some.classify_pair(sample.image, len(store), sample.seed)] += 1
     assert kinds["stored"] == 24 and min(kinds.values()) > 1
     model = objective()
-    metrics = of(samples).metrics(model)
+    metrics = of(samples).compute_metrics(model)
     alone = [
-        sample for sample in samples if some.kind(sample.image, len(store), sample.seed) == "zoomed"
+        sample
+        for sample in samples
+        if some.classify_pair(sample.image, len(store), sample.seed) == "zoomed"
     ]
-    of_zoomed = of(alone).metrics(model)
+    of_zoomed = of(alone).compute_metrics(model)
     assert of_zoomed["f1"] == metrics["f1_zoomed"] and "f1_zoomed" not in of_zoomed
     assert metrics["matches_negative"] >= 0 and "f1_negative" not in metrics

@@ -7,7 +7,7 @@ from processes import in_group
 
 from pipeline.errors import RequestError
 from pipeline.train import optimizer
-from pipeline.train.optimizer import Muon, blocks, orthogonalize
+from pipeline.train.optimizer import Muon, cut_into_blocks, orthogonalize
 from superglue_sift import torch_compat
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -26,7 +26,7 @@ def choose(monkeypatch):
             monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, kind=kind: kind)
             monkeypatch.setattr(torch_compat, "has_amx", lambda kind=kind: kind)
             device = torch.device("cpu" if isinstance(kind, bool) else "cuda")
-            ranks.append(optimizer.device_abilities(device))
+            ranks.append(optimizer.detect_abilities(device))
         return optimizer.choose_precision(asked, ranks)
 
     return call
@@ -112,7 +112,7 @@ def test_matrices_of_the_layers_take_an_orthogonal_step_and_the_rest_that_of_ada
     muon = 0
     for name, p in model.named_parameters():
         if "attention" in name and p.ndim == 2:
-            step = blocks((before[name] - p).detach(), 16) / (1e-3 * 0.2 * 16**0.5)
+            step = cut_into_blocks((before[name] - p).detach(), 16) / (1e-3 * 0.2 * 16**0.5)
             lengths = torch.linalg.svdvals(step)
             assert lengths.max() < 1.3 and lengths.median() > 0.65, name
             muon += 1
@@ -147,7 +147,7 @@ def test_learning_rates(make_params):
     def rates(steps, scaling="none", **keys):
         run = make_params("run", lr_scaling=scaling)
         section = make_params("train", lr=1.0, warmup_steps=2, steps=10, **keys)
-        return [optimizer.learning_rate(section, run, s, 4) for s in steps]
+        return [optimizer.compute_learning_rate(section, run, s, 4) for s in steps]
 
     assert rates([0, 1, 2, 6, 10], schedule="cosine") == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
     decay = {"schedule": "constant_decay", "decay_start": 4}

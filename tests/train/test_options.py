@@ -16,7 +16,7 @@ from pipeline import distributed
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from pipeline.train import build as parts
-from pipeline.train.data import load_batch, training_pairs
+from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import load_model_file
@@ -94,16 +94,16 @@ def test_float16_scales_the_loss(bench):
 
 def build(bench, **keys):
     """What `build.build` returns for the training with these keys."""
-    _, sections = train.parse(bench.arguments(tuple(keys.items())))
-    requested = (sections.train, sections.run, distributed.start())
-    return parts.build(parts.make_network(*requested), *requested, "float32")
+    _, sections = train.parse_request(bench.arguments(tuple(keys.items())))
+    requested = (sections.train, sections.run, distributed.join_group())
+    return parts.build_objective_and_state(parts.make_network(*requested), *requested, "float32")
 
 
 @pytest.fixture
 def batch(tmp_path):
     """A batch of `max_keypoints` of the workbench."""
     store = KeypointStore(made_store(tmp_path / "store"))
-    return load_batch(store, training_pairs(0, 5, 3, 0, 6), 24)
+    return load_batch(store, draw_training_pairs(0, 5, 3, 0, 6), 24)
 
 
 def test_mixed_precision_reaches_the_layers_and_spares_the_transport(batch):

@@ -15,7 +15,7 @@ from reading import read_json
 from pipeline import distributed
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
-from pipeline.train.data import load_batch, split_evenly, training_pairs
+from pipeline.train.data import draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective, Validation
 from pipeline.train.trainer import train_step
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
@@ -36,15 +36,15 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    synchronize(model, distributed.differentiable_sum)
-    objective = distributed.wrap(MatchingObjective(model))
+    synchronize(model, distributed.sum_with_gradient)
+    objective = distributed.wrap_in_ddp(MatchingObjective(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pairs = sum(shares)
     for step in range(2):
         begin = sum(shares[: context.rank])
         begin += step * pairs
         views = store.views_per_image
-        own = training_pairs(0, len(store), views, begin, begin + shares[context.rank])
+        own = draw_training_pairs(0, len(store), views, begin, begin + shares[context.rank])
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
         with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
             _, norm, _ = train_step(
@@ -78,13 +78,13 @@ class TestGradients:
     def test_ranks_equal_one_process_with_the_whole_batch(self, tmp_path, shares):
         folder = str(made_store(tmp_path))
         pairs = sum(shares)
-        whole = each_way(distributed.start(), folder, [pairs])
+        whole = each_way(distributed.join_group(), folder, [pairs])
         parts = in_group(len(shares), each_way, folder, shares)
         for part in parts:
             assert np.array_equal(part, parts[0])  # every rank holds the same weights, to the bit
         assert np.abs(parts[0] - whole).max() < 1e-6
         for norm, weights in zip(NORMS, whole):
-            start = one_step(distributed.start(), folder, norm, [pairs], 1, seed=1)
+            start = one_step(distributed.join_group(), folder, norm, [pairs], 1, seed=1)
             assert np.abs(start - weights).max() > 1e-3  # the comparison is not blind
 
     @pytest.mark.parametrize("wait", [True, False])
@@ -185,13 +185,13 @@ class TestRequests:
         self, begin, monkeypatch, keys, kept
     ):
         """Every validation is worse than that of step 0."""
-        validate = Validation.metrics
+        validate = Validation.compute_metrics
         scores = iter((0.9, 0.3))
 
         def metrics(*arguments):
             return {**validate(*arguments), "f1": next(scores), "threshold": 0.5}
 
-        monkeypatch.setattr(Validation, "metrics", metrics)
+        monkeypatch.setattr(Validation, "compute_metrics", metrics)
         about = lambda config: {"model": config.to_dict(), "match_threshold": 0.123}  # noqa: E731
         keys = {"neighbours": True, "rotary": True, **keys}  # as in the training
         best = begin("run", about, keys, steps=3, val_every=3)
@@ -203,10 +203,10 @@ class TestRequests:
         self, tmp_path, begin, monkeypatch
     ):
         """It is read when the training begins: the file may be gone later."""
-        validate = Validation.metrics
+        validate = Validation.compute_metrics
         monkeypatch.setattr(
             Validation,
-            "metrics",
+            "compute_metrics",
             lambda *own: (tmp_path / "m.safetensors").unlink(missing_ok=True) or validate(*own),
         )
         about = lambda config: {"match_threshold": 0.123}  # noqa: E731
