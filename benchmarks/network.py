@@ -19,9 +19,9 @@ from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
-from superglue_sift.network.ground_truth import ground_truth
+from superglue_sift.network.ground_truth import find_true_matches
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
-from superglue_sift.network.weights import fuse_for_inference, load_model, shipped_weights
+from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference, load_model
 
 PRECISIONS = ("float32", "bfloat16")
 ITERATIONS = 100  # Of Sinkhorn alone
@@ -35,13 +35,15 @@ def training_call(model: SuperGlue, batch: PairBatch, way: str) -> Call:
         way: "plain", or the precision of the project's network.
     """
     # All parameters are updated in one pass
-    optimizer = torch.optim.Adam(model.train().parameters(), lr=1e-4, **torch_compat.fused_adam())
+    optimizer = torch.optim.Adam(
+        model.train().parameters(), lr=1e-4, **torch_compat.fused_adam_options()
+    )
     objective = MatchingObjective(model, way)
 
     def call() -> None:
         optimizer.zero_grad(set_to_none=True)
         if way == "plain":
-            loss = plain.dense_loss(plain.assign(model, batch), ground_truth(batch))
+            loss = plain.dense_loss(plain.assign(model, batch), find_true_matches(batch))
         else:
             loss = objective(batch)[0]
         loss.sum().backward()
@@ -108,7 +110,7 @@ def transport(setting: Setting) -> Iterator[str]:
 def parity(setting: Setting) -> Iterator[str]:
     """Count the keypoints with the match that the shipped weights find in float32."""
     batch = make_batch(setting.keypoints, 4).to(setting.device)
-    model = load_model(shipped_weights(), str(setting.device))[0]
+    model = load_model(find_shipped_weights(), str(setting.device))[0]
 
     def matches(precision: str) -> Tensor:
         with torch.no_grad():

@@ -18,15 +18,11 @@ from superglue_sift.network.batch import (
     PairBatch,
     choose_orientations,
     join_keypoints,
-    unit_vectors,
+    normalize_descriptors,
 )
 from superglue_sift.network.ground_truth import UNMATCHED, Truth
-from superglue_sift.network.superglue import (
-    AttentionalLayer,
-    SuperGlue,
-    TokenBatchNorm,
-    geometry_of,
-)
+from superglue_sift.network.perceptron import TokenBatchNorm
+from superglue_sift.network.superglue import AttentionalLayer, SuperGlue, encode_geometry
 
 
 def sinkhorn(scores: Tensor, dustbin: Tensor, iterations: int) -> Tensor:
@@ -87,14 +83,14 @@ def update(layer: AttentionalLayer, x: Tensor, source: Tensor) -> Tensor:
 def assign(model: SuperGlue, batch: PairBatch) -> Tensor:
     """Return the log assignments (B, M + 1, N + 1) of a batch, which `model` returns as well."""
     keypoints, images = join_keypoints([choose_orientations(batch)])
-    units = unit_vectors(keypoints.descriptors, "sift").to(model.dustbin)
-    positions = geometry_of(keypoints, model.config.scale_angle).to(model.dustbin)
+    units = normalize_descriptors(keypoints.descriptors, "sift").to(model.dustbin)
+    positions = encode_geometry(keypoints, model.config.scale_angle).to(model.dustbin)
     # (T, C) -> (B, D, N) of each view
     project = model.descriptor_projection
     x0, x1 = (
         convolve(unit.transpose(1, 2), project.weight, project.bias)
         + perceptron(model.keypoint_encoder, position.transpose(1, 2))
-        for unit, position in zip(*map(images.split, (units, positions)))
+        for unit, position in zip(*map(images.split_by_image, (units, positions)))
     )
     for within, across in zip(model.self_attention, model.cross_attention):
         # Self-attention, then cross-attention of both views at a time

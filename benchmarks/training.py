@@ -29,7 +29,7 @@ from pipeline.train.optimizer import choose_precision, detect_abilities
 from superglue_sift.environment import usable_cores
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlueConfig
-from superglue_sift.torch_compat import no_compiler
+from superglue_sift.torch_compat import describe_missing_compiler
 
 CLONE = Path(__file__).resolve().parents[1]  # Ranks import `benchmarks` from here
 PAIRS = {"cuda": 64, "cpu": 2}  # Of a step, for each process
@@ -53,7 +53,7 @@ def list_modes(device: str) -> Dict[str, Tuple[Changes, int, str]]:
         "AMP, float16": ({"precision": "float16"}, 1, "" if on_gpu else "needs a GPU"),
         "gradient accumulation, 2 parts": ({"accumulate": 2}, 1, ""),
         "deterministic": ({"deterministic": True}, 1, ""),
-        "torch.compile": ({"compile": True}, 1, no_compiler(device)),
+        "torch.compile": ({"compile": True}, 1, describe_missing_compiler(device)),
         "plain once more": ({}, 1, ""),  # Shows how far the machine has changed meanwhile
     }
 

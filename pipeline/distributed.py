@@ -168,7 +168,7 @@ def join_group() -> Context:
                 f" {meeting.seconds} s (SG_START_TIMEOUT): {reason}"
             ) from error
         dist.init_process_group(
-            torch_compat.backend(device.type),
+            torch_compat.choose_backend(device.type),
             store=store,
             rank=rank,
             world_size=world_size,

@@ -17,7 +17,7 @@ from pipeline.errors import RequestError
 from pipeline.params import flatten
 from superglue_sift import __version__
 from superglue_sift.files import check_writable, file_sha256, read_json
-from superglue_sift.network.weights import load_model, match_threshold, save_model_file
+from superglue_sift.network.weights import load_model, read_match_threshold, save_model_file
 
 ESSENTIAL = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
 NAME = "superglue"  # name of the model, in its file and in the evaluation
@@ -58,7 +58,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     versions = provenance.pin(ESSENTIAL).items()
     return {
         **stored,
-        "match_threshold": match_threshold(info),
+        "match_threshold": read_match_threshold(info),
         "metrics": metrics,
         "provenance": {
             "data.digest": data,

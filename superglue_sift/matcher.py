@@ -47,13 +47,13 @@ from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, match_p
 from superglue_sift.network.weights import (
     THRESHOLD,
     choose_device,
+    encode_model_file,
+    find_shipped_weights,
     fuse_for_inference,
     load_model,
-    match_threshold,
-    model_file,
-    shipped_weights,
+    read_match_threshold,
 )
-from superglue_sift.torch_compat import no_compiler
+from superglue_sift.torch_compat import describe_missing_compiler
 
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
@@ -178,7 +178,7 @@ class Matcher:
             raise RequestError(f"{', '.join(limits)}: only with scene=True")
         rules = verification.Rules(**limits) if scene else None
         device = choose_device(device)
-        model, info = load_model(path or shipped_weights(), device)
+        model, info = load_model(path or find_shipped_weights(), device)
         network = fuse_for_inference(model, precision)
         if compile:
             _compile(network)
@@ -190,12 +190,12 @@ class Matcher:
             network,
             device,
             **{**(SIZES_OF_SCENES if scene else {}), **sizes},
-            threshold=match_threshold(info) if threshold is None else threshold,
+            threshold=read_match_threshold(info) if threshold is None else threshold,
             extractor=_extractor_of(model.config.extractor, extractor),
             refine=refine,
             rules=rules,
             frame=frame,
-            weights_sha256=file_sha256(path or shipped_weights()),
+            weights_sha256=file_sha256(path or find_shipped_weights()),
         )
         file = str(Path(path).resolve()) if path else None
         matcher._reload = functools.partial(
@@ -223,7 +223,8 @@ class Matcher:
             {
                 "versions": (__version__, cv2.__version__),
                 "model": repr(self.model.config),
-                "weights": self.weights_sha256 or hashlib.sha256(model_file(wide, {})).hexdigest(),
+                "weights": self.weights_sha256
+                or hashlib.sha256(encode_model_file(wide, {})).hexdigest(),
                 "precision": sorted({str(tensor.dtype) for tensor in tensors.values()}),
                 "extractor": (extractor.name, extractor.code, str(extractor.dtype)),
                 **{name: repr(getattr(self, name)) for name in SETTINGS},
@@ -550,7 +551,7 @@ def _given(**settings: Any) -> Dict[str, Any]:
 
 def _compile(network: SuperGlue) -> None:
     """Compile the layers of a network. Raises RequestError without a compiler."""
-    missing = no_compiler(network.dustbin.device.type)
+    missing = describe_missing_compiler(network.dustbin.device.type)
     if missing:
         raise RequestError(f"compile: {missing}; install it, or leave out compile")
     network.compile_layers()

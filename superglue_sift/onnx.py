@@ -37,15 +37,15 @@ from superglue_sift.features.features import Features
 from superglue_sift.features.sift import MIN_SCALE, TYPICAL_SCORE, positions
 from superglue_sift.files import FileName, check_writable, write_atomic
 from superglue_sift.matcher import RESIZE
-from superglue_sift.network.batch import Images, KeypointTensors, Pair, choose_pair
+from superglue_sift.network.batch import Images, KeypointTensors, Pair, choose_pair_orientations
+from superglue_sift.network.perceptron import FLOAT32
 from superglue_sift.network.superglue import (
-    FLOAT32,
     SIFT_DIM,
     SuperGlue,
+    find_nearest_neighbours,
     mutual_matches,
-    nearest_neighbours,
 )
-from superglue_sift.network.weights import load_model, match_threshold, shipped_weights
+from superglue_sift.network.weights import find_shipped_weights, load_model, read_match_threshold
 from superglue_sift.torch_compat import can_export
 
 OPSET = 18  # the lowest opset that torch's exporter writes without conversion
@@ -103,8 +103,8 @@ class OnnxSuperGlue(nn.Module):
             views.append(KeypointTensors(keypoints, scales, angles, scores, descriptors, size))
         images = Images(masks, padded=[True, True])
         # (1, M + 1, ...) and (1, N + 1, ...) -> (T, ...)
-        joined = KeypointTensors._make(map(images.join, zip(*views)))
-        descriptors = self.model.describe(joined, images)
+        joined = KeypointTensors._make(map(images.join_images, zip(*views)))
+        descriptors = self.model.compute_descriptors(joined, images)
         # A graph cannot fall back to the log domain, so the transport is in float64, whose range
         # is sufficient for trained scores.
         (log_P,), _ = self.model.transport(descriptors, images, False, torch.float64)
@@ -175,7 +175,7 @@ def rank_by_descriptor(desc0: Tensor, desc1: Tensor) -> Tuple[Tensor, Tensor]:
     """
     # A row of zeros is the nearest neighbour where the other image has no keypoint.
     cosines = pad(desc0, (0, 0, 0, 1)) @ pad(desc1, (0, 0, 0, 1)).T
-    (to0, _, ratio0, mutual0), (to1, _, ratio1, mutual1) = nearest_neighbours(cosines[None])
+    (to0, _, ratio0, mutual0), (to1, _, ratio1, mutual1) = find_nearest_neighbours(cosines[None])
     rank0 = torch.where(mutual0, torch.minimum(ratio0, ratio1.gather(1, to0)), 1 + ratio0)
     rank1 = torch.where(mutual1, torch.minimum(ratio1, ratio0.gather(1, to1)), 1 + ratio1)
     return rank0[0, :-1], rank1[0, :-1]
@@ -203,7 +203,9 @@ def _from_colmap(
 def inputs_of(features0: Features, features1: Features) -> Dict[str, np.ndarray]:
     """Return the graph's INPUTS by name, for one pair of features from `Matcher.extract`."""
     one, other = (view.as_detected(RESIZE) for view in (features0, features1))
-    records0, records1, *_ = choose_pair(Pair(one.records, other.records, one.size, other.size))
+    records0, records1, *_ = choose_pair_orientations(
+        Pair(one.records, other.records, one.size, other.size)
+    )
     values: List[np.ndarray] = []
     for records, size in ((records0, one.size), (records1, other.size)):
         columns = [records[name] for name in ("descriptor", "score", "scale", "angle")]
@@ -242,12 +244,12 @@ def export(
     if not can_export():
         reason = "cannot export a network with dynamic shapes: install 2.5 or newer"
         raise RequestError(f"torch {torch.__version__} {reason}")
-    network, info = load_model(model or shipped_weights())
+    network, info = load_model(model or find_shipped_weights())
     if network.config.descriptor != "sift":
         source = network.config.extractor
         raise RequestError(f"only models for SIFT can be exported; this one is for {source}")
     if threshold is None:
-        threshold = COLMAP_THRESHOLD if form == "colmap" else match_threshold(info)
+        threshold = COLMAP_THRESHOLD if form == "colmap" else read_match_threshold(info)
     module = OnnxSuperGlue(network, threshold)
     if form == "colmap":
         module = ColmapSuperGlue(network, threshold, max_keypoints or COLMAP_KEYPOINTS)

@@ -1,7 +1,7 @@
 """Hide differences between versions of torch, and between processors, in one function each.
 
 Stack "cu111" is Python 3.9 with torch 1.10. Stack "modern" is Python 3.11 with torch 2.x. No other
-code checks versions. The last functions are for training.
+code checks versions. The functions at the end are for training.
 """
 
 from __future__ import annotations
@@ -18,27 +18,40 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch import Tensor, nn
 
-MAX_WEIGHTS = 1 << 26  # maximum number of weights of attention at a time, 256 MiB in float32
+# Maximum number of weights of attention at a time, 256 MiB in float32
+MAX_WEIGHTS = 1 << 26
 
 
-def chunked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """Compute `superglue.attention` in torch 1.10, which has no kernel for it.
+def compute_attention_in_chunks(
+    q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]
+) -> Tensor:
+    """Compute softmax(q k^T / sqrt(d)) v for torch 1.10, which has no kernel for attention.
 
-    Chunks of queries are computed one by one, and once more for the gradient. The shapes are those
-    of `superglue.attention`.
+    Chunks of queries are computed one by one, and once more for the gradient.
+
+    Args:
+        q: queries, (B, H, M, d).
+        k: keys, (B, H, N, d).
+        v: values, (B, H, N, d).
+        visible: (B, 1, 1, N) bool, True for keys to attend to. If None, attend to all keys.
+
+    Returns:
+        (B, H, M, d).
     """
     # Take as many queries at a time as have at most MAX_WEIGHTS weights.
     rows = max(MAX_WEIGHTS // max(q.shape[0] * q.shape[1] * k.shape[2], 1), 1)
-    attend: Callable[..., Any] = _plain
+    attend: Callable[..., Any] = _compute_attention
     if torch.is_grad_enabled():
-        attend = functools.partial(torch_checkpoint.checkpoint, _plain, preserve_rng_state=False)
-    return torch.cat([attend(part, k, v, visible) for part in q.split(rows, 2)], 2)
+        attend = functools.partial(
+            torch_checkpoint.checkpoint, _compute_attention, preserve_rng_state=False
+        )
+    return torch.cat([attend(chunk, k, v, visible) for chunk in q.split(rows, 2)], 2)
 
 
-def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
-    """Compute attention with plain products, and softmax in float32 or wider."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = (q @ k.transpose(-1, -2)).to(wide) / math.sqrt(q.shape[-1])
+def _compute_attention(q: Tensor, k: Tensor, v: Tensor, visible: Optional[Tensor]) -> Tensor:
+    """Compute attention by matrix products, with the softmax in float32 or wider."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    logits = (q @ k.transpose(-1, -2)).to(dtype) / math.sqrt(q.shape[-1])
     if visible is not None:
         logits = logits.masked_fill(~visible, -math.inf)
     return logits.softmax(-1).to(q.dtype) @ v
@@ -60,7 +73,7 @@ class _WideLayerNorm(nn.LayerNorm):
 LayerNorm = nn.LayerNorm if can_compile() else _WideLayerNorm
 
 
-def no_compiler(device_type: str) -> str:
+def describe_missing_compiler(device_type: str) -> str:
     """Say why `torch.compile` cannot run on "cpu" or "cuda" here, or return "" if it can.
 
     torch 2 needs a C++ compiler, and on a GPU a C compiler.
@@ -69,8 +82,8 @@ def no_compiler(device_type: str) -> str:
         return "this torch has no compiler"
     on_gpu = device_type == "cuda"
     names = ("cc", "gcc", "clang") if on_gpu else ("g++", "clang++")
-    asked = os.environ.get("CC" if on_gpu else "CXX", names[0])
-    if any(shutil.which(name) for name in (asked, *names)):
+    compiler = os.environ.get("CC" if on_gpu else "CXX", names[0])
+    if any(shutil.which(name) for name in (compiler, *names)):
         return ""
     return f"there is no C{'' if on_gpu else '++'} compiler ({' or '.join(names[-2:])})"
 
@@ -87,80 +100,80 @@ def can_export() -> bool:
 
 
 def sqrt(x: Tensor) -> Tensor:
-    """Compute the square root of float32 (...), the same on every processor.
+    """Compute the square root of float32 (...), with the same bytes on every processor.
 
-    Its error is at most 1.5 units of the last place. On CPUs `Tensor.sqrt` calls MKL, which begins
+    The error is at most 1.5 units of the last place. On CPUs `Tensor.sqrt` calls MKL, which begins
     with an instruction (RSQRTPS) that Intel and AMD round differently.
     """
-    return x.sqrt() if x.is_cuda else x.rsqrt().reciprocal()  # 0 gives 1 / inf
+    # The root of 0 is 1 / inf.
+    return x.sqrt() if x.is_cuda else x.rsqrt().reciprocal()
 
 
-def checkpoint(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def checkpoint_gradients(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     """Call `function(*arguments)` with gradient checkpointing.
 
-    The gradient is part of the graph, as DistributedDataParallel needs it. The state of random
-    generators is not kept, because the network draws no numbers and a CUDA graph cannot read the
-    state.
+    What the function computes on the way is not kept for the gradient, but computed again, within
+    the one backward pass that DistributedDataParallel allows. The state of random generators is not
+    kept, because the network draws no numbers and a CUDA graph cannot read the state.
     """
     if not can_compile():
-        return _checkpoint_by_hooks(function, *arguments)
+        return _checkpoint_gradients_by_hooks(function, *arguments)
     return torch_checkpoint.checkpoint(
         function, *arguments, preserve_rng_state=False, use_reentrant=False
     )
 
 
-def _checkpoint_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
-    """Do `checkpoint` in torch 1.10.
+def _checkpoint_gradients_by_hooks(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Checkpoint gradients by hooks of saved tensors, for torch 1.10.
 
-    Its own form would run a second backward pass inside the first.
+    The form of torch 1.10 itself would run a second backward pass inside the first.
     """
-    # The first forward pass saves numbers in place of tensors. The backward pass asks for a number,
-    # and the second forward pass computes the tensors again.
-    places = itertools.count()
-    again: List[Tensor] = []  # what the second forward pass saves, in the same order
+    # The first forward pass saves numbers in place of tensors. The backward pass asks for the
+    # tensor of a number, and a second forward pass computes all tensors again.
+    numbers = itertools.count()
+    # The tensors that the second forward pass saves, in the same order
+    saved: List[Tensor] = []
 
-    def unpack(place: int) -> Tensor:
+    def unpack(number: int) -> Tensor:
         """Return a saved tensor. The first call runs the function once more."""
-        if not again:
-            keep = torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: again.append(tensor.detach()),
-                lambda _: torch.empty(0, dtype=torch.float32, device="cpu"),  # nothing reads it
+        if not saved:
+            save_tensors = torch.autograd.graph.saved_tensors_hooks(
+                lambda tensor: saved.append(tensor.detach()),
+                lambda _: torch.empty(0, dtype=torch.float32, device="cpu"),  # Nothing reads it.
             )
-            with torch.enable_grad(), keep:
+            with torch.enable_grad(), save_tensors:
                 function(*arguments)
-        return again[place]
+        return saved[number]
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: next(places), unpack):
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: next(numbers), unpack):
         return function(*arguments)
 
 
 # --- what the training needs
 
 
-def grad_scaler(enabled: bool):
-    """Return the scaler of the loss for float16.
+def make_grad_scaler(enabled: bool):
+    """Create the scaler of the loss for float16. If not `enabled`, it does nothing.
 
-    It moved to `torch.amp` in torch 2.3. torch 1.10 has no `torch.amp`.
+    The class moved to `torch.amp` in torch 2.3, which torch 1.10 does not have.
     """
     if hasattr(getattr(torch, "amp", torch), "GradScaler"):
         return torch.amp.GradScaler("cuda", enabled=enabled)
     return torch.cuda.amp.GradScaler(enabled=enabled)
 
 
-def fused_adam() -> Dict[str, bool]:
-    """Return the options of Adam for one pass over all parameters.
+def fused_adam_options() -> Dict[str, bool]:
+    """Return the options with which `torch.optim.Adam` updates all parameters in one pass.
 
-    One pass takes a quarter of the time.
-
-    torch 1.10 has no such option.
+    One pass takes a quarter of the time. torch 1.10 has no such option.
     """
     return {"fused": True} if can_compile() else {}
 
 
 def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
-    """Interpolate each value towards its target by `weight`, in place, in one launch.
+    """Move each tensor of `values` towards its target by a part of the way (`weight`), in place.
 
-    torch 1.10 needs one launch for each value.
+    This is one launch on a GPU. torch 1.10 needs one launch for each tensor.
     """
     foreach = getattr(torch, "_foreach_lerp_", None)
     if foreach is not None:
@@ -170,26 +183,26 @@ def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
         value.lerp_(target, weight)
 
 
-def backend(device_type: str) -> str:
+def choose_backend(device_type: str) -> str:
     """Return the backend of torch.distributed: NCCL for GPU tensors, gloo for the rest.
 
     torch 1.10 allows only one backend.
     """
     if device_type != "cuda":
         return "gloo"
-    # torch 2 takes one backend for each kind of tensor.
+    # torch 2 takes one backend for each type of device.
     return "cpu:gloo,cuda:nccl" if can_compile() else "nccl"
 
 
 def has_amx() -> bool:
-    """Return whether this CPU has matrix units for bfloat16. torch 1.10 does not use them."""
+    """Say whether torch can use matrix units of this CPU for bfloat16. torch 1.10 cannot."""
     file = Path("/proc/cpuinfo")
     return can_compile() and file.is_file() and "amx_bf16" in file.read_text()
 
 
-def dali_package() -> str:
-    """Return the pip requirement of NVIDIA DALI.
+def name_dali_package() -> str:
+    """Return what `pip install` needs for NVIDIA DALI.
 
-    Later cuda110 packages only fetch the wheel from NVIDIA's index.
+    Versions of `nvidia-dali-cuda110` after 1.34.0 only fetch a wheel from NVIDIA's own index.
     """
     return "nvidia-dali-cuda130==2.4.0" if can_compile() else "nvidia-dali-cuda110==1.34.0"

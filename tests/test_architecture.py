@@ -32,8 +32,8 @@ LIBRARY |= set(getattr(sys, "stdlib_module_names", ()))
 # imports it.
 EXTRAS = {"flask", "h5py", "hloc", "onnx", "onnxscript", "pillow_heif", "pycolmap", "werkzeug"}
 # The network, and the modules of the library that it may import.
-NETWORK = "network.superglue network.sinkhorn network.batch network.ground_truth"
-NETWORK += " features.sift geometry.two_view matches torch_compat errors files"
+NETWORK = "network.superglue network.perceptron network.sinkhorn network.batch"
+NETWORK += " network.ground_truth features.sift geometry.two_view matches torch_compat errors files"
 # Packages and modules of `pipeline`, and what each may import besides itself, GROUND and the
 # library. A name with a dot is that module alone. Files at the top that are not listed are
 # commands, which may import every package.

@@ -250,7 +250,7 @@ def test_two_matchers_of_one_model_do_not_touch_each_other(model, photo, turned)
 
 @pytest.mark.slow
 def test_compiled_layers_give_the_matches_of_the_others(model, photo, turned):
-    missing = torch_compat.no_compiler("cpu")
+    missing = torch_compat.describe_missing_compiler("cpu")
     if missing:
         pytest.skip(missing)
     expected = Matcher.load(model, "cpu").match(photo, turned)

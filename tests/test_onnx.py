@@ -28,7 +28,7 @@ from superglue_sift.features.features import extract
 from superglue_sift.features.sift import KEYPOINT
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.network.superglue import TYPICAL_SCORE
-from superglue_sift.network.weights import shipped_weights
+from superglue_sift.network.weights import find_shipped_weights
 
 # Rounding of float32 through all layers; ONNX Runtime has other kernels.
 IN_TORCH = 1e-4
@@ -108,7 +108,7 @@ def assert_same_outputs(run, other, tolerance):
     ],
 )
 def test_the_graph_matches_as_the_network(tmp_path, changes):
-    path = shipped_weights()
+    path = find_shipped_weights()
     if changes:
         path = write_model(tmp_path / "m.safetensors", layers=2, **changes)
     model, _ = load_model(path)
@@ -137,7 +137,7 @@ def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):
     one, other = two_views(photo, 256, 600)
     sides = one, other.resize((3000, 2000))
     matcher = Matcher.load(device="cpu")
-    model, _ = load_model(shipped_weights())
+    model, _ = load_model(find_shipped_weights())
     matches, *_ = by_module(onnx.OnnxSuperGlue(model, matcher.threshold))(*sides)
     np.testing.assert_array_equal(matches[0], matcher.match(*sides).dense()[0])
 
@@ -171,7 +171,7 @@ def test_settings_of_colmap_are_refused_without_it(tmp_path):
 
 def by_colmaps_file(*sides, most=onnx.COLMAP_KEYPOINTS):
     """Matches and scores of the shipped weights, without a file."""
-    module = onnx.ColmapSuperGlue(load_model(shipped_weights())[0], 0.2, most)
+    module = onnx.ColmapSuperGlue(load_model(find_shipped_weights())[0], 0.2, most)
     return [each.numpy() for each in by_module(module, colmap_inputs_of)(*sides)]
 
 

@@ -35,8 +35,8 @@ from ruamel.yaml import YAML
 from pipeline import params, presets
 from pipeline.errors import STOPPED
 from superglue_sift.files import write_atomic
-from superglue_sift.network.weights import shipped_weights
-from superglue_sift.torch_compat import no_compiler
+from superglue_sift.network.weights import find_shipped_weights
+from superglue_sift.torch_compat import describe_missing_compiler
 
 CLONE = Path(__file__).resolve().parents[2]
 GRACE = 60  # seconds to save after SIGTERM
@@ -173,9 +173,7 @@ def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
 def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
-    trained = (
-        f"--model checkpoints/best.safetensors --also shipped={shlex.quote(str(shipped_weights()))}"
-    )
+    trained = f"--model checkpoints/best.safetensors --also shipped={shlex.quote(str(find_shipped_weights()))}"
     scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+\."  # matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"
@@ -199,7 +197,7 @@ def list_parts(out: Path, device: str) -> List[Part]:
         Part("train-cpu", 60, train, "cpu", expected=stopped),
         Part("compare", 10, f"benchmarks.dev.first_gpu --compare --out {shlex.quote(str(out))}"),
         Part("train-float16", 60, train, "float16", missing="needs a GPU" if small else ""),
-        Part("train-compiled", 240, train, "compiled", missing=no_compiler(device)),
+        Part("train-compiled", 240, train, "compiled", missing=describe_missing_compiler(device)),
         Part("parity", 50, f"{table} parity", figures=rows),
         Part("speed", 90, f"{table} step,sinkhorn,latency,files", figures=rows),
         Part("decoders", 60, f"{table} decoders,views", figures=rows),

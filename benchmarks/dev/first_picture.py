@@ -21,7 +21,7 @@ from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baseli
 from pipeline.evaluate.scoring import reprojection_errors
 from superglue_sift import Matcher, drawing
 from superglue_sift.match_result import MatchResult
-from superglue_sift.network.batch import Pair, choose_pair
+from superglue_sift.network.batch import Pair, choose_pair_orientations
 
 CORRECT_PX = 3.0
 QUALITY = 85  # of the JPEG
@@ -65,7 +65,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     image0, image1, H = views()
     one, other = map(matcher.extract, (image0, image1))
     # the baseline of the evaluation, from the same keypoints
-    pair = choose_pair(Pair(one.records, other.records, one.size, other.size))
+    pair = choose_pair_orientations(Pair(one.records, other.records, one.size, other.size))
     passed = match_baselines(pair)[RATIO_TEST].above(RATIO_THRESHOLD)
     baseline = MatchResult.of(one, other, passed).refine(one, other)
     panels = [

@@ -65,8 +65,8 @@ from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import (
     BadCheckpoint,
     choose_device,
+    find_shipped_weights,
     load_model_file,
-    shipped_weights,
 )
 from superglue_sift.progress import Progress
 
@@ -182,7 +182,7 @@ def models_of(
     Raises:
         RequestError: If a name is invalid or used already.
     """
-    models = {OURS: args.model or shipped_weights()}
+    models = {OURS: args.model or find_shipped_weights()}
     further = {}
     for word in args.also:
         name, _, file = word.partition("=")

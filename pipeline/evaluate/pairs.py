@@ -36,7 +36,7 @@ from superglue_sift.features.images import (
 )
 from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
-from superglue_sift.network.batch import Pair, choose_pair
+from superglue_sift.network.batch import Pair, choose_pair_orientations
 
 SEED = 0  # all models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
@@ -135,7 +135,7 @@ def extract_pairs(
             features[image] = extract(images[image])
         one = features[first]
         other = features[second]
-        pair = choose_pair(Pair(one.records, other.records, one.size, other.size))
+        pair = choose_pair_orientations(Pair(one.records, other.records, one.size, other.size))
         place = (index, position, first, second)
         scene = source.scenes[index][0]
         known_pairs.append(KnownPair(name, scene, place, (one, other), pair, truth))

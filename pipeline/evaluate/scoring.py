@@ -23,7 +23,7 @@ from superglue_sift.geometry.verification import points_of_matches
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 from superglue_sift.network.batch import Pair, from_pairs
-from superglue_sift.network.ground_truth import UNMATCHED, ground_truth
+from superglue_sift.network.ground_truth import UNMATCHED, find_true_matches
 
 # A match is correct within CORRECT_PX, as in the SuperGlue paper and HPatches' protocols.
 CORRECT_PX = 3.0
@@ -53,7 +53,9 @@ def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
     """
     # Call the function of the training's loss on a batch of one pair.
     batch = from_pairs([pair], H_0to1[None])
-    return ground_truth(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
+    return (
+        find_true_matches(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
+    )
 
 
 def matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:

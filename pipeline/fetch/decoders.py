@@ -77,7 +77,9 @@ def make_decoder(decoder: str) -> Optional[Decode]:
     # If torchvision is for another torch, 1.10 raises RuntimeError, and 2 raises AttributeError.
     except (ImportError, RuntimeError, AttributeError) as error:
         package = (
-            torch_compat.dali_package() if decoder == "dali" else "torchvision (for this torch)"
+            torch_compat.name_dali_package()
+            if decoder == "dali"
+            else "torchvision (for this torch)"
         )
         raise RequestError(
             f"keypoints.decoder = {decoder}: cannot be used ({str(error).splitlines()[0]}); install"

@@ -19,8 +19,9 @@ from pipeline.train.loss import MatchingObjective
 from pipeline.train.optimizer import PORTABLE, freeze_parameters, make_optimizer
 from superglue_sift import torch_compat
 from superglue_sift.features.extractors import kind_of
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
-from superglue_sift.network.weights import BadCheckpoint, load_model_file, weights_of
+from superglue_sift.network.perceptron import synchronize_batch_norms
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
+from superglue_sift.network.weights import BadCheckpoint, load_model_file, select_weights
 
 
 def count_pairs_per_step(train: TrainParams, run: RunParams, world_size: int) -> int:
@@ -81,7 +82,7 @@ def load_initial_weights(model: SuperGlue, path: str) -> Tuple[bool, Optional[fl
         print about what was taken and what does not fit.
     """
     tensors, info = read_initial_model(Path(path))
-    stored = weights_of(tensors)
+    stored = select_weights(tensors)
     weights = model.state_dict()
     # Take each tensor whose name and shape the network has, too.
     taken = {n: t for n, t in stored.items() if n in weights and t.shape == weights[n].shape}
@@ -119,20 +120,20 @@ def build_objective_and_state(
     which a step calls, and the state that a checkpoint holds. Raises RequestError if the layers
     cannot be compiled here.
     """
-    missing = torch_compat.no_compiler(context.device.type) if run.compile else ""
+    missing = torch_compat.describe_missing_compiler(context.device.type) if run.compile else ""
     if missing:
         raise RequestError(
             f"run.compile = true: {missing}; install it, or set run.compile to false"
         )
     freeze_parameters(model, train.freeze)
     model.recompute = run.checkpoint_layers
-    synchronize(model, distributed.sum_with_gradient)
+    synchronize_batch_norms(model, distributed.sum_with_gradient)
     objective = MatchingObjective(model, precision)
     if run.compile:
         model.compile_layers()
         # -(-a // b) is a / b rounded up: compiled code needs one size for all batches
         pairs = -(-count_pairs_per_step(train, run, context.world_size) // context.world_size)
         objective.fixed_size = (-(-pairs // run.accumulate), train.max_keypoints)
-    scaler = torch_compat.grad_scaler(precision == "float16")
+    scaler = torch_compat.make_grad_scaler(precision == "float16")
     state = TrainState(model, make_optimizer(train, model), scaler)
     return objective, distributed.wrap_in_ddp(objective), state

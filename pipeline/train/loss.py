@@ -26,8 +26,8 @@ from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
 from pipeline.train.data import Sample, draw_validation_pairs, load_batch, slice_for_rank
 from superglue_sift.features.nearest import neighbours
-from superglue_sift.network.batch import PairBatch, choose_orientations, unit_vectors
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, ground_truth
+from superglue_sift.network.batch import PairBatch, choose_orientations, normalize_descriptors
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, find_true_matches
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
 
 # Mutual nearest keypoints closer than POSITIVE_PX are a true match. Keypoints without a neighbour
@@ -89,7 +89,7 @@ class MatchingObjective(nn.Module):
     def __init__(self, model: SuperGlue, precision: str = "float32") -> None:
         super().__init__()
         # DistributedDataParallel fills its buckets in the order in which modules are registered.
-        self.in_order = nn.ModuleList(model.in_order)
+        self.in_order = nn.ModuleList(model.modules_in_order)
         self.model = model
         self.precision = precision
         # If set, each batch is padded to these numbers of pairs and keypoints, for `compile`.
@@ -110,9 +110,9 @@ class MatchingObjective(nn.Module):
         if self.fixed_size:  # The batch may end with empty pairs
             order, batches = [], [batch.pad(*self.fixed_size)]
         else:
-            order, batches = batch.size_classes()
+            order, batches = batch.split_by_size()
         # The ground truth comes first: its large matrices are freed before activations take memory.
-        truths = [ground_truth(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
+        truths = [find_true_matches(part, POSITIVE_PX, NEGATIVE_PX) for part in batches]
         log_P, finite = self.model.assign(batches, wait, self.precision)
         parts = [assignment_loss(P, truth) for P, truth in zip(log_P, truths)]
         total, positive, unmatched = (torch.cat(values) for values in zip(*parts))
@@ -212,7 +212,7 @@ class Validation:
         computed = [
             (kind, sums_of(part))
             for kind, samples in chunks[mine]
-            for part in self._load(samples).to(self.context.device).size_classes()[1]
+            for part in self._load(samples).to(self.context.device).split_by_size()[1]
         ]
         sums: Dict[str, Sums] = {ALL: {}}
         # Every rank adds the same chunks in the same order, so the bits of the sums do not depend
@@ -265,7 +265,7 @@ def compute_network_sums(objective: MatchingObjective, batch: PairBatch) -> Sums
         `MatchingObjective.forward`, which are float64. Also the histograms of `count_matches`.
     """
     log_P = objective.model(batch)
-    truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
+    truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
     matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
     losses = dict(zip(LOSSES, assignment_loss(log_P, truth)))
     return {
@@ -281,8 +281,8 @@ def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> S
     batch = choose_orientations(batch)
     kind = objective.model.config.descriptor
     both = (batch.descriptors0, batch.descriptors1)
-    units = [unit_vectors(descriptors, kind).cpu().numpy() for descriptors in both]
-    truth = ground_truth(batch, POSITIVE_PX, NEGATIVE_PX)
+    units = [normalize_descriptors(descriptors, kind).cpu().numpy() for descriptors in both]
+    truth = find_true_matches(batch, POSITIVE_PX, NEGATIVE_PX)
     matches = torch.full_like(truth.matches0, -1)
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
     for i, (m, n) in enumerate(batch.counts.tolist()):

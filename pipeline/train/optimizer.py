@@ -108,7 +108,7 @@ def make_optimizer(train: TrainParams, model: SuperGlue) -> torch.optim.Optimize
         return Muon(model, train.lr)
     if train.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=train.lr, momentum=0.9)
-    options: Any = torch_compat.fused_adam()
+    options: Any = torch_compat.fused_adam_options()
     return torch.optim.Adam(parameters, lr=train.lr, **options)
 
 

@@ -50,7 +50,7 @@ from superglue_sift.features.images import FRAMES, find_mask
 from superglue_sift.files import FileName, check_writable, name_below, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher
-from superglue_sift.network.weights import shipped_weights
+from superglue_sift.network.weights import find_shipped_weights
 from superglue_sift.progress import Progress
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp")
@@ -118,7 +118,9 @@ def match_two_images(
         print(f"written {out}")
     if json:
         names = {"image0": str(images[0]), "image1": str(images[1])}
-        write_atomic(json, results.json_of(result, **names, model=str(model or shipped_weights())))
+        write_atomic(
+            json, results.json_of(result, **names, model=str(model or find_shipped_weights()))
+        )
         print(f"written {json}")
     return 0
 

@@ -2,6 +2,7 @@
 
 batch           holds the keypoints of pairs as tensors, and says all shapes and units.
 superglue       computes the scores by an encoder and attention.
+perceptron      has the perceptrons of the network, and their BatchNorm over all ranks.
 sinkhorn        finds the assignment from the scores by optimal transport.
 ground_truth    finds true matches, for the loss, the validation and the evaluation.
 weights         writes and reads model files.

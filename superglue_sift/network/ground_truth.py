@@ -16,11 +16,11 @@ from superglue_sift.geometry.two_view import transform
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.torch_compat import sqrt
 
-UNMATCHED = -1  # the keypoint has no counterpart and belongs in the dustbin
-# The keypoint does not count. Its neighbour is too near for UNMATCHED, and not near enough for a
+UNMATCHED = -1  # the keypoint has no match and belongs in the dustbin
+# The keypoint does not count: its nearest neighbour is too near for UNMATCHED, and too far for a
 # match.
 IGNORED = -2
-MAX_BYTES = 256 << 20  # maximum memory for errors of position
+MAX_ERROR_BYTES = 256 << 20  # maximum memory for the errors of all pairs of keypoints
 FAR = 1e38  # px; the square of this distance is infinite
 
 
@@ -29,14 +29,14 @@ class Truth(NamedTuple):
 
     Attributes:
         matches0: (..., M) int64, the index in image 1, UNMATCHED or IGNORED. Padding is IGNORED.
-        matches1: (..., N) int64, the index in image 0, in the same way.
+        matches1: (..., N) int64, the index in image 0, UNMATCHED or IGNORED.
     """
 
     matches0: Tensor
     matches1: Tensor
 
 
-def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
+def _compute_squared_distances(a: Tensor, b: Tensor) -> Tensor:
     """Compute squared distances (..., M, N) of points a (..., M, 2) and b (..., N, 2).
 
     At most one of two points may be infinite.
@@ -47,24 +47,38 @@ def _squared_distance(a: Tensor, b: Tensor) -> Tensor:
     return x.square_().addcmul_(y, y)
 
 
-def _inside_cell(points: Tensor, cell: Tensor) -> Tensor:
-    """Return (..., N) bool, whether `cell` (..., 3, 3) maps points to the unit square.
+def _is_inside_cell(points: Tensor, cell: Tensor) -> Tensor:
+    """Say whether points lie in the photograph of a cell (`PairBatch.cells`).
 
     Args:
         points: (..., N, 2) px.
+        cell: (..., 3, 3), maps the photograph to the unit square.
+
+    Returns:
+        (..., N) bool.
     """
     mapped = transform(points.double(), cell)
     # Points on the horizon are nan, and not inside.
     return ((mapped >= 0.0) & (mapped <= 1.0)).all(-1)
 
 
-def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0) -> Truth:
-    """Compute the true matches of a batch with homographies: (B, M) and (B, N).
+def find_true_matches(
+    batch: PairBatch, positive_px: float = 3.0, negative_px: float = 5.0
+) -> Truth:
+    """Find the true matches of a batch from its homographies.
 
-    Mutual nearest neighbours closer than `positive_px` match. Other keypoints are unmatched if they
-    lie outside the other view, or `negative_px` or more from their nearest neighbour. The rest is
-    ignored. Where a view also shows other photographs (`PairBatch.cells`), their keypoints have no
-    neighbours.
+    Keypoints match if they are mutual nearest neighbours and closer than `positive_px`. Other
+    keypoints are unmatched if they lie outside the other view, or `negative_px` or more from their
+    nearest neighbour. All others are ignored. Where a view also shows other photographs
+    (`PairBatch.cells`), their keypoints have no neighbours.
+
+    Args:
+        batch: the pairs, with `H_0to1`.
+        positive_px: maximum error of a match, the larger one of both directions, in px.
+        negative_px: minimum error of an unmatched keypoint with its nearest neighbour, in px.
+
+    Returns:
+        The matches (B, M) and (B, N).
     """
     masks = batch.masks
     M, N = (mask.shape[1] for mask in masks)
@@ -73,43 +87,45 @@ def ground_truth(batch: PairBatch, positive_px: float = 3.0, negative_px: float 
     padded = ~torch.stack([pad(mask, (0, W - mask.shape[1])) for mask in masks])
     points, mapped, inside = _map_views(batch, padded)
     # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
-    best = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
-    partner = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
+    error = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
+    nearest = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
     # On a CPU, take one pair at a time, so that its errors stay in the cache.
-    pairs = 1 if batch.device.type == "cpu" else max(1, MAX_BYTES // (4 * M * N))
+    pairs = 1 if batch.device.type == "cpu" else max(1, MAX_ERROR_BYTES // (4 * M * N))
     for start in range(0, len(batch), pairs):
         rows = slice(start, start + pairs)
         # (b, M, N) px^2: the error of two keypoints is the larger one of both directions.
-        squared = _squared_distance(mapped[0, rows, :M], points[1, rows, :N])
-        back = _squared_distance(points[0, rows, :M], mapped[1, rows, :N])
+        squared = _compute_squared_distances(mapped[0, rows, :M], points[1, rows, :N])
+        back = _compute_squared_distances(points[0, rows, :M], mapped[1, rows, :N])
         torch.maximum(squared, back, out=squared)
-        del back  # the next matrix is written to the same memory
-        torch.min(squared, -1, out=(best[0, rows, :M], partner[0, rows, :M]))
-        torch.min(squared, -2, out=(best[1, rows, :N], partner[1, rows, :N]))
-    best = sqrt(best)
-    # Decide for each keypoint: match, unmatched or ignored. A match is mutual if the partner of the
-    # partner is the keypoint itself.
+        del back  # Its memory is free for the matrices of the next pairs.
+        torch.min(squared, -1, out=(error[0, rows, :M], nearest[0, rows, :M]))
+        torch.min(squared, -2, out=(error[1, rows, :N], nearest[1, rows, :N]))
+    error = sqrt(error)
+    # Decide for each keypoint: match, unmatched or ignored. Two keypoints are mutual nearest
+    # neighbours if the nearest neighbour of the nearest neighbour is the keypoint itself.
     itself = torch.arange(W, device=batch.device)
-    positive = (partner.flip(0).gather(-1, partner) == itself) & (best < positive_px)
-    matches = torch.full_like(partner, UNMATCHED).masked_fill_(
-        (best < negative_px) & inside, IGNORED
+    positive = (nearest.flip(0).gather(-1, nearest) == itself) & (error < positive_px)
+    matches = torch.full_like(nearest, UNMATCHED).masked_fill_(
+        (error < negative_px) & inside, IGNORED
     )
-    matches = torch.where(positive, partner, matches).masked_fill_(padded, IGNORED)
+    matches = torch.where(positive, nearest, matches).masked_fill_(padded, IGNORED)
     return Truth(matches[0, :, :M], matches[1, :, :N])
 
 
 def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     """Map the keypoints of each view to the other view.
 
-    Padding, keypoints of other photographs, and points on the horizon are far from everything.
+    Padding, keypoints of other photographs, and points on the horizon get positions that are far
+    from all keypoints.
 
     Args:
+        batch: the pairs, with `H_0to1`.
         padded: (2, B, W) bool, True for padding. W is the larger of M and N.
 
     Returns:
         For both views:
         - the keypoints, (2, B, W, 2) float32 px,
-        - their places in the other view, (2, B, W, 2) float32 px,
+        - their positions in the other view, (2, B, W, 2) float32 px,
         - whether the other view shows them, (2, B, W) bool.
     """
     assert batch.H_0to1 is not None
@@ -117,22 +133,23 @@ def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor
     # Invert by cross products, as `two_view.inverse` does. There is no check for singular matrices,
     # since on a GPU it would wait for the device.
     cofactors = torch.cross(H.roll(-1, -2), H.roll(-2, -2), dim=-1)
-    determinants = (H * cofactors).sum(-1, keepdim=True)  # rows agree up to rounding
+    determinants = (H * cofactors).sum(-1, keepdim=True)  # The rows agree up to rounding.
     back = (cofactors / determinants).transpose(-1, -2)
     # (B, M, 2) and (B, N, 2) -> (2, B, W, 2)
-    wide = padded.shape[2]
+    W = padded.shape[2]
     both = (batch.keypoints0, batch.keypoints1)
-    points = torch.stack([pad(xy, (0, 0, 0, wide - xy.shape[1])) for xy in both])
+    points = torch.stack([pad(xy, (0, 0, 0, W - xy.shape[1])) for xy in both])
     mapped = transform(points.double(), torch.stack([H, back]))
     # (B, 2) -> (2, B, 1, 2): the size of the other view
     sizes = torch.stack([batch.image_size1, batch.image_size0]).double().unsqueeze(2)
     inside = ((mapped >= -0.5) & (mapped <= sizes - 0.5)).all(-1)  # (2, B, W)
-    alone = padded
+    is_isolated = padded
     if batch.cells is not None:
         cells = batch.cells.transpose(0, 1)  # (2, B, 3, 3)
-        alone = padded | ~_inside_cell(points, cells)
-        inside &= _inside_cell(mapped, cells.flip(0))
-    # Points on the horizon are nan. Only one of both positions is infinite, since inf - inf is nan.
+        is_isolated = padded | ~_is_inside_cell(points, cells)
+        inside &= _is_inside_cell(mapped, cells.flip(0))
+    # Points on the horizon are nan. The mapped positions become infinite and the keypoints FAR,
+    # since inf - inf would be nan.
     mapped = torch.nan_to_num(mapped.float(), nan=math.inf, posinf=math.inf, neginf=-math.inf)
-    mapped = mapped.masked_fill_(alone.unsqueeze(-1), math.inf)
-    return points.masked_fill_(alone.unsqueeze(-1), -FAR), mapped, inside
+    mapped = mapped.masked_fill_(is_isolated.unsqueeze(-1), math.inf)
+    return points.masked_fill_(is_isolated.unsqueeze(-1), -FAR), mapped, inside

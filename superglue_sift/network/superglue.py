@@ -15,18 +15,17 @@ The network differs from the paper in these points:
 - Descriptors are RootSIFT (Arandjelovic 2012) or other unit vectors. A keypoint with two
   orientations gets the better one for the pair (`batch.choose_orientations`).
 - The encoder may also see each keypoint's nearest neighbour by descriptor in the other image
-  (`neighbour_features`). The first layers then need not search for candidates: they can compare how
-  distinctive these are (Lowe's ratio, section 7.1), and whether others moved, rotated and scaled
-  alike.
+  (`compute_neighbour_features`). Then the first layers need not search for candidates. They can
+  compare how distinctive these are (Lowe's ratio, section 7.1), and whether other keypoints moved,
+  rotated and scaled alike.
 - The encoder also sees SIFT's scale and angle (`scale_angle`), which SuperPoint does not have.
 - Self-attention may use relative positions by rotary embedding (`rotary`), which was published
   later.
-- Each residual branch starts at zero and the projections as the identity, so that the untrained
-  network is the softmax nearest-neighbour matcher of its descriptors and training can only improve
-  on it.
-- The hidden norm is LayerNorm by default (`norm: layer`); the paper's BatchNorm is `norm: batch`.
-  LayerNorm makes a pair's result independent of the rest of the batch, needs no collective, and has
-  no train/eval mismatch.
+- Each residual branch starts at zero, and the projections start as the identity. So the untrained
+  network is the softmax nearest-neighbour matcher of its descriptors, from which training improves.
+- The norm of hidden layers is LayerNorm (`norm: layer`), or the paper's BatchNorm (`norm: batch`).
+  With LayerNorm a pair's result does not depend on the other pairs of the batch, is the same in
+  training and in evaluation, and needs no communication between ranks.
 
 A shape names these numbers:
 
@@ -41,7 +40,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from typing import Any, Callable, ContextManager, List, Optional, Sequence, Tuple
+from typing import Any, ContextManager, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -57,39 +56,39 @@ from superglue_sift.network.batch import (
     choose_orientations,
     from_pairs,
     join_keypoints,
-    size_class,
-    unit_vectors,
+    normalize_descriptors,
+    round_up_keypoints,
 )
+from superglue_sift.network.perceptron import FLOAT32, MLP, NORMS
 from superglue_sift.network.sinkhorn import log_optimal_transport
-from superglue_sift.torch_compat import LayerNorm, checkpoint, chunked_attention, is_traced, sqrt
+from superglue_sift.torch_compat import (
+    checkpoint_gradients,
+    compute_attention_in_chunks,
+    is_traced,
+    sqrt,
+)
 
 SIFT_DIM = 128
 # Hidden layers of the keypoint encoder (appendix, "keypoint encoder")
 ENCODER_WIDTHS = (32, 64, 128, 256)
 
-# The initial score is SHARPNESS * cosine of RootSIFT, and the dustbin is the score of a doubtful
-# cosine. These minimize the loss of the untrained network on COCO views (1.51, precision 0.91,
-# recall 0.70).
+# The initial score is SHARPNESS * cosine of RootSIFT, and the dustbin has the score of a doubtful
+# cosine. These values minimize the loss of the untrained network on views of COCO (1.51, with
+# precision 0.91 and recall 0.70).
 SHARPNESS = 40.0
 DOUBTFUL_COSINE = 0.78
 
 # Typical scale of SIFT in images of 512x384 px. The inputs of the network are divided by it and by
 # TYPICAL_SCORE, so that they are of order one.
 TYPICAL_SCALE = 4.0
-NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `neighbour_features`
+NEIGHBOUR_FEATURES = 8  # inputs of each keypoint from `compute_neighbour_features`
 
 # Initial standard deviation of the frequencies of rotary positions, in radians over half an image
-SPREAD = 2.0
+FREQUENCY_DEVIATION = 2.0
 
-# Parameters are created with these options, since a program that uses the matcher may have changed
-# torch's default dtype or default device.
-FLOAT32: Any = {"dtype": torch.float32, "device": "cpu"}
-
-# No number of a configuration may be larger, since a model file may come from anyone.
-LARGEST = 65536
-KINDS = ("sift", "float")  # kinds of descriptors, see `batch.unit_vectors`
-# A function of this type sums a tensor over all ranks, and has a gradient.
-SumRanks = Callable[[Tensor], Tensor]
+# Maximum of each number of a configuration, since a model file may come from anyone
+MAX_NUMBER = 65536
+DESCRIPTOR_KINDS = ("sift", "float")  # kinds of descriptors, see `batch.normalize_descriptors`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +114,10 @@ class SuperGlueConfig:
     def __post_init__(self) -> None:
         for name in ("dim", "layers", "heads", "sinkhorn_iterations", "descriptor_dim"):
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= LARGEST:
-                raise ValueError(f"{name} = {value!r}: must be a whole number from 1 to {LARGEST}")
+            if type(value) is not int or not 1 <= value <= MAX_NUMBER:
+                raise ValueError(
+                    f"{name} = {value!r}: must be a whole number from 1 to {MAX_NUMBER}"
+                )
         if self.neighbours and not self.scale_angle:
             raise ValueError("neighbours needs scale_angle")
         # Rotary positions take the channels of a head in pairs.
@@ -124,8 +125,8 @@ class SuperGlueConfig:
             raise ValueError(
                 f"heads = {self.heads}: must divide dim ({self.dim}), with rotary into even parts"
             )
-        if self.descriptor not in KINDS:
-            raise ValueError(f"descriptor {self.descriptor!r}: must be of {KINDS}")
+        if self.descriptor not in DESCRIPTOR_KINDS:
+            raise ValueError(f"descriptor {self.descriptor!r}: must be of {DESCRIPTOR_KINDS}")
 
     def to_dict(self) -> dict:
         """Return plain values for JSON. `SuperGlueConfig(**values)` reads them back."""
@@ -136,6 +137,7 @@ class SuperGlue(nn.Module):
     """The network computes the probability of each match from the keypoints of pairs."""
 
     def __init__(self, config: SuperGlueConfig = SuperGlueConfig()) -> None:
+        """Create a network with initial weights, on the CPU."""
         super().__init__()
         self.config = config
         self.recompute = False  # gradient checkpointing of each layer
@@ -144,7 +146,7 @@ class SuperGlue(nn.Module):
         layer = functools.partial(AttentionalLayer, dim, config.heads, config.norm)
         # Equation 2: the first state of a keypoint
         self.descriptor_projection = nn.Linear(config.descriptor_dim, dim, **FLOAT32)
-        self.keypoint_encoder = _keypoint_encoder(config)
+        self.keypoint_encoder = _make_keypoint_encoder(config)
         self.rotary = RotaryPositions(dim // config.heads) if config.rotary else None
         # Equations 3 to 5: layers in pairs
         self.self_attention = nn.ModuleList(layer(cross=False) for _ in range(config.layers))
@@ -155,39 +157,44 @@ class SuperGlue(nn.Module):
         self._start_as_identity()
 
     def forward(self, batch: PairBatch) -> Tensor:
-        """Compute the log assignment of each pair, (B, M + 1, N + 1) float32.
+        """Compute the log assignment of each pair.
 
-        The last row and column are the dustbins. exp() of an entry is the probability of that
-        match. It is 0 for padding.
+        Args:
+            batch: B pairs with M and N keypoints.
 
-        An example with five keypoints, which image 1 shows in another order and 9 px to the right:
+        Returns:
+            (B, M + 1, N + 1) float32. The last row and column are the dustbins. exp() of an entry
+            is the probability of that match. It is 0 for padding.
 
-        >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
-        <torch._C.Generator object at ...>
-        >>> keypoints = 200 * torch.rand(1, 5, 2)
-        >>> descriptors = torch.randint(256, (1, 5, 128), dtype=torch.uint8)
-        >>> one = torch.ones(1, 5)
-        >>> order = torch.tensor([3, 1, 4, 0, 2])
-        >>> batch = PairBatch(
-        ...     keypoints0=keypoints,
-        ...     keypoints1=keypoints[:, order] + torch.tensor([9.0, 0.0]),
-        ...     descriptors0=descriptors,
-        ...     descriptors1=descriptors[:, order],
-        ...     scales0=4 * one,
-        ...     scales1=4 * one,
-        ...     oris0=90 * one,
-        ...     oris1=90 * one,
-        ...     scores0=0.03 * one,
-        ...     scores1=0.03 * one,
-        ...     image_size0=torch.tensor([[320.0, 240.0]]),
-        ...     image_size1=torch.tensor([[320.0, 240.0]]),
-        ... )
-        >>> log_P = SuperGlue()(batch)
-        >>> log_P.shape
-        torch.Size([1, 6, 6])
-        >>> matches0, scores0, matches1, scores1 = mutual_matches(log_P)
-        >>> matches0  # of each keypoint of image 0, the index of its match in image 1
-        tensor([[3, 1, 4, 0, 2]])
+        Example:
+            Image 1 shows the five keypoints of image 0 in another order, and 9 px to the right.
+
+            >>> torch.manual_seed(0)  # doctest: +ELLIPSIS
+            <torch._C.Generator object at ...>
+            >>> keypoints = 200 * torch.rand(1, 5, 2)
+            >>> descriptors = torch.randint(256, (1, 5, 128), dtype=torch.uint8)
+            >>> ones = torch.ones(1, 5)
+            >>> order = torch.tensor([3, 1, 4, 0, 2])
+            >>> batch = PairBatch(
+            ...     keypoints0=keypoints,
+            ...     keypoints1=keypoints[:, order] + torch.tensor([9.0, 0.0]),
+            ...     descriptors0=descriptors,
+            ...     descriptors1=descriptors[:, order],
+            ...     scales0=4 * ones,
+            ...     scales1=4 * ones,
+            ...     oris0=90 * ones,
+            ...     oris1=90 * ones,
+            ...     scores0=0.03 * ones,
+            ...     scores1=0.03 * ones,
+            ...     image_size0=torch.tensor([[320.0, 240.0]]),
+            ...     image_size1=torch.tensor([[320.0, 240.0]]),
+            ... )
+            >>> log_P = SuperGlue()(batch)
+            >>> log_P.shape
+            torch.Size([1, 6, 6])
+            >>> matches0, scores0, matches1, scores1 = mutual_matches(log_P)
+            >>> matches0  # Index of the match in image 1 of each keypoint of image 0
+            tensor([[3, 1, 4, 0, 2]])
         """
         log_P, _ = self.assign([batch])
         return log_P[0]
@@ -195,10 +202,10 @@ class SuperGlue(nn.Module):
     def assign(
         self, batches: Sequence[PairBatch], wait: bool = True, precision: str = "float32"
     ) -> Tuple[List[Tensor], Tensor]:
-        """Compute the log assignments of batches of different sizes (`PairBatch.size_classes`).
+        """Compute the log assignments of several batches, whose sizes may differ.
 
         Args:
-            batches: the pairs, in batches of any sizes.
+            batches: the pairs, for instance by `PairBatch.split_by_size`.
             wait: whether pairs that overflow are computed again in the log domain
                 (`sinkhorn.log_optimal_transport`).
             precision: precision of the layers while training, by autocast: float32, bfloat16 or
@@ -207,84 +214,94 @@ class SuperGlue(nn.Module):
         Returns:
             log P (B, M + 1, N + 1) of each batch, and (pairs,) bool, whether each pair is finite.
         """
-        # A keypoint with two orientations keeps one of them.
         keypoints, images = join_keypoints([choose_orientations(batch) for batch in batches])
-        descriptors = self.describe(keypoints, images, precision)
+        descriptors = self.compute_descriptors(keypoints, images, precision)
         return self.transport(descriptors, images, wait)
 
-    def describe(
+    def compute_descriptors(
         self, keypoints: KeypointTensors, images: Images, precision: str = "float32"
     ) -> Tensor:
         """Compute the matching descriptors (T, D) of all keypoints (equations 2 to 6).
 
-        Keypoints and images are as from `join_keypoints`, and the precision is as for `assign`.
+        Args:
+            keypoints: the keypoints of several batches, (T, ...), from `join_keypoints`.
+            images: their images, from the same function.
+            precision: precision of the layers while training, by autocast: float32, bfloat16 or
+                float16.
         """
         config = self.config
         dtype = self.dustbin.dtype
-        # Compute the first state of each keypoint from its descriptor and geometry (equation 2).
-        geometry = geometry_of(keypoints, config.scale_angle)  # (T, 3 or 6)
-        descriptors = unit_vectors(keypoints.descriptors, config.descriptor)
+        # Equation 2: the first state of each keypoint
+        geometry = encode_geometry(keypoints, config.scale_angle)  # (T, 3 or 6)
+        descriptors = normalize_descriptors(keypoints.descriptors, config.descriptor)
         inputs = [geometry]
         if config.neighbours:
-            inputs.append(neighbour_features(descriptors, geometry, images))  # (T, 8)
+            inputs.append(compute_neighbour_features(descriptors, geometry, images))  # (T, 8)
         encoded = self.keypoint_encoder([torch.cat(inputs, -1).to(dtype)], images.valid)
         x = self.descriptor_projection(descriptors.to(dtype)) + encoded  # (T, D)
         # Rotations of queries and keys, (2, T, d / 2)
         rotation = self.rotary(geometry[:, :2].to(dtype)) if self.rotary else None
-        # Apply the layers of self- and cross-attention (equations 3 to 5). Gradient checkpointing
-        # keeps only the input of each layer, and computes the rest again.
+        # Equations 3 to 5: layers of self- and cross-attention. Gradient checkpointing keeps only
+        # the input of each layer, and computes the rest again.
         autocast = None if precision == "float32" else getattr(torch, precision)
         recompute = self.recompute and self.training
         for layer in self.layers:
             arguments = (x, images, autocast, rotation)
-            x = checkpoint(layer, *arguments) if recompute else layer(*arguments)
+            x = checkpoint_gradients(layer, *arguments) if recompute else layer(*arguments)
         return self.final_projection(x)  # equation 6
 
     def transport(
         self, descriptors: Tensor, images: Images, wait: bool, dtype: Optional[torch.dtype] = None
     ) -> Tuple[List[Tensor], Tensor]:
-        """Compute the log assignments from matching descriptors (T, D) (equations 7 to 9).
+        """Compute the log assignments from matching descriptors (equations 7 to 9).
 
         Args:
-            wait: as for `assign`, as is the result.
+            descriptors: (T, D), from `compute_descriptors`.
+            images: the images of the keypoints.
+            wait: whether pairs that overflow are computed again in the log domain.
             dtype: the precision of the optimal transport. If None, it is that of the descriptors.
+
+        Returns:
+            log P (B, M + 1, N + 1) of each batch, and (pairs,) bool, whether each pair is finite.
         """
-        # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Each factor is
-        # divided by the root of sqrt(D).
-        views = images.split(descriptors / self.config.dim**0.25)
+        # (T, D) -> (B, M, D), (B, N, D), ... for images 0 and 1 of each batch. Both factors of a
+        # score are divided by the root of sqrt(D).
+        views = images.split_by_image(descriptors / self.config.dim**0.25)
         iterations = self.config.sinkhorn_iterations
-        solved = []
-        # Solve each batch by itself, since sizes differ.
+        assignments = []
         for i in range(0, len(views), 2):
             # (B, M, D), (B, N, D) -> (B, M, N), then log P (B, M + 1, N + 1)
             scores = torch.bmm(views[i], views[i + 1].transpose(1, 2))
             scores = scores.to(dtype or scores.dtype)
             mask0, mask1 = images.masks[i : i + 2]
-            solved.append(
+            assignments.append(
                 log_optimal_transport(scores, mask0, mask1, self.dustbin, iterations, wait)
             )
-        log_Ps, finite = zip(*solved)
+        log_Ps, finite = zip(*assignments)
         return list(log_Ps), torch.cat(finite)
 
     def compile_layers(self) -> None:
-        """Compile `describe` by torch 2, on a GPU into CUDA graphs. Each shape is compiled once."""
-        self.describe = torch.compile(self.describe, mode="reduce-overhead", dynamic=False)
+        """Compile `compute_descriptors` for each shape, by torch 2, on a GPU as CUDA graphs."""
+        self.compute_descriptors = torch.compile(
+            self.compute_descriptors, mode="reduce-overhead", dynamic=False
+        )
         self.compiled = True
 
     @property
     def layers(self) -> List[nn.Module]:
         """Return all layers in the order of their use: self, cross, self, ..."""
-        return [layer for both in zip(self.self_attention, self.cross_attention) for layer in both]
+        layers = zip(self.self_attention, self.cross_attention)
+        return [layer for self_and_cross in layers for layer in self_and_cross]
 
     @property
-    def in_order(self) -> List[nn.Module]:
+    def modules_in_order(self) -> List[nn.Module]:
         """Return all modules with weights, in the order of their use."""
         first = [self.descriptor_projection, self.keypoint_encoder, self.rotary]
         return [*(module for module in first if module), *self.layers, self.final_projection]
 
     @torch.no_grad()
     def _start_as_identity(self) -> None:
-        """Initialize the weights as the identity.
+        """Set the initial weights, with projections that are the identity up to a factor.
 
         The score of two keypoints is then SHARPNESS times the cosine of their descriptors.
         """
@@ -299,7 +316,8 @@ class SuperGlue(nn.Module):
         if dim == self.config.descriptor_dim:
             # `nn.init.eye_` would make a matrix on torch's default device.
             self.descriptor_projection.weight.zero_().fill_diagonal_(1.0)
-        else:  # this keeps inner products if dim is larger, and nearly keeps them if not
+        else:
+            # An orthogonal matrix keeps inner products if dim is larger, and nearly if it is not.
             nn.init.orthogonal_(self.descriptor_projection.weight)
         self.final_projection.weight.zero_().fill_diagonal_(1.0)
         # Unit descriptors are scaled to entries of order one. Then <f0, f1> / sqrt(D) is
@@ -311,9 +329,9 @@ class SuperGlue(nn.Module):
 # Equation 2: the first state of a keypoint
 
 
-def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
+def _make_keypoint_encoder(config: SuperGlueConfig) -> MLP:
     """Create the encoder of geometry and neighbours."""
-    # Inputs of a keypoint: `geometry_of`, then `neighbour_features`
+    # Inputs of a keypoint: `encode_geometry`, then `compute_neighbour_features`
     width = (6 if config.scale_angle else 3) + NEIGHBOUR_FEATURES * config.neighbours
     layers: List[nn.Module] = []
     for wider in ENCODER_WIDTHS:
@@ -323,14 +341,19 @@ def _keypoint_encoder(config: SuperGlueConfig) -> MLP:
     return MLP(*layers, nn.Linear(width, config.dim, **FLOAT32))
 
 
-def geometry_of(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
-    """Return position, log score, log scale and direction of keypoints, (T, 6), each of order one.
+def encode_geometry(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
+    """Encode keypoints as numbers of order one, which are the inputs of the encoder.
 
-    The keypoints are as from `join_keypoints`. Without `scale_angle`, return position and log score
-    only, (T, 3).
+    Args:
+        keypoints: the keypoints of several batches, (T, ...), from `join_keypoints`.
+        scale_angle: whether to encode scale and angle.
+
+    Returns:
+        (T, 6) with position (2 columns), log score, log scale, and cos and sin of the angle.
+        Without `scale_angle`, (T, 3) with position and log score.
     """
     # Positions are relative to the centre of the image, and from -1 to 1 along its longer side.
-    # A batch that is padded has images of size 0.
+    # Pairs that were added by `PairBatch.pad` have images of size 0.
     size = keypoints.image_size
     longer = size.amax(-1, keepdim=True).clamp(min=1.0)
     position = (keypoints.keypoints - (size - 1) / 2) / (longer / 2)
@@ -338,13 +361,13 @@ def geometry_of(keypoints: KeypointTensors, scale_angle: bool) -> Tensor:
     if not scale_angle:
         return torch.cat([position, score], -1)
     scale = (keypoints.scales[:, None].clamp(min=1e-3) / TYPICAL_SCALE).log()
-    # An angle is two numbers, cos and sin, since 0 and 360 degrees are the same direction.
+    # An angle is encoded by cos and sin, since 0 and 360 degrees are the same direction.
     angle = torch.deg2rad(keypoints.oris[:, None])
     return torch.cat([position, score, scale, angle.cos(), angle.sin()], -1)
 
 
 @torch.no_grad()
-def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
+def compute_neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) -> Tensor:
     """Compute inputs of the encoder from each keypoint's nearest neighbour in the other image.
 
     Args:
@@ -361,29 +384,31 @@ def neighbour_features(descriptors: Tensor, geometry: Tensor, images: Images) ->
         - the log ratio of the scales,
         - cos and sin of the angle between the orientations.
     """
-    units = images.split(descriptors)
-    places = images.split(geometry)  # (B, M, 6) each
+    unit_descriptors = images.split_by_image(descriptors)
+    geometries = images.split_by_image(geometry)  # (B, M, 6) each
     features: List[Tensor] = []
-    for i in range(0, len(units), 2):
-        # Images i and i + 1 are the two sides of one batch.
+    for i in range(0, len(unit_descriptors), 2):
+        # Parts i and i + 1 are the images 0 and 1 of one batch.
         mask0, mask1 = images.masks[i : i + 2]
-        cosines = torch.bmm(units[i], units[i + 1].transpose(1, 2))  # (B, M, N)
+        unit0, unit1 = unit_descriptors[i : i + 2]
+        cosines = torch.bmm(unit0, unit1.transpose(1, 2))  # (B, M, N)
         cosines.masked_fill_(~(mask0.unsqueeze(2) & mask1.unsqueeze(1)), -torch.inf)
-        for view, (nearest, distance, ratio, mutual) in enumerate(nearest_neighbours(cosines)):
+        for view, (nearest, distance, ratio, mutual) in enumerate(find_nearest_neighbours(cosines)):
+            partner = i + 1 - view
             # (B, N, 6) -> (B, M, 6): the geometry of each nearest neighbour
-            other = i + 1 - view
-            theirs = places[other].gather(1, nearest.unsqueeze(2).expand(-1, -1, 6))
-            _, _, _, scale0, cos0, sin0 = places[i + view].unbind(2)
-            x1, y1, _, scale1, cos1, sin1 = theirs.unbind(2)
+            rows = nearest.unsqueeze(2).expand(-1, -1, 6)
+            neighbour_geometry = geometries[partner].gather(1, rows)
+            _, _, _, scale0, cos0, sin0 = geometries[i + view].unbind(2)
+            x1, y1, _, scale1, cos1, sin1 = neighbour_geometry.unbind(2)
             turn = [cos0 * cos1 + sin0 * sin1, cos0 * sin1 - sin0 * cos1]
             columns = [distance, ratio, mutual.to(ratio.dtype), x1, y1, scale1 - scale0, *turn]
-            # The maximum over an empty image is padding, so its features are set to zero.
-            occupied = images.masks[other].any(1)[:, None, None]
+            # In an image without keypoints the nearest neighbour is padding.
+            occupied = images.masks[partner].any(1)[:, None, None]
             features.append(torch.stack(columns, 2).masked_fill(~occupied, 0.0))
-    return images.join(features)
+    return images.join_images(features)
 
 
-def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
+def find_nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Find the nearest neighbour of each keypoint, for both images.
 
     Args:
@@ -403,14 +428,14 @@ def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Te
         (cosines, best0, best1),
         (cosines.transpose(1, 2), best1, best0),
     ):
-        # The second nearest is the maximum without the nearest. In an image of one keypoint there
-        # is none, and the nearest takes its place, so that the ratio is 1.
+        # The second nearest is the maximum without the nearest. If there is none, the nearest takes
+        # its place, so that the ratio is 1.
         second = matrix.scatter(2, nearest.unsqueeze(2), -torch.inf).amax(2)
         second = torch.where(second == -torch.inf, values, second)
         # Distances of unit vectors: |a - b|^2 = 2 - 2 cos
         both = torch.stack([values, second]).clamp(-1.0, 1.0)
-        distance, next_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
-        ratio = (distance / next_distance.clamp(min=1e-6)).clamp(max=1.0)
+        distance, second_distance = sqrt((2.0 - 2.0 * both).clamp(min=1e-6)).unbind(0)
+        ratio = (distance / second_distance.clamp(min=1e-6)).clamp(max=1.0)
         itself = torch.arange(nearest.shape[1], device=nearest.device)
         neighbours.append((nearest, distance, ratio, back.gather(1, nearest) == itself))
     return neighbours
@@ -420,10 +445,17 @@ def nearest_neighbours(cosines: Tensor) -> List[Tuple[Tensor, Tensor, Tensor, Te
 
 
 class AttentionalLayer(nn.Module):
-    """The layer updates every keypoint once: x <- x + MLP([x, message]) (equation 3)."""
+    """A layer that updates the states of all keypoints: x <- x + MLP([x, message]) (equation 3)."""
 
     def __init__(self, dim: int, heads: int, norm: str, cross: bool) -> None:
-        """Create a layer. If `cross`, an image attends to the other image of its pair."""
+        """Create a layer.
+
+        Args:
+            dim: D, width of a state.
+            heads: number of heads of the attention.
+            norm: norm of the hidden layer, a key of NORMS.
+            cross: whether an image attends to the other image of its pair, or to itself.
+        """
         super().__init__()
         self.heads = heads
         self.cross = cross
@@ -436,15 +468,21 @@ class AttentionalLayer(nn.Module):
     def forward(
         self, x: Tensor, images: Images, dtype: Optional[torch.dtype], rotation: Optional[Tensor]
     ) -> Tensor:
-        """Update the states x (T, D) of all keypoints; return (T, D).
+        """Update the states of all keypoints.
 
         Args:
+            x: the states, (T, D).
+            images: the images of the keypoints.
             dtype: precision of the products by autocast. If None, it is the precision of the
-                weights. The residual stream is not rounded to it.
+                weights. The sum of x and the message is not rounded to it.
             rotation: (2, T, d / 2) of queries and keys in self-attention, see `rotate`.
+
+        Returns:
+            The new states, (T, D).
         """
         state = x.to(dtype or self.query_key_value.weight.dtype)
-        # Autocast is inside the layer, because gradient checkpointing runs the layer again.
+        # Autocast is inside the layer, so that it also holds when gradient checkpointing runs the
+        # layer again.
         with torch.autocast(x.device.type, dtype=dtype) if dtype else contextlib.nullcontext():
             heads = self.query_key_value(state).unflatten(-1, (3, self.heads, -1))  # (T, 3, H, d)
             # Queries and keys are rotated by their positions, values are not.
@@ -452,22 +490,25 @@ class AttentionalLayer(nn.Module):
                 rotated = rotate(heads[:, :2], rotation[:, :, None, None])
                 heads = torch.cat([rotated, heads[:, 2:]], 1)
             # (T, 3, H, d) -> query, key and value (B, H, N, d) of images 0 and 1 of each batch
-            views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split(heads)]
+            views = [view.permute(2, 0, 3, 1, 4).unbind() for view in images.split_by_image(heads)]
             messages = []
             for i, (query, _, _) in enumerate(views):
                 # The partner of image 2 k is image 2 k + 1, and the reverse.
                 source = i ^ 1 if self.cross else i
                 _, key, value = views[source]
-                message = attention(query, key, value, images.visible[source])
+                message = compute_attention(query, key, value, images.visible[source])
                 occupied = images.occupied[source]
-                if occupied is not None:  # an image without keypoints sends no message
+                if occupied is not None:
+                    # An image without keypoints sends no message.
                     message = message * occupied
                 # The heads are merged: (B, H, N, d) -> (B, N, D) (equation 5).
                 messages.append(self.merge(message.transpose(1, 2).flatten(2)))
-            return x + self.mlp([state, images.join(messages)], images.valid)
+            return x + self.mlp([state, images.join_images(messages)], images.valid)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]) -> Tensor:
+def compute_attention(
+    query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tensor]
+) -> Tensor:
     """Compute softmax(q k^T / sqrt(d)) v without storing the weights (equation 4).
 
     Args:
@@ -480,20 +521,21 @@ def attention(query: Tensor, key: Tensor, value: Tensor, visible: Optional[Tenso
     """
     if not hasattr(nn.functional, "scaled_dot_product_attention"):
         # torch 1.10 has no kernel for attention.
-        return chunked_attention(query, key, value, visible)
+        return compute_attention_in_chunks(query, key, value, visible)
     if visible is not None and is_traced():
-        # This is what the kernel does. With a bool mask ONNX also tests all weights for nan, which
-        # takes half of the time of a pair.
+        # The kernel adds this mask. With a bool mask, ONNX would also test all weights for nan,
+        # which takes half of the time of a pair.
         visible = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, -math.inf)
-    with _without_cudnn() if query.is_cuda else contextlib.nullcontext():
+    with _disable_cudnn() if query.is_cuda else contextlib.nullcontext():
         return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=visible)
 
 
-def _without_cudnn() -> ContextManager[Any]:
-    """Return a context without cuDNN, which takes 70 ms (on an H100) to plan each new shape."""
+def _disable_cudnn() -> ContextManager[Any]:
+    """Return a context without cuDNN, which takes 70 ms on an H100 to plan each new shape."""
     try:
         from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:  # torch 2.2 or older
+    except ImportError:
+        # torch 2.2 or older
         return contextlib.nullcontext()
     return sdpa_kernel(
         [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -501,162 +543,83 @@ def _without_cudnn() -> ContextManager[Any]:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary embedding of 2-D positions, with learned frequencies.
+    """Rotary embedding of 2D positions, with learned frequencies.
 
-    It is that of Su et al. 2021 and of LightGlue, section 3.1.
-
-    Inner products of rotated queries and keys depend on the relative positions of keypoints.
+    Inner products of rotated queries and keys depend on the relative positions of keypoints (Su et
+    al. 2021; LightGlue, section 3.1).
     """
 
     def __init__(self, channels: int) -> None:
-        """Draw the frequencies at random. channels: d of each head, which must be even."""
+        """Draw the frequencies at random.
+
+        Args:
+            channels: d, the width of a head. It must be even.
+        """
         super().__init__()
-        self.frequencies = nn.Parameter(SPREAD * torch.randn(2, channels // 2, **FLOAT32))
+        self.frequencies = nn.Parameter(
+            FREQUENCY_DEVIATION * torch.randn(2, channels // 2, **FLOAT32)
+        )
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Compute cos and sin (2, T, d / 2) of positions (T, 2) of order one, for `rotate`."""
+        """Compute cos and sin, (2, T, d / 2), of the angles of positions (T, 2) of order one."""
         angles = positions @ self.frequencies  # (T, 2) and (2, d / 2) -> (T, d / 2)
         return torch.stack([angles.cos(), angles.sin()])
 
 
 def rotate(vectors: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate vectors (..., d), whose entries i and i + d / 2 are a point of the plane.
+    """Rotate the points of a plane that vectors hold.
 
     Args:
-        rotation: cos and sin of the angles, (2, ..., d / 2), broadcast. The result has the dtype of
-            the vectors.
+        vectors: (..., d). The entries i and i + d / 2 are one point.
+        rotation: cos and sin of the angles, (2, ..., d / 2), broadcast.
+
+    Returns:
+        (..., d) in the dtype of the vectors.
     """
-    # (..., d) -> two halves (..., d / 2), whose entries are the coordinates of d / 2 points
-    a, b = vectors.chunk(2, -1)
+    # (..., d) -> (..., d / 2) and (..., d / 2)
+    x, y = vectors.chunk(2, -1)
     cos, sin = rotation.to(vectors.dtype).unbind(0)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-class MLP(nn.Sequential):
-    """A perceptron of keypoints. Its BatchNorm leaves out padding."""
-
-    def forward(self, inputs: Sequence[Tensor], valid: Optional[Tensor] = None) -> Tensor:
-        """Compute (T, C) from the concatenation of `inputs`, (T, C0), (T, C1), ...
-
-        The products of each input are added, so that the concatenation need not exist. It would be
-        a fifth of what a training step keeps for the gradient.
-
-        Args:
-            valid: (T,) bool, False for padding. If None, there is no padding.
-        """
-        first: Any = self[0]
-        # Split the columns of the first map by the input that they belong to.
-        weights = first.weight.to(inputs[0].dtype).split([tensor.shape[1] for tensor in inputs], 1)
-        # (T, C0), (T, C1), ... -> (T, hidden)
-        x = nn.functional.linear(inputs[0], weights[0], first.bias)
-        for tensor, weight in zip(inputs[1:], weights[1:]):
-            x = torch.addmm(x, tensor, weight.t())
-        for module in list(self)[1:]:
-            x = module(x, valid) if isinstance(module, TokenBatchNorm) else module(x)
-        return x
-
-
-class TokenBatchNorm(nn.Module):
-    """Normalize over all keypoints of the batch, with sums of all ranks by `sum_ranks`.
-
-    The statistics equal those of one process with the whole batch, for any numbers of keypoints per
-    rank. (torch's SyncBatchNorm needs a GPU.) A batch without keypoints does not change the running
-    statistics.
-    """
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    momentum = 0.1
-    eps = 1e-5
-
-    def __init__(self, channels: int, **options: Any) -> None:
-        """Create the norm. options: dtype and device."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels, **options))
-        self.bias = nn.Parameter(torch.zeros(channels, **options))
-        self.register_buffer("running_mean", torch.zeros(channels, **options))
-        self.register_buffer("running_var", torch.ones(channels, **options))
-        self.sum_ranks: Optional[SumRanks] = None
-
-    def forward(self, x: Tensor, valid: Optional[Tensor] = None) -> Tensor:
-        """Normalize x (T, C); return (T, C). This is computed in float32 also under autocast.
-
-        Args:
-            valid: (T,) bool, False for padding, which does not count. If None, there is no padding.
-        """
-        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
-        mean = self.running_mean
-        var = self.running_var
-        if self.training:
-            mean, var = self._statistics(x32, valid)
-        return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
-
-    def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-        """Compute mean and variance (C,) of the keypoints, and update the running statistics.
-
-        The mean is computed first, since a difference of large squares would lose digits.
-        """
-        sum_ranks = self.sum_ranks or (lambda tensor: tensor)
-        counted = torch.ones_like(x[:, :1]) if valid is None else valid.to(x.dtype).unsqueeze(1)
-        # One reduction sums the values and the number of keypoints over all ranks.
-        first = sum_ranks(torch.cat([(x * counted).sum(0), counted.sum(0)]))
-        count = first[-1].detach().clamp(min=1.0)
-        mean = first[:-1] / count
-        var = sum_ranks(((x - mean).square() * counted).sum(0)) / count
-        with torch.no_grad():
-            # The step is a tensor, so that the host does not wait for the device.
-            step = self.momentum * (first[-1] > 0).to(first.dtype)
-            # Keep the unbiased variance, as torch's BatchNorm does.
-            self.running_mean += step * (mean - self.running_mean)
-            self.running_var += step * (var * count / (count - 1).clamp(min=1.0) - self.running_var)
-        return mean, var
-
-
-NORMS = {"layer": LayerNorm, "batch": TokenBatchNorm}  # norms of hidden layers
-
-
-def synchronize(model: nn.Module, sum_ranks: Optional[SumRanks]) -> None:
-    """Set `sum_ranks` of every TokenBatchNorm. If None, each rank has its own statistics."""
-    for module in model.modules():
-        if isinstance(module, TokenBatchNorm):
-            module.sum_ranks = sum_ranks
+    return torch.cat([x * cos - y * sin, x * sin + y * cos], -1)
 
 
 # Section 5: matches of an assignment
 
 
 def mutual_matches(log_P: Tensor, threshold: float = 0.2) -> Tuple[Tensor, ...]:
-    """Find mutual best matches with a probability above `threshold` (section 5, 0.2 in the paper).
-
-    Two keypoints in each image. The second of image 0 belongs in the dustbin:
-
-    >>> P = torch.tensor([[[0.9, 0.0, 0.1], [0.0, 0.3, 0.7], [0.1, 0.7, 0.0]]])
-    >>> matches0, scores0, _, _ = mutual_matches(P.log(), threshold=0.5)
-    >>> matches0
-    tensor([[ 0, -1]])
-    >>> scores0
-    tensor([[0.9000, 0.0000]])
+    """Find mutual best matches with a probability above `threshold` (section 5).
 
     Args:
         log_P: (B, M + 1, N + 1), output of `SuperGlue`.
+        threshold: minimum probability of a match, 0.2 in the paper.
 
     Returns:
-        Matches0 (B, M) int64, the index in image 1 or -1, and its probability scores0 (B, M)
-        float32, which is 0 without a match. matches1 and scores1 (B, N) say the same of image 1.
+        matches0: (B, M) int64, the index of the match in image 1, or -1 without a match.
+        scores0: (B, M) float32, the probability of the match, or 0 without a match.
+        matches1, scores1: (B, N), the same for the keypoints of image 1.
+
+    Example:
+        There are two keypoints in each image. The second of image 0 belongs in the dustbin.
+
+        >>> P = torch.tensor([[[0.9, 0.0, 0.1], [0.0, 0.3, 0.7], [0.1, 0.7, 0.0]]])
+        >>> matches0, scores0, _, _ = mutual_matches(P.log(), threshold=0.5)
+        >>> matches0
+        tensor([[ 0, -1]])
+        >>> scores0
+        tensor([[0.9000, 0.0000]])
     """
     # (B, M + 1, N + 1) -> (B, M, N), without the dustbins
-    inner = log_P.detach()[:, :-1, :-1].float()
-    best0 = inner.max(2)
-    best1 = inner.max(1)
-    matches: List[Tensor] = []
-    for best, other in ((best0, best1), (best1, best0)):
+    log_probabilities = log_P.detach()[:, :-1, :-1].float()
+    best0 = log_probabilities.max(2)
+    best1 = log_probabilities.max(1)
+    matches_and_scores: List[Tensor] = []
+    for best, back in ((best0, best1), (best1, best0)):
         itself = torch.arange(best.indices.shape[1], device=log_P.device)
         scores = best.values.exp()
         # A match is mutual if the best match of the best match is the keypoint itself.
-        good = (other.indices.gather(1, best.indices) == itself) & (scores > threshold)
-        matches += [best.indices.masked_fill(~good, -1), scores.masked_fill(~good, 0.0)]
-    return tuple(matches)
+        is_match = (back.indices.gather(1, best.indices) == itself) & (scores > threshold)
+        matches_and_scores.append(best.indices.masked_fill(~is_match, -1))
+        matches_and_scores.append(scores.masked_fill(~is_match, 0.0))
+    return tuple(matches_and_scores)
 
 
 @torch.no_grad()
@@ -666,31 +629,36 @@ def match_pairs(
     device: str,
     selected: Sequence[Tuple[np.ndarray, np.ndarray]],
 ) -> List[Matches]:
-    """Match pairs by the network in one batch. Return all mutual matches, whatever their scores.
+    """Match pairs by the network in one batch.
 
     Args:
-        selected: for each pair, the keypoints of both images that the network gets, ascending
-            indices (m,) and (n,) (`nearest.select_keypoints`). The matches that are returned have
-            indices of all keypoints.
+        model: the network.
+        pairs: the records of all keypoints of each pair.
+        device: the device of the network.
+        selected: for each pair, the keypoints of both images that the network gets, as ascending
+            indices (m,) and (n,) (`nearest.select_keypoints`).
+
+    Returns:
+        All mutual matches of each pair, whatever their scores, with indices of all keypoints.
     """
     if not pairs:
         return []
-    # Give the network the selected keypoints alone.
-    few = [
+    selected_pairs = [
         pair._replace(records0=pair.records0[index0], records1=pair.records1[index1])
         for pair, (index0, index1) in zip(pairs, selected)
     ]
-    # Sort the pairs into batches of similar sizes, to save padding.
-    order, batches = from_pairs(few).to(device).size_classes()
+    order, batches = from_pairs(selected_pairs).to(device).split_by_size()
     if model.compiled:
-        # CUDA graphs need few shapes, so widths are rounded up.
-        widest = (max(part.scores0.shape[1], part.scores1.shape[1]) for part in batches)
-        batches = [part.pad(len(part), size_class(n)) for part, n in zip(batches, widest)]
+        # CUDA graphs need few shapes, so the numbers of keypoints are rounded up.
+        widths = [max(batch.scores0.shape[1], batch.scores1.shape[1]) for batch in batches]
+        batches = [
+            batch.pad(len(batch), round_up_keypoints(width))
+            for batch, width in zip(batches, widths)
+        ]
     rows = []
     for log_P in model.assign(batches)[0]:
-        # Keep every mutual match: callers apply their own thresholds.
+        # Keep every mutual match, since callers apply their own thresholds.
         matches0, scores0, _, _ = mutual_matches(log_P, threshold=0.0)
         rows += zip(matches0.cpu().numpy(), scores0.cpu().numpy())
-    # Restore the order of the pairs, and the indices of all keypoints.
     by_pair = dict(zip(order, rows))
     return [Matches.from_dense(*by_pair[i]).renumber(*selected[i]) for i in range(len(pairs))]

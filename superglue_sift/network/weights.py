@@ -21,10 +21,13 @@ from torch import Tensor, nn
 
 from superglue_sift.errors import RequestError
 from superglue_sift.files import FileName, write_atomic
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, TokenBatchNorm
+from superglue_sift.network.perceptron import TokenBatchNorm
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
-FORMAT = "superglue-sift/1"  # the header has one key, since safetensors does not keep an order
-THRESHOLD = 0.2  # probability of a match for models that state none (SuperGlue, section 5)
+# The only key of the header, since safetensors does not keep the order of keys
+FORMAT = "superglue-sift/1"
+# Minimum probability of a match for models that state none (SuperGlue, section 5)
+THRESHOLD = 0.2
 SHIPPED = Path("pretrained") / "superglue-sift.safetensors"
 Tensors = Dict[str, Tensor]
 
@@ -33,42 +36,57 @@ class BadCheckpoint(RequestError):
     """A model file is truncated, altered or foreign. The message names the file and the reason."""
 
 
-def _digest(arrays: Mapping[str, np.ndarray], text: str) -> str:
+def _compute_sha256(arrays: Mapping[str, np.ndarray], text: str) -> str:
     """Compute the hex SHA-256 of the description and of names, dtypes, shapes and values."""
-    digest = hashlib.sha256(text.encode())
+    sha256 = hashlib.sha256(text.encode())
     # Safetensors keeps no order, so sort by name.
     for name, array in sorted(arrays.items()):
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
+        sha256.update(f"{name} {array.dtype.str} {array.shape}".encode())
+        sha256.update(array.tobytes())
+    return sha256.hexdigest()
 
 
-def model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a model file with these tensors and `info` (plain JSON values)."""
-    arrays = {name: t.detach().cpu().contiguous().numpy() for name, t in tensors.items()}
+def encode_model_file(tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a model file.
+
+    Args:
+        tensors: the tensors by name.
+        info: the description, as plain JSON values.
+    """
+    arrays = {name: tensor.detach().cpu().contiguous().numpy() for name, tensor in tensors.items()}
     text = json.dumps(info, sort_keys=True)
-    header = {FORMAT: json.dumps({"info": text, "sha256": _digest(arrays, text)})}
+    header = {FORMAT: json.dumps({"info": text, "sha256": _compute_sha256(arrays, text)})}
     return save(arrays, metadata=header)
 
 
 def save_model_file(path: FileName, tensors: Mapping[str, Tensor], info: Mapping[str, Any]) -> None:
-    """Write `info` to a .json, then a `model_file` to `path` (.safetensors). Both have one name.
+    """Write a model file, and its description as JSON beside it.
+
+    Args:
+        path: the model file, which ends in `.safetensors`. The description has the same name with
+            `.json`.
+        tensors: the tensors by name.
+        info: the description, as plain JSON values.
 
     Raises:
         OSError: If a file cannot be written.
     """
     path = Path(path)
     text = json.dumps(info, indent=2, sort_keys=True) + "\n"
-    # The model comes last: where it exists, its description does.
+    # The model is written last, so that a model never lacks its description.
     write_atomic(path.with_suffix(".json"), text)
-    write_atomic(path, model_file(tensors, info))
+    write_atomic(path, encode_model_file(tensors, info))
 
 
 def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
-    """Read and verify a `model_file`; return its tensors and its `info`.
+    """Read and verify a model file.
+
+    Returns:
+        The tensors by name, and the description.
 
     Raises:
-        FileNotFoundError: If there is no file, and BadCheckpoint if it is damaged or foreign.
+        FileNotFoundError: If there is no such file.
+        BadCheckpoint: If the file is damaged or foreign.
     """
     path = Path(path)
     if not path.is_file():
@@ -79,10 +97,10 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
             if FORMAT not in metadata:
                 raise ValueError(f"its header lacks {FORMAT}")
             header = json.loads(metadata[FORMAT])
-            names = file.keys()  # the file itself is not iterable
+            names = file.keys()  # The file itself is not iterable.
             arrays = {name: file.get_tensor(name) for name in names}
         # Nothing in the file is used before its checksum is verified.
-        if _digest(arrays, header["info"]) != header["sha256"]:
+        if _compute_sha256(arrays, header["info"]) != header["sha256"]:
             raise ValueError("the checksum does not fit: the file was altered")
         info = json.loads(header["info"])
     except (SafetensorError, OSError, ValueError, TypeError, KeyError, MemoryError) as error:
@@ -92,13 +110,12 @@ def load_model_file(path: FileName) -> Tuple[Tensors, Dict[str, Any]]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}, info
 
 
-def shipped_weights() -> Path:
+def find_shipped_weights() -> Path:
     """Return the path of the shipped weights, in the installed package or next to it in a clone.
 
     Raises:
         RequestError: If there are none.
     """
-    # An installed package contains the folder, and a clone has it next to the package.
     package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         if (folder / SHIPPED).is_file():
@@ -108,23 +125,31 @@ def shipped_weights() -> Path:
 
 
 def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
-    """Load a network in evaluation mode on `device`; return it with its description.
+    """Load a network from a model file or a checkpoint.
 
-    >>> model, info = load_model(shipped_weights())
-    >>> model.config.layers, info["model"]["dim"]
-    (9, 128)
+    Args:
+        path: the file, which ends in `.safetensors`.
+        device: where the network goes, such as "cpu" or "cuda:0".
+
+    Returns:
+        The network in evaluation mode, and the description of its file.
 
     Raises:
         RequestError: If there is no such file, if it is damaged, or if it is not a SuperGlue model.
+
+    Example:
+        >>> model, info = load_model(find_shipped_weights())
+        >>> model.config.layers, info["model"]["dim"]
+        (9, 128)
     """
     try:
         tensors, info = load_model_file(path)
         config = SuperGlueConfig(**info["model"])
-        weights = weights_of(tensors)
+        weights = select_weights(tensors)
         # A small file could ask for a network that does not fit the memory, so count its weights
-        # before the network is created. Its large matrices are the projection of descriptors, and
-        # ten of dim x dim in each of two attention layers: three for query, key and value, one to
-        # merge the heads, and six for the MLP.
+        # before the network is created. The large matrices of a network are the projection of
+        # descriptors, and ten of dim x dim in each of two attention layers: three for query, key
+        # and value, one to merge the heads, and six for the MLP.
         least = config.dim * (config.descriptor_dim + 20 * config.layers * config.dim)
         count = sum(tensor.numel() for tensor in weights.values())
         if count < least:
@@ -141,40 +166,46 @@ def load_model(path: FileName, device: str = "cpu") -> Tuple[SuperGlue, dict]:
     return model.to(device).eval(), info
 
 
-def weights_of(tensors: Tensors) -> Tensors:
-    """Return the weights in the tensors of a file: `model.*` of a checkpoint, all of a model."""
+def select_weights(tensors: Tensors) -> Tensors:
+    """Select the weights of the network among the tensors of a file.
+
+    They are `model.*` in a checkpoint, and all tensors in a model file.
+    """
     prefix = "model."
-    named = {name[len(prefix) :]: t for name, t in tensors.items() if name.startswith(prefix)}
-    return named or tensors
+    weights = {
+        name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)
+    }
+    return weights or tensors
 
 
 def fuse_for_inference(model: SuperGlue, precision: str = "float32") -> SuperGlue:
     """Return a faster copy of `model` for matching.
 
-    In float32 its results are equal up to rounding.
+    The linear map that merges the heads is multiplied into the first map of the MLP, since no
+    nonlinearity lies between them. In float32 the results are equal up to rounding.
 
-    The merge of the heads is multiplied into the first map of the MLP, since they follow each other
-    without a nonlinearity. The layers' weights are cast once to `precision`: float32, bfloat16 or
-    float16.
+    Args:
+        model: the network.
+        precision: the weights of the layers are cast to it: float32, bfloat16 or float16.
     """
     fused = copy.deepcopy(model).eval().requires_grad_(False)
     layers: Any = fused.layers
     for layer in layers:
-        # The columns of the first map that take the message, not the state
         first, norm = layer.mlp[:2]
         merge = layer.merge.double()
+        # The first map takes the state by its first columns, and the message by the others.
         dim = len(merge.weight)
-        of_message = first.weight[:, dim:].double()
-        first.bias.data += (of_message @ merge.bias).to(first.bias.dtype)
-        first.weight.data[:, dim:] = of_message @ merge.weight
+        message_weight = first.weight[:, dim:].double()
+        first.bias.data += (message_weight @ merge.bias).to(first.bias.dtype)
+        first.weight.data[:, dim:] = message_weight @ merge.weight
         layer.merge = nn.Identity()
         layer.to(getattr(torch, precision))
         if isinstance(norm, TokenBatchNorm):
-            norm.float()  # it computes in float32, from statistics that need its digits
+            norm.float()  # It computes in float32, and its statistics need these digits.
     return fused
 
 
-def match_threshold(info: Mapping[str, Any]) -> float:
+def read_match_threshold(info: Mapping[str, Any]) -> float:
     """Return the minimum probability of a match that a model's `info` states, or else THRESHOLD.
 
     Raises:
@@ -189,7 +220,12 @@ def match_threshold(info: Mapping[str, Any]) -> float:
 
 
 def choose_device(name: str) -> str:
-    """Resolve "auto" to "cuda" if available, else "cpu".
+    """Return the device of a name, and check that it works.
+
+    This turns TF32 off in torch, for all that the process computes.
+
+    Args:
+        name: "cpu", "cuda", "cuda:N", or "auto" for "cuda" if there is a GPU, else "cpu".
 
     Raises:
         RequestError: If this machine lacks the device.

@@ -17,7 +17,7 @@ from benchmarks.photographs import make_batch
 from benchmarks.timing import Setting
 from pipeline import errors
 from pipeline.train.loss import assignment_loss
-from superglue_sift.network.ground_truth import ground_truth
+from superglue_sift.network.ground_truth import find_true_matches
 from superglue_sift.network.superglue import SuperGlueConfig
 
 SETTING = Setting(
@@ -35,7 +35,7 @@ def test_assignment_loss_and_gradient_equal_those_of_the_plain_network(norm):
     model = scrambled(config).double()
     other = copy.deepcopy(model)
     batch = make_batch(40, 3)
-    truths = ground_truth(batch)
+    truths = find_true_matches(batch)
     log_P, plain_log_P = model(batch), plain.assign(other, batch)
     torch.testing.assert_close(plain_log_P, log_P, atol=1e-9, rtol=0)
     loss = assignment_loss(log_P, truths)[0].sum()

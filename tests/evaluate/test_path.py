@@ -15,7 +15,7 @@ from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
 from pipeline.evaluate.pairs import HPatchesPairs, extract_pairs
 from superglue_sift import Matcher
-from superglue_sift.network.weights import shipped_weights
+from superglue_sift.network.weights import find_shipped_weights
 
 # Fewer keypoints than of a user, so that the tests are quick; the network gets a quarter of them.
 FEW = {"max_keypoints": 400, "network_keypoints": 100}
@@ -58,7 +58,7 @@ def evaluate_pairs(folder, out, *options):
 
 def test_the_evaluation_and_a_matcher_find_the_same_matches(sequences):
     source = HPatchesPairs(sequences)
-    network = matchers.load_network(shipped_weights(), "cpu", **FEW)
+    network = matchers.load_network(find_shipped_weights(), "cpu", **FEW)
     compared = matchers.Matchers({OURS: network})
     matcher = Matcher.load(device="cpu", refine=False, **FEW)
     for index in (0, 2):
@@ -109,7 +109,7 @@ def test_a_model_has_the_same_report_by_path_and_as_shipped(sequences, tmp_path)
     only.mkdir()
     (only / "coffee").symlink_to(sequences / "coffee")
     copy = tmp_path / "copy.safetensors"
-    copy.write_bytes(shipped_weights().read_bytes())
+    copy.write_bytes(find_shipped_weights().read_bytes())
     evaluate_pairs(only, tmp_path / "shipped", *OPTIONS)
     evaluate_pairs(only, tmp_path / "named", *OPTIONS, "--model", copy)
     for file in ("pairs.csv", "metrics.json", "report.txt", "intervals.csv", "differences.csv"):

@@ -25,7 +25,7 @@ from superglue_sift.features.features import Features
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.network.weights import model_file
+from superglue_sift.network.weights import encode_model_file
 
 KAZE = "superglue_sift.opencv_features:kaze"
 UPRIGHT = "features.test_extractors:upright"
@@ -111,7 +111,7 @@ def untrained(path, name, **changes):
     config = SuperGlueConfig(
         dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes
     )
-    path.write_bytes(model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
+    path.write_bytes(encode_model_file(SuperGlue(config).state_dict(), {"model": config.to_dict()}))
     return path
 
 

@@ -20,8 +20,8 @@ from pipeline.train.data import draw_training_pairs, load_batch
 from pipeline.train.loss import MatchingObjective
 from pipeline.train.trainer import train_step
 from superglue_sift import Pair, SuperGlue, SuperGlueConfig, from_pairs, load_model
-from superglue_sift.network.weights import fuse_for_inference, shipped_weights
-from superglue_sift.torch_compat import grad_scaler
+from superglue_sift.network.weights import find_shipped_weights, fuse_for_inference
+from superglue_sift.torch_compat import make_grad_scaler
 
 FILE = Path(__file__).with_name("golden.json")
 # Scores reach 40, and so do the shipped weights', in 18 layers of four products of 128 terms.
@@ -56,7 +56,7 @@ def compute_losses(folder, **changes):
     for step in range(STEPS):
         pairs = draw_training_pairs(0, len(store), store.views_per_image, 6 * step, 6 * step + 6)
         batch = load_batch(store, pairs, 48)
-        sums, *_ = train_step(objective, optimizer, grad_scaler(False), [batch], 6, 1)
+        sums, *_ = train_step(objective, optimizer, make_grad_scaler(False), [batch], 6, 1)
         losses.append(sums["loss"] / 6)
     return losses
 
@@ -67,7 +67,7 @@ def compute_assignments(exact):
 
     exact: in float64 from the descriptors on; else as `Matcher` computes it.
     """
-    model, _ = load_model(shipped_weights())
+    model, _ = load_model(find_shipped_weights())
     model = model.double() if exact else fuse_for_inference(model)
     rng = np.random.default_rng(7)
     sides = [made_image(rng, str(points), 2, points).records for points in (30, 90, 200)]

@@ -19,17 +19,17 @@ from superglue_sift.network.batch import (
     Pair,
     PairBatch,
     choose_orientations,
-    choose_pair,
+    choose_pair_orientations,
     from_pairs,
-    similar_sizes,
-    size_class,
+    group_similar_sizes,
+    round_up_keypoints,
 )
 
 
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(0, 900)), max_size=20), st.floats(0, 1))
 def test_size_classes_hold_each_pair_once_with_little_padding(counts, padding):
-    classes = similar_sizes(counts, padding)
+    classes = group_similar_sizes(counts, padding)
     assert sorted(itertools.chain(*classes)) == list(range(len(counts)))
     for pairs in classes:
         sides = list(zip(*(counts[i] for i in pairs)))
@@ -38,7 +38,7 @@ def test_size_classes_hold_each_pair_once_with_little_padding(counts, padding):
 
 
 def test_sizes_are_two_in_an_octave():
-    assert [size_class(n) for n in (0, 128, 129, 193, 257, 400, 513, 1024)] == [
+    assert [round_up_keypoints(n) for n in (0, 128, 129, 193, 257, 400, 513, 1024)] == [
         128, 128, 192, 256, 384, 512, 768, 1024
     ]  # fmt: skip
 
@@ -57,11 +57,13 @@ def keypoints(*places):
     return records
 
 
-@pytest.mark.parametrize("most_bytes", [batches.MAX_BYTES, 1], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "most_bytes", [batches.MAX_COSINE_BYTES, 1], ids=["together", "one by one"]
+)
 def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken(
     monkeypatch, most_bytes
 ):
-    monkeypatch.setattr(batches, "MAX_BYTES", most_bytes)
+    monkeypatch.setattr(batches, "MAX_COSINE_BYTES", most_bytes)
     here = keypoints((1, 2))
     pairs = [
         (keypoints((1, 2), (5, [])), keypoints((2, 9), (5, 6))),
@@ -76,12 +78,12 @@ def test_the_orientation_whose_descriptor_is_nearer_in_the_other_view_is_taken(
     assert batch.oris1.tolist() == [[10, 10], [10, 0], [10, 0], [0, 0]]
     assert batch.descriptors0.argmax(-1).tolist() == [[2, 5], [1, 0], [1, 0], [1, 0]]
     assert batch.second_oris0 is None and choose_orientations(batch) is batch
-    alone = choose_pair(pairs[0])
+    alone = choose_pair_orientations(pairs[0])
     assert alone.records0.dtype == KEYPOINT
     assert np.array_equal(alone.records0["angle"], [90, 10])
     assert np.array_equal(alone.records0["descriptor"], batch.descriptors0[0])
     assert np.array_equal(alone.records0["scale"], pairs[0].records0["scale"])
-    assert choose_pair(alone) is alone  # keypoints of one orientation stay as they are
+    assert choose_pair_orientations(alone) is alone  # keypoints of one orientation stay as they are
 
 
 def tensors_of(batch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from made_pairs import pairs_of, records_at, related
 
 from superglue_sift.network.batch import Pair, from_pairs
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, find_true_matches
 
 pytestmark = pytest.mark.cu111
 SHIFT = np.array([[1, 0, 60], [0, 1, 0], [0, 0, 1.0]])
@@ -18,7 +18,9 @@ def truth_of(keypoints0, keypoints1, H, cells=None):
     """The truth of keypoints (M, 2) and (N, 2) of views of 100 x 100 px: (M,) and (N,)."""
     sides = [records_at(np.reshape(each, (-1, 2))) for each in (keypoints0, keypoints1)]
     batch = from_pairs([Pair(*sides, (100, 100), (100, 100))], H[None], cells=cells)
-    return [matches[0, : len(side)].tolist() for matches, side in zip(ground_truth(batch), sides)]
+    return [
+        matches[0, : len(side)].tolist() for matches, side in zip(find_true_matches(batch), sides)
+    ]
 
 
 # Points of both views, the homography, perhaps the cells, and the matches of both views
@@ -71,4 +73,4 @@ def test_points_of_the_horizon():
     for one in pairs:
         one.records0["x"][:3] = one.records1["x"][:3] = 50.0
     horizon = np.array([[1, 0, 0], [0, 1, 0], [-0.02, 0, 1.0]])  # x = 50
-    assert (ground_truth(related(pairs, horizon)).matches0[:, :3] == UNMATCHED).all()
+    assert (find_true_matches(related(pairs, horizon)).matches0[:, :3] == UNMATCHED).all()

@@ -75,9 +75,11 @@ def test_only_the_pair_that_float32_cannot_hold_goes_to_the_log_domain(monkeypat
     # Products of a and b beyond 1e38; log P is finite
     scores = [torch.randn(9, 12).requires_grad_(), (torch.randn(30, 30) * 70).requires_grad_()]
     solved = []
-    log_domain = sinkhorn._log_domain
+    log_domain = sinkhorn._solve_in_log_domain
     monkeypatch.setattr(
-        sinkhorn, "_log_domain", lambda Z, *rest: solved.append(len(Z)) or log_domain(Z, *rest)
+        sinkhorn,
+        "_solve_in_log_domain",
+        lambda Z, *rest: solved.append(len(Z)) or log_domain(Z, *rest),
     )
     for wait in (True, False):
         assert transport(scores, DUSTBIN, 100, wait=wait)[1].tolist() == [True, False]

@@ -24,7 +24,7 @@ from made_pairs import (
 from pipeline.train.loss import MatchingObjective
 from superglue_sift import torch_compat
 from superglue_sift.network import batch as batches
-from superglue_sift.network import superglue
+from superglue_sift.network import perceptron, superglue
 from superglue_sift.network.batch import Images, Pair, from_pairs
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, mutual_matches
 from superglue_sift.network.weights import fuse_for_inference
@@ -77,7 +77,7 @@ def test_rotary_positions_are_relative():
 
 def test_batch_norm_is_torchs_whatever_is_padded():
     torch.manual_seed(0)
-    ours = superglue.TokenBatchNorm(5).double()
+    ours = perceptron.TokenBatchNorm(5).double()
     theirs = torch.nn.BatchNorm1d(5).double()
     for _ in range(3):
         x = torch.randn(15, 5, dtype=torch.float64) * 3 + 1
@@ -131,7 +131,7 @@ def test_size_classes_and_padding_do_not_matter(monkeypatch, norm):
     answers = []
     for classes, padding, fixed in ((6, 0.0, None), (1, 1e9, None), (1, 1e9, (8, 320))):
         monkeypatch.setattr(batches, "MAX_PADDING", padding)
-        assert len(batch.size_classes()[1]) == classes
+        assert len(batch.split_by_size()[1]) == classes
         model = scrambled(config).double().train()
         objective = MatchingObjective(model)
         objective.fixed_size = fixed
@@ -154,7 +154,7 @@ def test_known_features_of_neighbours():
     geometry = torch.arange(7.0).double()[:, None].expand(-1, 6)
     images = Images([masks([count], count) for count in counts], [False] * 4)
     descriptors = torch.stack([angles.cos(), angles.sin()], 1)
-    found = superglue.neighbour_features(descriptors, geometry, images)
+    found = superglue.compute_neighbour_features(descriptors, geometry, images)
     chord10, chord30, chord60 = (2 * math.sin(math.radians(each) / 2) for each in (10, 30, 60))
     # distance, ratio to the second, mutual, and the position of the neighbour, here its index
     expected = [
@@ -174,7 +174,7 @@ def test_padding_is_no_neighbour():
     descriptors = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, 0.0], [0.0, 0.0]])
     geometry = torch.arange(4.0)[:, None].expand(-1, 6)
     images = Images([masks([1], 2)] * 2, [True] * 2)
-    found = superglue.neighbour_features(descriptors, geometry, images)
+    found = superglue.compute_neighbour_features(descriptors, geometry, images)
     # distance, ratio to the second (there is none), mutual, and the index of the neighbour
     assert found[0, :4].tolist() == [2.0, 1.0, 1.0, 2.0]
     assert found[2, :4].tolist() == [2.0, 1.0, 1.0, 0.0]

@@ -22,7 +22,7 @@ from pipeline.distributed import find_free_port
 from pipeline.mlflow_store import describe_model
 from superglue_sift import Matcher
 from superglue_sift.features import images as image_files
-from superglue_sift.network.weights import shipped_weights
+from superglue_sift.network.weights import find_shipped_weights
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def ask(tmp_path_factory):
     from mlflow import pyfunc
 
     folder = tmp_path_factory.mktemp("served")
-    weights = shipped_weights()
+    weights = find_shipped_weights()
     files = [str(weights), str(weights.with_suffix(".trained_on.txt"))]
     pyfunc.save_model(folder / "model", **describe_model(files))
     port = find_free_port()

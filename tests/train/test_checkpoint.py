@@ -13,7 +13,7 @@ from pipeline.train import checkpoint, trainer
 from pipeline.train.optimizer import Muon
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import BadCheckpoint, load_model_file, save_model_file
-from superglue_sift.torch_compat import grad_scaler
+from superglue_sift.torch_compat import make_grad_scaler
 
 pytestmark = pytest.mark.cu111
 
@@ -154,7 +154,7 @@ def test_the_digests_of_a_state_hold_all_that_ranks_share():
     or of a counter changes one of them.
     """
     model = SuperGlue(SuperGlueConfig(dim=16, layers=1, heads=2, norm="batch"))
-    state = checkpoint.TrainState(model, Muon(model, 0.1), grad_scaler(False))
+    state = checkpoint.TrainState(model, Muon(model, 0.1), make_grad_scaler(False))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     state.optimizer.step()

@@ -29,7 +29,7 @@ from pipeline.train.data import (
 from pipeline.workers import prefetch
 from superglue_sift.files import GIB, MIB
 from superglue_sift.geometry.two_view import transform
-from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, ground_truth
+from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, find_true_matches
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
 pytestmark = pytest.mark.cu111
@@ -124,16 +124,16 @@ class TestAugmentation:
     def test_truth_follows_turns(self, tmp_path_factory, seed):
         store = KeypointStore(made_store(tmp_path_factory.mktemp("store")))
         samples = [Sample(3, 0, 2, seed), Sample(4, 1, 0, seed)]
-        plain = ground_truth(load_batch(store, samples, 1000))
+        plain = find_true_matches(load_batch(store, samples, 1000))
         turned = load_batch(store, samples, 1000, Augmentation(rotation_deg=180))
-        truth = ground_truth(turned)
+        truth = find_true_matches(turned)
         matched = plain.matches0 >= 0
         assert torch.equal(truth.matches0[matched], plain.matches0[matched])
 
     def test_pairs_of_different_images_have_no_match(self, store):
         pairs = [Sample(3, 0, 1, seed) for seed in range(8)]
         batch = load_batch(store, pairs, 1000, Augmentation(negatives=1.0))
-        truth = ground_truth(batch)
+        truth = find_true_matches(batch)
         for matches, counts in zip(truth, batch.counts.T):
             assert all(
                 (row[:count] == UNMATCHED).all() for row, count in zip(matches, counts.tolist())
@@ -161,7 +161,7 @@ class TestAugmentation:
         }
         pairs = [Sample(3, 0, 1, seed) for seed in range(20)]
         batch = load_batch(store, pairs, 400, Augmentation(rotation_deg=180, zoom=1.0))
-        truth = ground_truth(batch)
+        truth = find_true_matches(batch)
         for matches, descriptors in (
             (truth.matches0, batch.descriptors0),
             (truth.matches1, batch.descriptors1),

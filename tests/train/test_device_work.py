@@ -24,7 +24,7 @@ from superglue_sift.features.sift import ORIENTED
 from superglue_sift.network import sinkhorn
 from superglue_sift.network.batch import PairBatch
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
-from superglue_sift.torch_compat import grad_scaler
+from superglue_sift.torch_compat import make_grad_scaler
 
 META = torch.device("meta")
 
@@ -64,8 +64,8 @@ WAYS = [
 @pytest.fixture
 def path_of_a_gpu(monkeypatch):
     """Take a GPU's way through the code, on a CPU."""
-    monkeypatch.setattr(PairBatch, "size_classes", lambda self: ([*range(len(self))], [self]))
-    monkeypatch.setattr(sinkhorn, "_chunks", lambda Z: [slice(None)])
+    monkeypatch.setattr(PairBatch, "split_by_size", lambda self: ([*range(len(self))], [self]))
+    monkeypatch.setattr(sinkhorn, "_split_pairs", lambda Z: [slice(None)])
     monkeypatch.setattr(trainer, "_list_attempts", lambda device: (False, True))
 
 
@@ -157,7 +157,9 @@ def step_on_meta(optimizer_of, scaler):
 def test_a_step_reads_nothing_back(make_params, monkeypatch, optimizer, scaled):
     """float16's scaler, too, knows from the norm of the gradient whether the step is applied."""
     train = make_params("train", optimizer=optimizer)
-    monkeypatch.setattr(torch_compat, "fused_adam", dict)  # the fused kernel does not know `meta`
+    monkeypatch.setattr(
+        torch_compat, "fused_adam_options", dict
+    )  # the fused kernel does not know `meta`
     scaler = torch.amp.GradScaler("cpu", enabled=scaled)
     totals = step_on_meta(lambda model: make_optimizer(train, model), scaler)
     with pytest.raises((RuntimeError, NotImplementedError)):  # as any read before would have been
@@ -172,9 +174,9 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
     gradients = []
     seen = []
     steps = []
-    log_domain = sinkhorn._log_domain
+    log_domain = sinkhorn._solve_in_log_domain
     monkeypatch.setattr(
-        sinkhorn, "_log_domain", lambda *problem: seen.append(1) or log_domain(*problem)
+        sinkhorn, "_solve_in_log_domain", lambda *problem: seen.append(1) or log_domain(*problem)
     )
     for attempts in ((True,), (False, True)):
         model = scrambled(SuperGlueConfig(dim=32, layers=1, norm="batch")).train()
@@ -182,7 +184,7 @@ def test_a_device_is_asked_again_when_float32_cannot_hold_a_pair(tmp_path, monke
             model.final_projection.weight.mul_(6)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         monkeypatch.setattr(trainer, "_list_attempts", lambda device, attempts=attempts: attempts)
-        work = (MatchingObjective(model), optimizer, grad_scaler(False), [batch], 3, 1)
+        work = (MatchingObjective(model), optimizer, make_grad_scaler(False), [batch], 3, 1)
         steps.append(trainer.train_step(*work))
         gradients.append(
             torch.cat([p.detach().flatten() for p in (*model.parameters(), *model.buffers())])

@@ -18,9 +18,10 @@ from pipeline.train import __main__ as train
 from pipeline.train.data import draw_training_pairs, load_batch, split_evenly
 from pipeline.train.loss import MatchingObjective, Validation
 from pipeline.train.trainer import train_step
-from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig, synchronize
+from superglue_sift.network.perceptron import synchronize_batch_norms
+from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 from superglue_sift.network.weights import save_model_file
-from superglue_sift.torch_compat import grad_scaler
+from superglue_sift.torch_compat import make_grad_scaler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-    synchronize(model, distributed.sum_with_gradient)
+    synchronize_batch_norms(model, distributed.sum_with_gradient)
     objective = distributed.wrap_in_ddp(MatchingObjective(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     pairs = sum(shares)
@@ -48,7 +49,7 @@ def one_step(context, folder, norm, shares, accumulate, seed=0):
         batches = [load_batch(store, part, 48) for part in split_evenly(own, accumulate)]
         with mock.patch("pipeline.train.trainer.CLIP_NORM", UNCLIPPED):
             _, norm, _ = train_step(
-                objective, optimizer, grad_scaler(False), batches, pairs, context.world_size
+                objective, optimizer, make_grad_scaler(False), batches, pairs, context.world_size
             )
         assert 0 < norm < np.inf
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
