@@ -170,7 +170,7 @@ def fused_adam_options() -> Dict[str, bool]:
     return {"fused": True} if can_compile() else {}
 
 
-def lerp_(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
+def interpolate_in_place(values: List[Tensor], targets: List[Tensor], weight: float) -> None:
     """Move each tensor of `values` towards its target by a part of the way (`weight`), in place.
 
     This is one launch on a GPU. torch 1.10 needs one launch for each tensor.

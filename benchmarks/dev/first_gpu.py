@@ -173,7 +173,8 @@ def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
 def list_parts(out: Path, device: str) -> List[Part]:
     """List all parts in order."""
     small = device == "cpu"
-    trained = f"--model checkpoints/best.safetensors --also shipped={shlex.quote(str(find_shipped_weights()))}"
+    shipped = shlex.quote(str(find_shipped_weights()))
+    trained = f"--model checkpoints/best.safetensors --also shipped={shipped}"
     scores = r"^(SuperGlue|shipped|ratio)\D+\d+ +\d+\."  # matches, precision, recall
     tests = "tests/fetch" if small else "tests"
     train = "pipeline.launch pipeline.train --keypoints ../curve/data/keypoints"

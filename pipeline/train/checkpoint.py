@@ -127,7 +127,7 @@ class TrainState:
         else:
             # Look up each name, because a checkpoint gives its tensors back in another order.
             means = [self.average[name] for name in weights]
-            torch_compat.lerp_(means, list(weights.values()), 1 / self.averaged)
+            torch_compat.interpolate_in_place(means, list(weights.values()), 1 / self.averaged)
 
     def begin_average(self, first_step: int, same: bool) -> None:
         """Keep the average of a checkpoint if it is `same`, or begin a new one at `first_step`.

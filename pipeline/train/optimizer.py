@@ -197,7 +197,7 @@ class Muon(torch.optim.Optimizer):
             by_shape.setdefault(p.shape, []).append(p)
         # Add Nesterov's momentum, and cut it into squares.
         momenta = [self.state[p]["momentum_buffer"] for p in parameters]
-        torch_compat.lerp_(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
+        torch_compat.interpolate_in_place(momenta, [p.grad for p in parameters], 1 - MOMENTUM)
         directions = []
         for alike in by_shape.values():  # one group for each shape needs fewer kernel launches
             buffers = torch.stack([self.state[p]["momentum_buffer"] for p in alike])
@@ -222,7 +222,7 @@ class Muon(torch.optim.Optimizer):
             # The step is a tensor after `load_state_dict`.
             state["step"] = float(state["step"]) + 1
         means, squares = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq"))
-        torch_compat.lerp_(means, gradients, 1 - BETAS[0])
+        torch_compat.interpolate_in_place(means, gradients, 1 - BETAS[0])
         FOREACH._foreach_mul_(squares, BETAS[1])
         FOREACH._foreach_addcmul_(squares, gradients, gradients, 1 - BETAS[1])
         denominators = FOREACH._foreach_div(

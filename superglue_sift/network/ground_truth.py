@@ -85,7 +85,7 @@ def find_true_matches(
     W = max(M, N)
     # (B, M) and (B, N) -> (2, B, W)
     padded = ~torch.stack([pad(mask, (0, W - mask.shape[1])) for mask in masks])
-    points, mapped, inside = _map_views(batch, padded)
+    points, mapped, inside = _map_keypoints(batch, padded)
     # Find the nearest neighbour of each keypoint in the other view, (2, B, W).
     error = torch.empty(inside.shape, dtype=torch.float32, device=batch.device)
     nearest = torch.zeros(inside.shape, dtype=torch.int64, device=batch.device)
@@ -112,7 +112,7 @@ def find_true_matches(
     return Truth(matches[0, :, :M], matches[1, :, :N])
 
 
-def _map_views(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+def _map_keypoints(batch: PairBatch, padded: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     """Map the keypoints of each view to the other view.
 
     Padding, keypoints of other photographs, and points on the horizon get positions that are far

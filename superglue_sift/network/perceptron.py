@@ -83,10 +83,10 @@ class TokenBatchNorm(nn.Module):
         mean = self.running_mean
         var = self.running_var
         if self.training:
-            mean, var = self._statistics(x32, valid)
+            mean, var = self._update_statistics(x32, valid)
         return ((x32 - mean) * torch.rsqrt(var + self.eps) * self.weight + self.bias).to(x.dtype)
 
-    def _statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    def _update_statistics(self, x: Tensor, valid: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
         """Compute mean and variance (C,) of the keypoints, and update the running statistics.
 
         The mean is computed first, since a difference of large squares would lose digits.

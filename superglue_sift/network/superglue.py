@@ -154,7 +154,7 @@ class SuperGlue(nn.Module):
         # Equation 6: matching descriptors; equation 8: the score of the dustbins
         self.final_projection = nn.Linear(dim, dim, **FLOAT32)
         self.dustbin = nn.Parameter(torch.tensor(SHARPNESS * DOUBTFUL_COSINE, **FLOAT32))
-        self._start_as_identity()
+        self._initialize_as_identity()
 
     def forward(self, batch: PairBatch) -> Tensor:
         """Compute the log assignment of each pair.
@@ -300,7 +300,7 @@ class SuperGlue(nn.Module):
         return [*(module for module in first if module), *self.layers, self.final_projection]
 
     @torch.no_grad()
-    def _start_as_identity(self) -> None:
+    def _initialize_as_identity(self) -> None:
         """Set the initial weights, with projections that are the identity up to a factor.
 
         The score of two keypoints is then SHARPNESS times the cosine of their descriptors.

@@ -128,7 +128,7 @@ def test_a_batch_is_moved_as_one_tensor_for_each_dtype(flat):
     if not flat:
         batch = PairBatch(**tensors_of(batch))
     moved = []
-    again = batch._move(lambda tensor: moved.append(tensor.dtype) or tensor.clone())
+    again = batch._map_tensors(lambda tensor: moved.append(tensor.dtype) or tensor.clone())
     assert len(moved) == 4 and {*moved} == {torch.bool, torch.float32, torch.float64, torch.uint8}
     for other in (again, pickle.loads(pickle.dumps(batch))):  # noqa: S301, these are our bytes
         assert tensors_of(other).keys() == tensors_of(batch).keys()

@@ -48,10 +48,10 @@ def test_is_the_formula_with_and_without_a_kernel(monkeypatch):
     q, k, v = (torch.randn(2, 4, n, 8, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7))
     visible = masks([7, 3], 7)[:, None, None]
     logits = (q @ k.transpose(2, 3) / math.sqrt(8)).masked_fill(~visible, -math.inf)
-    found = [logits.softmax(-1) @ v, superglue.attention(q, k, v, visible)]
+    found = [logits.softmax(-1) @ v, superglue.compute_attention(q, k, v, visible)]
     monkeypatch.delattr(torch.nn.functional, "scaled_dot_product_attention", raising=False)
     monkeypatch.setattr(torch_compat, "MAX_WEIGHTS", 2 * 4 * 7 * 2)  # two queries at a time
-    found.append(superglue.attention(q, k, v, visible))
+    found.append(superglue.compute_attention(q, k, v, visible))
     expected, *others = ([each, *gradient_of(each.sin().sum(), (q, k, v))] for each in found)
     for other in others:
         assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(expected, other))

@@ -148,7 +148,7 @@ class TestAugmentation:
         together = load_batch(store, [other, one], 30, augmentation)
         count = int(alone.counts[0, 0])
         assert int(together.counts[1, 0]) == count
-        for one_of, both_of in zip(alone.view(0), together.view(0)):
+        for one_of, both_of in zip(alone.get_keypoints(0), together.get_keypoints(0)):
             assert torch.equal(both_of[1, :count], one_of[0, :count])
         assert torch.equal(together.H_0to1[1], alone.H_0to1[0])
 
