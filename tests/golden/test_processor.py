@@ -59,7 +59,7 @@ keypoints = hashlib.sha256()
 for name in ("astronaut", "coffee"):
     gray = cv2.cvtColor(getattr(data, name)(), cv2.COLOR_RGB2GRAY)
     for index in range(3):
-        rng = views.generator(0, name, index)
+        rng = views.make_generator(0, name, index)
         size = (gray.shape[1], gray.shape[0])
         H = views.sample_view(rng, size, (320, 240), limits)
         homographies.update(H.tobytes())
