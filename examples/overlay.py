@@ -39,7 +39,7 @@ def warp(image0: np.ndarray, image1: np.ndarray, H: np.ndarray) -> np.ndarray:
 
 def main() -> None:
     """Read the command line, match both photographs, and write the overlay."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("image0", help="photograph to warp")
     parser.add_argument("image1", help="photograph that is not warped")
     parser.add_argument("out", type=Path, help="picture to write; an animation if it ends in .gif")

@@ -52,7 +52,7 @@ def read_frames(
 
 def main() -> None:
     """Read the command line, and match the frames."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("source", help="video file, or number of a camera")
     parser.add_argument("folder", type=Path, help="folder for the pictures")
     parser.add_argument("--every", type=int, default=1, help="use every N-th frame")
