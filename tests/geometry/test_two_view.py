@@ -103,8 +103,8 @@ def test_ransac_ends_close_though_some_true_matches_lie_far_off(root):
         q[::10] = rng.uniform(0, 300, (20, 2))
         cv2.setRNGSeed(seed)
         plain = cv2.findHomography(p, q, cv2.RANSAC, 3.0)[0]
-        found = SimpleNamespace(points0=p, points1=q, deviations=None)
-        names = {"cv2": cv2, "two_view": two_view, "found": found}
+        result = SimpleNamespace(points0=p, points1=q, deviations=None)
+        names = {"cv2": cv2, "two_view": two_view, "result": result}
         exec(lines, names)
         errors.append([*map(error_of, (two_view.fit_ransac(p, q), names["H"], plain))])
     ours, docs, alone = np.mean(errors, axis=0)
