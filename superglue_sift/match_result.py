@@ -1,4 +1,9 @@
-"""Hold the matches of two images, fit geometries to them, and draw them."""
+"""Hold the matches of two images, fit geometries to them, and draw them.
+
+Positions are in pixels of the files. Geometries are fitted in pixels of images reduced to
+`two_view.REFERENCE_PX`, for which the limits were chosen (`MatchResult._reduce`). Then they are
+converted back.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,8 @@ from superglue_sift.features.features import Features, Image, photo_of
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import refinement, two_view
-from superglue_sift.geometry.two_view import POSE_PX, Pose, Size, relative_pose
+from superglue_sift.geometry.pose import POSE_PX, Pose, estimate_relative_pose
+from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
 FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # names of `fits` in pictures
@@ -34,13 +40,13 @@ FIELDS = (
 class MatchResult:
     """Matches of two images, in the order of image 0's keypoints.
 
-    Four attributes describe refined positions (`refinement.refine`). They are None if the result
-    was not refined:
+    The attributes `aligned0`, `aligned1`, `deviations` and `correlations` describe refined
+    positions (`refinement.refine`). They are None if the result was not refined.
 
     Attributes:
-        keypoints0 (M, 2), keypoints1 (N, 2): float32 pixels of the original images, in `frame`.
+        keypoints0, keypoints1: (M, 2) and (N, 2) float32 px of the files, in `frame`.
         scored_matches: the K matches, see `matches` and `scores`.
-        size0, size1: (width, height).
+        size0, size1: (width, height) of the files in px.
         aligned0, aligned1: (K, 2) float32 px, refined positions of each match. Where refinement
             failed, they are SIFT's.
         deviations: (K,) float32, standard deviation in px of image 1 along each axis. It is NaN
@@ -51,7 +57,7 @@ class MatchResult:
             0 for a pair that was skipped, and None without `scene`.
         threshold: a number that all scores exceed. It is None if it is not known.
         frame: "upright" for pixels rotated according to EXIF, or "stored" (`images`).
-        turned: the EXIF orientation of each image that was undone.
+        turned: the EXIF orientation that was undone, of each image.
         images: the matched images, for `show`, or None for features without their image.
 
     Example:
@@ -143,14 +149,20 @@ class MatchResult:
         """Build a result from the matches of two images' features.
 
         Args:
-            scores: deprecated. Version 0.1.0 took (K, 2) indices, or (M,) as `dense` returns them,
-                and scores of the same length, in place of `Matches`.
+            features0, features1: features of both images.
+            matches: the matches of their keypoints. Version 0.1.0 took (K, 2) indices, or (M,) as
+                `dense` returns them. Both are deprecated.
+            scores: the scores of such indices, of the same length. It is deprecated, since
+                `Matches` have scores.
+
+        Raises:
+            TypeError: If `matches` are `Matches`, and `scores` are given as well.
         """
         if not isinstance(matches, Matches):
             warn_deprecated("MatchResult.of with indices and scores", "Matches(indices, scores)")
             indices = np.asarray(matches)
-            make = Matches.from_dense if indices.ndim == 1 else Matches
-            matches = make(indices, np.asarray(scores))
+            make_matches = Matches.from_dense if indices.ndim == 1 else Matches
+            matches = make_matches(indices, np.asarray(scores))
         elif scores is not None:
             raise TypeError("MatchResult.of: Matches have their scores; leave out `scores`")
         return cls(
@@ -165,10 +177,14 @@ class MatchResult:
         )
 
     def dense(self, image: int = 0) -> Tuple[np.ndarray, np.ndarray]:
-        """Return the match of each keypoint of `image` (0 or 1) in the other one, and its score.
+        """Return the match of each keypoint of one image in the other, and its score.
 
-        The first array is int64, and -1 without a match. The second is float32, and 0 without a
-        match. Both are (M,) for image 0, and (N,) for image 1.
+        Args:
+            image: the image, 0 or 1.
+
+        Returns:
+            The index of the match, int64, or -1 without a match, and the score, float32, or 0
+            without a match. Both are (M,) for image 0, and (N,) for image 1.
         """
         # For image 1, the columns of the indices change places.
         if image == 0:
@@ -193,26 +209,31 @@ class MatchResult:
     def refine(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
         """Refine the positions by the pixels of both images (`refinement.refine`).
 
-        Return self if the features have no pixels.
+        Args:
+            features0, features1: the features of both images that were matched.
+            device: torch device for the computation.
+
+        Returns:
+            The refined result, or this one if the features have no pixels.
         """
         gray0 = features0.gray
         gray1 = features1.gray
         if gray0 is None or gray1 is None:
             return self
-        # Refine in the gray pixels of the features, which may be reduced.
-        small0 = features0.resize(gray0.shape[::-1])
-        small1 = features1.resize(gray1.shape[::-1])
+        # Convert from pixels of the files to the gray pixels, which may be reduced.
+        gray_features0 = features0.resize(gray0.shape[::-1])
+        gray_features1 = features1.resize(gray1.shape[::-1])
         index0, index1 = self.matches.T
-        records0 = small0.records[index0]
-        records1 = small1.records[index1]
+        records0 = gray_features0.records[index0]
+        records1 = gray_features1.records[index1]
         points1, *quality = refinement.refine(gray0, gray1, records0, records1, device)
         points0 = positions(records0)
-        if (features0.size, features1.size) != (small0.size, small1.size):
-            # Convert from pixels of the reduced images to those of the files.
-            unit = np.float32(max(features1.size) / max(small1.size))
+        if (features0.size, features1.size) != (gray_features0.size, gray_features1.size):
+            # Convert shifts and deviations back to pixels of the files.
+            factor = np.float32(max(features1.size) / max(gray_features1.size))
             points0 = self.keypoints0[index0]
-            points1 = self.keypoints1[index1] + (points1 - positions(records1)) * unit
-            quality[0] = quality[0] * unit
+            points1 = self.keypoints1[index1] + (points1 - positions(records1)) * factor
+            quality[0] = quality[0] * factor
         return replace(self, **dict(zip(REFINED, (points0, points1, *quality))))
 
     def align(self, features0: Features, features1: Features, device: str = "cpu") -> MatchResult:
@@ -250,12 +271,14 @@ class MatchResult:
     def homography(self, threshold_px: Optional[float] = None) -> two_view.Fit:
         """Fit a robust homography from pixels of image 0 to image 1 (`two_view.fit_homography`).
 
-        Its model is None for fewer than four matches, and where matches only fit a mirror image.
-        `supported` says whether most matches agree with it, and more than by chance.
-
         Args:
-            threshold_px: distance in image 1 up to which a match is an inlier. If None, it is 3 px,
-                and in images larger than 1,024 px as much more as they are larger.
+            threshold_px: maximum distance of an inlier, in pixels of image 1. If None, it is 3 px
+                of the image reduced to 1,024 px. Smaller images are not reduced.
+
+        Returns:
+            The fit. Its model is None for fewer than four matches, and where matches only fit a
+            mirror image. `supported` says whether most matches agree with it, and more than by
+            chance.
 
         Example:
             >>> keypoints0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
@@ -273,12 +296,14 @@ class MatchResult:
     def fundamental(self, threshold_px: Optional[float] = None) -> two_view.Fit:
         """Fit a robust fundamental matrix F, x1^T F x0 = 0 (`two_view.fit_fundamental`).
 
-        Its model is None for fewer than eight matches. `supported` says whether most matches agree
-        with it, and more than by chance.
-
         Args:
-            threshold_px: distance from epipolar lines, in pixels of image 1. If None, the limit is
-                that of `homography`.
+            threshold_px: maximum distance of an inlier from epipolar lines, in pixels of image 1.
+                If None, it is 3 px of the image reduced to 1,024 px. Smaller images are not
+                reduced.
+
+        Returns:
+            The fit. Its model is None for fewer than eight matches. `supported` says whether most
+            matches agree with it, and more than by chance.
 
         Example:
             >>> keypoints0 = np.random.default_rng(0).uniform(0, 500, (50, 2))
@@ -303,23 +328,24 @@ class MatchResult:
         factor = to1[0, 0]
         limit = FIT_PX if threshold_px is None else threshold_px * factor
         width, height = (side * factor for side in self.size1)
-        # `chance` is at first the area of image 1 in which a wrong match is an inlier.
         if name == "homography":
             deviations = None if self.deviations is None else self.deviations * factor
             model, inliers = two_view.fit_homography(points0, points1, limit, deviations)
             if model is not None:
                 model = two_view.compose(two_view.inverse(to1), model, to0)
-            chance = math.pi * limit**2
+            # A wrong match is an inlier in a disk around its mapped keypoint.
+            inlier_area = math.pi * limit**2
             sample = two_view.MIN_POINTS
         else:
             model, inliers = two_view.fit_fundamental(points0, points1, limit)
             if model is not None:
                 model = to1.T @ model @ to0
-            # The area is a band along the epipolar line, which is at most a diagonal long.
-            chance = 2 * limit * math.hypot(width, height)
+            # A wrong match is an inlier in a band along its epipolar line, which is at most a
+            # diagonal long.
+            inlier_area = 2 * limit * math.hypot(width, height)
             sample = two_view.FUNDAMENTAL_SAMPLE
         # A wrong match lies anywhere in image 1 with equal probability.
-        chance = min(chance / (width * height), 0.5)
+        chance = min(inlier_area / (width * height), 0.5)
         digits = two_view.significance(len(inliers), int(inliers.sum()), chance, sample)
         fit = two_view.Fit(model, inliers, digits)
         self._fits[name, threshold_px] = fit
@@ -328,15 +354,20 @@ class MatchResult:
     def relative_pose(
         self, K0: np.ndarray, K1: np.ndarray, threshold_px: Optional[float] = None
     ) -> Pose:
-        """Estimate the relative pose of cameras with intrinsics K0, K1 (3, 3) in px.
-
-        See `two_view.relative_pose`. R and t are None without a solution. If t alone is None, the
-        matches show no parallax: the images are identical, or the camera only rotated. Raises
-        RequestError without PoseLib.
+        """Estimate the relative pose of both cameras (`pose.estimate_relative_pose`).
 
         Args:
-            threshold_px: distance from epipolar lines, in pixels of image 1. If None, it is 0.6 px,
-                and more in larger images as for `homography`.
+            K0, K1: (3, 3) px of the files, intrinsics of the cameras.
+            threshold_px: maximum distance of an inlier from epipolar lines, in pixels of image 1.
+                If None, it is 0.6 px of the image reduced to 1,024 px. Smaller images are not
+                reduced.
+
+        Returns:
+            The pose. R and t are None without a solution. If t alone is None, the matches show no
+            parallax: the images are identical, or the camera only rotated.
+
+        Raises:
+            RequestError: If PoseLib is not installed.
 
         Example:
             >>> K = np.array([[400.0, 0, 250], [0, 400, 250], [0, 0, 1]])
@@ -353,7 +384,7 @@ class MatchResult:
         """
         to0, to1, points0, points1 = self._reduce()
         limit = POSE_PX if threshold_px is None else threshold_px * to1[0, 0]
-        return relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
+        return estimate_relative_pose(points0, points1, to0 @ K0, to1 @ K1, limit)
 
     def _reduce(self) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Convert the matches to pixels of images reduced to `two_view.REFERENCE_PX`.
@@ -375,31 +406,31 @@ class MatchResult:
 
         A model is left out if the matches do not support it (`Fit.supported`).
         """
-        # Two views of a scene fit one camera motion, and those of one surface also one plane.
+        # Views of a scene fit one camera motion, and those of one surface also one plane.
         total = len(self.matches)
         motion = self.fundamental()
         plane = self.homography()
         if not motion.supported and not plane.supported:
             return f"{total} matches, which support no camera motion and no plane"
         # Count the matches that fit both models, or the plane alone without a camera motion.
-        flat = int((plane.inliers & (motion.inliers | (not motion.supported))).sum())
+        in_plane = int((plane.inliers & (motion.inliers | (not motion.supported))).sum())
         if not motion.supported:
-            return f"{flat} of {total} matches fit one plane"
-        fitting = f"{int(motion.inliers.sum())} of {total} matches fit one camera motion"
-        return f"{fitting}, {flat} of them one plane" if plane.supported else fitting
+            return f"{in_plane} of {total} matches fit one plane"
+        text = f"{int(motion.inliers.sum())} of {total} matches fit one camera motion"
+        return f"{text}, {in_plane} of them one plane" if plane.supported else text
 
     def summarize(self) -> str:
         """Say in two lines what the matches fit, and how many there are.
 
         The second line has the numbers of keypoints and of refined matches.
         """
-        words = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
+        parts = [f"keypoints {len(self.keypoints0)} and {len(self.keypoints1)}"]
         if self.deviations is not None:
             deviations = self.deviations[np.isfinite(self.deviations)]
-            words.append(f"{len(deviations)} matches refined")
+            parts.append(f"{len(deviations)} matches refined")
             if len(deviations):
-                words[-1] += f", to {np.median(deviations):.2f} px at the median"
-        return f"{self.describe_fits()}\n{'; '.join(words)}"
+                parts[-1] += f", to {np.median(deviations):.2f} px at the median"
+        return f"{self.describe_fits()}\n{'; '.join(parts)}"
 
     def show(
         self,
@@ -410,11 +441,12 @@ class MatchResult:
     ) -> Picture:
         """Draw the matches (`drawing`). Outliers of the fit with more inliers are red.
 
-        A notebook shows the picture, and `.save("matches.png")` writes it.
-
         Args:
             image0, image1: the images, if features without their images were matched.
             captions: whether to write lines of text into the picture. A page may have them as text.
+
+        Returns:
+            The picture. A notebook shows it, and `.save("matches.png")` writes it.
 
         Raises:
             RequestError: If an image is missing or cannot be read.
@@ -436,16 +468,23 @@ class MatchResult:
         fits = self.fits()
         name = max(fits, key=lambda name: int(fits[name].inliers.sum()))
         fit = fits[name]
-        off = ~fit.inliers & fit.supported
-        means = f"matches that do not fit the {FIT_NAMES[name]}"
-        panel = Panel(self.describe_fits(), points0, points1, self.scores, off, means)
+        is_outlier = ~fit.inliers & fit.supported
+        wrong_means = f"matches that do not fit the {FIT_NAMES[name]}"
+        panel = Panel(self.describe_fits(), points0, points1, self.scores, is_outlier, wrong_means)
         pixels = draw(photos[0].pixels, photos[1].pixels, [panel], captions)
         return Picture(pixels, legend([panel]))
 
     def photos(
         self, image0: Optional[Image] = None, image1: Optional[Image] = None
     ) -> Tuple[Photo, Photo]:
-        """Return both images upright, for drawing. Raises RequestError as `show`."""
+        """Return both images upright, for drawing.
+
+        Args:
+            image0, image1: the images, if features without their images were matched.
+
+        Raises:
+            RequestError: If an image is missing or cannot be read.
+        """
         image0 = self.images[0] if image0 is None else image0
         image1 = self.images[1] if image1 is None else image1
         if image0 is None or image1 is None:

@@ -17,7 +17,7 @@ import numpy as np
 from pipeline.evaluate.matchers import BASELINES
 from pipeline.evaluate.pairs import CameraPair
 from superglue_sift.geometry import two_view
-from superglue_sift.geometry.two_view import MIN_ESSENTIAL, relative_pose
+from superglue_sift.geometry.pose import MIN_ESSENTIAL, estimate_relative_pose
 
 DEFAULT = ("ransac", "dlt", "confident")
 PX = 3.0  # inlier limit of the robust homographies
@@ -236,7 +236,7 @@ def essential(found: Points, cameras: CameraPair) -> Optional[Motion]:
 
 def poselib_pose(found: Points, cameras: CameraPair) -> Optional[Motion]:
     """Estimate the pose by PoseLib's LO-RANSAC, as `MatchResult.relative_pose` does."""
-    pose = relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
+    pose = estimate_relative_pose(found.points0, found.points1, cameras.K0, cameras.K1)
     if pose.R is None:
         return None
     return pose.R, np.zeros(3) if pose.t is None else pose.t  # without parallax

@@ -1,6 +1,7 @@
 """Fit, refine and verify the geometry of matches.
 
-two_view          fits homographies, fundamental matrices, relative poses and local maps.
+two_view          fits homographies, fundamental matrices and local maps.
+pose              estimates the relative pose of two cameras.
 refinement        refines the positions of matches to a fraction of a pixel.
 tracks            finds one position of each keypoint from the matches of many photographs.
 verification      decides whether two photographs show one place, and finds their matches.

@@ -18,6 +18,9 @@ and shifted until it fits image 1 best.
 - Deviation: it comes from the covariance of the shift, sigma^2 (J^T J)^-1 (Gruen 1985). Along a
   direction without structure, as along a straight edge, the match does not move. Added blur makes
   residuals of neighbouring samples alike, which the covariance takes into account.
+
+Positions are in pixels of the gray images that are passed. Refinement reads these pixels, so it
+cannot work in the image that SIFT saw, which may be smaller (`features.REFINED_AT`).
 """
 
 from __future__ import annotations
@@ -72,19 +75,19 @@ def refine(
     records1: np.ndarray,
     device: Device = "cpu",
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Refine K matches of two images. Any images and finite positions are accepted.
+    """Refine K matches of keypoints. Any images and finite positions are accepted.
 
     Args:
         gray0, gray1: (H, W) uint8.
-        records0, records1: (K,) keypoint records (`sift.KEYPOINT`). Entry k of one matches entry k
-            of the other.
+        records0, records1: (K,) keypoint records (`sift.KEYPOINT`) in px of the gray images. Entry
+            k of one matches entry k of the other.
         device: torch device for the computation.
 
     Returns:
-        The same as `refine_points`.
+        Positions, deviations and correlations, as `refine_points` returns them.
     """
     points0, points1 = (positions(records).astype(np.float64) for records in (records0, records1))
-    maps = two_view.local_maps(points0, points1, similarities(records0, records1))
+    maps = two_view.fit_local_maps(points0, points1, map_by_scale_and_angle(records0, records1))
     return refine_points(gray0, gray1, points0, points1, maps, records1["scale"], device)
 
 
@@ -97,19 +100,19 @@ def refine_points(
     scales: Union[float, np.ndarray] = COARSE_PX,
     device: Device = "cpu",
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Move points of any kind in image 1 to the place that their partners in image 0 show.
+    """Move points of image 1 to where the pixels are as around their partners in image 0.
 
     Args:
         gray0, gray1: (H, W) uint8.
-        points0, points1: (K, 2) px.
+        points0, points1: (K, 2) px of the gray images, points of any kind.
         maps: (K, 2, 2) local affine maps 0 -> 1.
-        scales: (K,) diameters in px of image 1, which choose the coarsest level of a match.
+        scales: (K,) diameters in px of image 1, which decide the coarsest level of a match.
         device: torch device for the computation.
 
     Returns:
         points1: (K, 2) float32 px.
         deviations: (K,) float32, the standard deviation in px of image 1 along each axis. It is NaN
-            where refinement failed, and the point is then where it was.
+            where refinement failed. The point has then not moved.
         correlations: (K,) float32 of both patches, from -1 to 1. It is NaN where a patch leaves its
             image or is flat.
     """
@@ -121,23 +124,23 @@ def refine_points(
     coarsest = np.broadcast_to(np.clip(octaves, 0, COARSER), len(start0))
     levels = torch.as_tensor(coarsest.astype(np.int64), device=device)
     with torch.no_grad():
-        work = _Work((gray0, gray1), (start0, start1), maps, device)
-        work.run(levels)
-        if abs(work.sharpness()) > BLURRED:
+        matches = _RefinedMatches((gray0, gray1), (start0, start1), maps, device)
+        matches.run(levels)
+        if abs(matches.measure_sharpness()) > BLURRED:
             # One image is blurred more: refine again with equal sharpness, and keep the better
             # result.
-            again = _equally_sharp(work)
-            again.run(levels)
-            better = torch.nanmedian(again.plain / work.deviation) < SHARPER
-            if better or torch.isnan(work.deviation).all():
-                work = again
-    found = (work.shift, work.deviation, work.correlation)
-    shift, deviations, correlations = (values.cpu().numpy() for values in found)
+            blurred = _equalize_sharpness(matches)
+            blurred.run(levels)
+            is_better = torch.nanmedian(blurred.plain / matches.deviation) < SHARPER
+            if is_better or torch.isnan(matches.deviation).all():
+                matches = blurred
+    tensors = (matches.shift, matches.deviation, matches.correlation)
+    shift, deviations, correlations = (tensor.cpu().numpy() for tensor in tensors)
     return start1 + shift, deviations, correlations
 
 
-def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
-    """Return maps 0 -> 1 (K, 2, 2) by the keypoints' scales and angles.
+def map_by_scale_and_angle(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
+    """Return maps 0 -> 1 (K, 2, 2) by the scales and angles of the keypoints (K,).
 
     Keypoints without a scale get only the rotation.
     """
@@ -151,33 +154,34 @@ def similarities(records0: np.ndarray, records1: np.ndarray) -> np.ndarray:
     return np.stack([c, -s, s, c], -1).reshape(-1, 2, 2)
 
 
-def _equally_sharp(work: _Work) -> _Work:
+def _equalize_sharpness(matches: _RefinedMatches) -> _RefinedMatches:
     """Blur the sharper image until patches of both images have the same gradient energy.
 
     Returns:
         The same matches for images of equal sharpness. They are not refined yet.
     """
-    sharper = 0 if work.sharpness() > 0 else 1
-    least = 0.0
-    most = MAX_BLUR
+    sharper = 0 if matches.measure_sharpness() > 0 else 1
+    low = 0.0
+    high = MAX_BLUR
     # Bisect for the deviation of the blur.
-    while most - least > 0.15:
-        middle = (least + most) / 2
-        if (work.blur_image(sharper, middle).sharpness() > 0) == (sharper == 0):
-            least = middle
+    while high - low > 0.15:
+        middle = (low + high) / 2
+        still_sharper = matches.blur_image(sharper, middle).measure_sharpness() > 0
+        if still_sharper == (sharper == 0):
+            low = middle
         else:
-            most = middle
-    return work.blur_image(sharper, (least + most) / 2)
+            high = middle
+    return matches.blur_image(sharper, (low + high) / 2)
 
 
-class _Work:
+class _RefinedMatches:
     """K matches while they are refined.
 
-    `run` sets the result:
-
-    `deviation`, `plain` and `correlation` are NaN where they are not known.
+    `run` sets `shift`, `deviation`, `plain` and `correlation`. The last three are NaN where they
+    are not known.
 
     Attributes:
+        usable: (K,) bool, whether a match takes part.
         steps: (2, K), the distance of two samples in px of each image.
         blur: deviation of the blur that was added to one image, in samples of the finest level.
         shift: (K, 2) px of image 1, how far each match has moved.
@@ -195,45 +199,52 @@ class _Work:
         maps: np.ndarray,
         device: Device,
     ) -> None:
-        """Prepare matches. The arguments are those of `refine_points`."""
+        """Prepare matches for `run`.
+
+        Args:
+            grays: (H, W) uint8, both images.
+            points: (K, 2) px, positions in both images.
+            maps: (K, 2, 2) local affine maps 0 -> 1.
+            device: torch device for the computation.
+        """
         # Matches with an unusable map take no part, and get the identity.
         numbers = np.column_stack([*points, maps.reshape(-1, 4)])
         usable = np.all(np.isfinite(numbers), axis=1)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
-        # The magnification along the directions where it is largest and smallest
-        scale, least = np.linalg.svd(maps, compute_uv=False).T
-        usable &= (scale < MAX_ZOOM) & (scale * MAX_ZOOM > 1.0) & (least * MAX_ZOOM > scale)
+        # Magnification along the directions where it is largest and smallest
+        zoom, min_zoom = np.linalg.svd(maps, compute_uv=False).T
+        usable &= (zoom < MAX_ZOOM) & (zoom * MAX_ZOOM > 1.0) & (min_zoom * MAX_ZOOM > zoom)
         maps = np.where(usable[:, None, None], maps, np.eye(2))
-        scale = np.where(usable, scale, 1.0)
+        zoom = np.where(usable, zoom, 1.0)
         # Samples are one px of the coarser image apart. step0 is this distance in px of image 0.
-        step0 = np.maximum(1.0, 1.0 / scale)
-        steps = np.stack([step0, step0 * scale])
+        step0 = np.maximum(1.0, 1.0 / zoom)
+        steps = np.stack([step0, step0 * zoom])
         octaves = np.log2(steps)
-        # (K, 2, 2): how far one sample to the right, and one down, is in px of each image
+        # (K, 2, 2), the steps to the next sample on the right, and below, in px of each image
         frames = step0[:, None, None] * np.eye(2), step0[:, None, None] * maps
         self.usable = torch.as_tensor(usable, device=device)
         self.steps = to_tensor(steps, device)
         self.images = list(zip(grays, points, frames, octaves))
         self.levels = COARSER + int(np.ceil(octaves.max()))
         self.device = device
-        self.views = [_View(*image, self.levels, device) for image in self.images]
-        self.offsets, self.inner, self.weight = sample_patch(device)
+        self.views = [_SampledImage(*image, self.levels, device) for image in self.images]
+        self.offsets, self.inner, self.weight = make_patch_offsets(device)
 
-    def blur_image(self, view: int, blur: float) -> _Work:
+    def blur_image(self, image: int, blur: float) -> _RefinedMatches:
         """Return the matches with one image, 0 or 1, blurred by a deviation of `blur` samples."""
-        other = copy.copy(self)
-        other.blur = blur
-        gray, points, frame, octave = self.images[view]
-        deviation = blur * float(self.steps[view].median())
-        soft = cv2.GaussianBlur(gray.astype(np.float32), (0, 0), deviation)
-        other.views = [*self.views]
-        other.views[view] = _View(soft, points, frame, octave, self.levels, self.device)
-        return other
+        blurred = copy.copy(self)
+        blurred.blur = blur
+        gray, points, frame, octave = self.images[image]
+        deviation = blur * float(self.steps[image].median())
+        gray = cv2.GaussianBlur(gray.astype(np.float32), (0, 0), deviation)
+        blurred.views = [*self.views]
+        blurred.views[image] = _SampledImage(gray, points, frame, octave, self.levels, self.device)
+        return blurred
 
     def run(self, coarsest: Tensor) -> None:
         """Refine each match from its coarsest level (K,) to the finest.
 
-        Matches that fail are refined again from one level up.
+        Matches that fail are refined again from the next coarser level.
         """
         self.shift = torch.zeros_like(self.views[1].points)
         self.deviation, self.plain, self.correlation = torch.full(
@@ -242,11 +253,11 @@ class _Work:
         for level in range(COARSER, -1, -1):
             self._refine(level, coarsest >= level)
         # Matches that started on the finest level may have been too far off.
-        again = torch.isnan(self.deviation) & (coarsest == 0)
-        self._refine(1, again)
-        self._refine(0, again & ~torch.isnan(self.deviation))
+        has_failed = torch.isnan(self.deviation) & (coarsest == 0)
+        self._refine(1, has_failed)
+        self._refine(0, has_failed & ~torch.isnan(self.deviation))
 
-    def sharpness(self) -> float:
+    def measure_sharpness(self) -> float:
         """Return the median log ratio of the gradient energies of both patches, per variance.
 
         Above 0, image 0 is sharper. It is 0 if no patches lie inside both images. SIFT's positions
@@ -255,35 +266,42 @@ class _Work:
         usable = self.usable
         energies = []
         for view in self.views:
-            at, level = view.places(self.offsets)
-            energies.append(energy(view.read(view.grid(at, level)), self.weight))
-            usable = usable & view.holds(at, level) & (energies[-1] > 0)
+            positions, level = view.sample_positions(self.offsets)
+            samples = view.read(view.to_grid(positions, level))
+            energies.append(gradient_energy(samples, self.weight))
+            usable = usable & view.contains(positions, level) & (energies[-1] > 0)
         ratios = torch.log(energies[0] / energies[1])[usable]
         return float(ratios.median()) if len(ratios) else 0.0
 
-    def _refine(self, level: int, chosen: Tensor) -> None:
-        """Refine the chosen matches (K,) bool on one level. Those that fail keep their state."""
-        rows = torch.nonzero(chosen & self.usable).flatten()
+    def _refine(self, level: int, takes_part: Tensor) -> None:
+        """Refine matches on one level. Those that fail keep their state.
+
+        Args:
+            level: how many levels coarser than the finest one of a match.
+            takes_part: (K,) bool, whether a match is refined.
+        """
+        rows = torch.nonzero(takes_part & self.usable).flatten()
         if not len(rows):
             return
         view0, view1 = self.views
         # Prepare the patches (n, (SIDE + 2)^2) of image 0, with a margin for the gradient.
-        at0, level0 = view0.places(self.offsets, rows, level)
-        template = Template(view0.read(view0.grid(at0, level0)), self.weight)
+        positions0, level0 = view0.sample_positions(self.offsets, rows, level)
+        template = Template(view0.read(view0.to_grid(positions0, level0)), self.weight)
         # Shift the patches (n, SIDE^2) of image 1.
-        at1, level1 = view1.places(self.inner, rows, level, self.shift[rows])
+        positions1, level1 = view1.sample_positions(self.inner, rows, level, self.shift[rows])
         frame = view1.frame[rows] * 2.0**level
-        grid = view1.grid(at1, level1)
+        grid = view1.to_grid(positions1, level1)
         unit = view1.unit[level1]
         moved = _descend(template, view1, frame, grid, unit)
-        shift = multiply(frame, moved)
-        # Measure how well the shifted patches fit, and decide which are kept.
+        shift = multiply_vectors(frame, moved)
+        # Measure how well the shifted patches fit.
         _, correlation = template.step(view1.read(grid + (shift * unit)[:, None]))
-        inside = view0.holds(at0, level0) & view1.holds(at1 + shift[:, None], level1)
-        correlation = correlation.masked_fill(~inside, float("nan"))
+        is_inside = view0.contains(positions0, level0)
+        is_inside &= view1.contains(positions1 + shift[:, None], level1)
+        correlation = correlation.masked_fill(~is_inside, float("nan"))
         plain = template.deviation(correlation)
         deviation = template.deviation(correlation, self.blur / 2.0**level)
-        good = (
+        succeeded = (
             (correlation > MIN_CORRELATION)
             & (moved.norm(dim=1) < FARTHEST)
             & (plain < MAX_DEVIATION)
@@ -291,48 +309,53 @@ class _Work:
         # Write the state back, in px of image 1.
         sample = self.steps[1][rows] * float(2**level)
         unset = torch.isnan(self.deviation[rows])
-        self.correlation[rows] = torch.where(good | unset, correlation, self.correlation[rows])
-        self.plain[rows] = torch.where(good, plain * sample, self.plain[rows])
-        self.deviation[rows] = torch.where(good, deviation * sample, self.deviation[rows])
-        self.shift[rows] += shift.masked_fill(~good[:, None], 0.0)
+        self.correlation[rows] = torch.where(succeeded | unset, correlation, self.correlation[rows])
+        self.plain[rows] = torch.where(succeeded, plain * sample, self.plain[rows])
+        self.deviation[rows] = torch.where(succeeded, deviation * sample, self.deviation[rows])
+        self.shift[rows] += shift.masked_fill(~succeeded[:, None], 0.0)
 
 
-def _descend(template: Template, view: _View, frame: Tensor, grid: Tensor, unit: Tensor) -> Tensor:
+def _descend(
+    template: Template, view: _SampledImage, frame: Tensor, grid: Tensor, unit: Tensor
+) -> Tensor:
     """Find by Gauss-Newton how far (n, 2) patches of image 1 move, in samples of a level.
 
     Args:
+        template: n patches of image 0.
+        view: image 1.
         frame: (n, 2, 2), a sample in px.
         grid: (n, SIDE^2, 2), where the patches start.
         unit: (n, 2), a px in the units of the grid.
     """
     moved = torch.zeros_like(unit)
-    # Indices of the matches that have not converged
-    left = torch.arange(len(moved), device=moved.device)
-    of_left = [template, frame, grid, unit]
+    # Indices of the matches that have not converged, and their tensors
+    rows = torch.arange(len(moved), device=moved.device)
+    active = [template, frame, grid, unit]
     for _ in range(ITERATIONS):
-        patch, frame, grid, unit = of_left
-        shift = multiply(frame, moved[left])
-        step = patch.step(view.read(grid + (shift * unit)[:, None]))[0]
+        template, frame, grid, unit = active
+        shift = multiply_vectors(frame, moved[rows])
+        step = template.step(view.read(grid + (shift * unit)[:, None]))[0]
         length = step.norm(dim=1, keepdim=True)
-        moved[left] -= step * (LONGEST / length.clamp(min=LONGEST))
-        moving = length[:, 0] > SETTLED
-        if 2 * int(moving.sum()) < len(left):  # dropping few takes longer than moving them
-            left = left[moving]
-            of_left = [each[moving] for each in of_left]
-        if not len(left):
+        moved[rows] -= step * (LONGEST / length.clamp(min=LONGEST))
+        is_moving = length[:, 0] > SETTLED
+        # Dropping a few matches would take longer than moving them.
+        if 2 * int(is_moving.sum()) < len(rows):
+            rows = rows[is_moving]
+            active = [tensor[is_moving] for tensor in active]
+        if not len(rows):
             break
     return moved
 
 
-class _View:
-    """An image and K points in it.
+class _SampledImage:
+    """An image, and K points whose patches are sampled from it.
 
     The levels of the image, each half as large as the one before, lie one below another in one
     picture, so that patches of different levels are read together.
 
     Attributes:
         points: (K, 2) px.
-        frame: (K, 2, 2), how far the next samples to the right and down are, in px.
+        frame: (K, 2, 2), the steps to the next sample on the right, and below, in px.
         octave: (K,), log2 of a sample in px.
         last: (levels, 2), the last sample of each level, in px of the image.
         unit, begin: (levels, 2), a px of the image, and the first sample of each level, both in the
@@ -351,7 +374,6 @@ class _View:
         self.points, self.frame, self.octave = (
             to_tensor(values, device) for values in (points, frame, octave)
         )
-        # Place the levels one below another.
         pictures = [cv2.GaussianBlur(gray.astype(np.float32), (0, 0), SMOOTHING_PX)]
         for _ in range(levels):
             pictures.append(cv2.pyrDown(pictures[-1]))
@@ -361,35 +383,37 @@ class _View:
         for top, picture in zip(tops, pictures):
             whole[top : top + picture.shape[0], : picture.shape[1]] = picture
         self.picture = to_tensor(whole, device)[None, None]
-        # Find the units and positions of the levels in this picture.
+        # grid_sample needs the units and positions of the levels in this picture.
         scale = 2.0 ** -np.arange(levels + 1)
         unit = 2.0 / np.maximum(np.array(whole.shape[::-1]) - 1, 1)
         self.last = to_tensor((sizes - 1) / scale[:, None], device)
         self.unit = to_tensor(scale[:, None] * unit, device)
         self.begin = to_tensor(np.stack([np.zeros(len(tops)), tops], 1) * unit - 1.0, device)
 
-    def places(
+    def sample_positions(
         self,
         offsets: Tensor,
         rows: Union[slice, Tensor] = slice(None),
         level: int = 0,
         shift: Union[float, Tensor] = 0.0,
     ) -> Tuple[Tensor, Tensor]:
-        """Return where the samples of shifted points lie, (n, s s, 2) px, and on which level (n,).
+        """Compute the positions of the samples around shifted points.
 
         Args:
-            offsets: (s s, 2) samples from a point. rows: the points that are asked for. level: how
-                many levels coarser than the finest one of a match. shift: (n, 2) px.
+            offsets: (s s, 2), where samples lie from their point, in samples.
+            rows: indices of n points.
+            level: how many levels coarser than the finest one of a match.
+            shift: (n, 2) px.
+
+        Returns:
+            The positions (n, s s, 2) px, and the level (n,) on which to read them.
         """
         frame = self.frame[rows] * 2.0**level
-        at = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
-        return at, (self.octave[rows] + level).round().long()
+        positions = (self.points[rows] + shift)[:, None] + offsets @ frame.transpose(1, 2)
+        return positions, (self.octave[rows] + level).round().long()
 
-    def grid(self, points: Tensor, level: Tensor) -> Tensor:
-        """Convert points (K, n, 2) to positions (K, n, 2) for `read`.
-
-        The points are in px of the image, and on level (K,).
-        """
+    def to_grid(self, points: Tensor, level: Tensor) -> Tensor:
+        """Convert points (K, n, 2) px, on level (K,), to the units of grid_sample for `read`."""
         return points * self.unit[level][:, None] + self.begin[level][:, None]
 
     def read(self, grid: Tensor) -> Tensor:
@@ -400,7 +424,7 @@ class _View:
         # (1, 1, K, n) -> (K, n)
         return sampled[0, 0]
 
-    def holds(self, points: Tensor, level: Tensor) -> Tensor:
+    def contains(self, points: Tensor, level: Tensor) -> Tensor:
         """Test whether each patch lies inside the image on its level. Return (K,) bool.
 
         Args:
@@ -408,11 +432,11 @@ class _View:
             level: (K,), the level of each patch.
         """
         width = round(points.shape[1] ** 0.5)
-        points = points[:, [0, width - 1, width * (width - 1), width * width - 1]]  # four corners
-        return ((points >= 0) & (points <= self.last[level][:, None])).flatten(1).all(1)
+        corners = points[:, [0, width - 1, width * (width - 1), width * width - 1]]
+        return ((corners >= 0) & (corners <= self.last[level][:, None])).flatten(1).all(1)
 
 
-def multiply(matrices: Tensor, vectors: Tensor) -> Tensor:
+def multiply_vectors(matrices: Tensor, vectors: Tensor) -> Tensor:
     """Multiply each matrix (n, i, j) by its vector (n, j); return (n, i)."""
     return (matrices @ vectors[..., None])[..., 0]
 
@@ -434,10 +458,10 @@ class Template:
 
         Args:
             samples: (n, (SIDE + 2)^2).
-            weight: (SIDE^2,), as from `sample_patch`.
+            weight: (SIDE^2,), as from `make_patch_offsets`.
         """
         self.weight = weight
-        inner, x, y = inner_and_gradient(samples)
+        inner, x, y = compute_gradient(samples)
         self.mean = samples.mean(1, keepdim=True)
         # Normalize the samples to weighted mean 0 and deviation 1.
         centred = inner - self.mean
@@ -450,15 +474,15 @@ class Template:
         gradient = gradient - (gradient @ (template * weight)[..., None]) * template[:, None]
         # Invert the Hessian once. One product with `rows` then gives all sums of a step.
         weighted = gradient * weight
-        self.inverse, self.unknown = _inverse(weighted @ gradient.transpose(1, 2))
+        self.inverse, self.unknown = _invert_hessians(weighted @ gradient.transpose(1, 2))
         others = torch.stack([template * weight, weight.expand_as(template)], 1)
         self.rows = torch.cat([weighted, others], 1)  # (n, 4, s s)
 
-    def __getitem__(self, chosen: Tensor) -> Template:
-        """Return the patches that are chosen (n,) bool, for `step` only."""
+    def __getitem__(self, mask: Tensor) -> Template:
+        """Return the patches where `mask` (n,) is True, for `step` only."""
         part = copy.copy(self)
         for name in ("mean", "spread", "inverse", "rows"):
-            setattr(part, name, getattr(self, name)[chosen])
+            setattr(part, name, getattr(self, name)[mask])
         return part
 
     def step(self, samples: Tensor) -> Tuple[Tensor, Tensor]:
@@ -469,12 +493,12 @@ class Template:
         """
         samples = samples - self.mean
         # (n, 4, s s) and (n, s s, 1) -> (n, 4): sums with both gradients, the template, the weights
-        sums = multiply(self.rows, samples)
+        sums = multiply_vectors(self.rows, samples)
         spread = sqrt(((samples**2) @ self.weight - sums[:, 3] ** 2).clamp(min=0))
         flat = (spread < FLAT) | (self.spread < FLAT)
         spread = spread.clamp(min=FLAT)
         correlation = (sums[:, 2] / spread).masked_fill(flat, float("nan"))
-        return multiply(self.inverse, sums[:, :2] / spread[:, None]), correlation
+        return multiply_vectors(self.inverse, sums[:, :2] / spread[:, None]), correlation
 
     def deviation(self, correlation: Tensor, blur: float = 0.0) -> Tensor:
         """Compute the standard deviation of the shift along each axis, (n,) in samples.
@@ -503,11 +527,11 @@ class Template:
         return sqrt((factor * residual * trace + two_view.SCATTER_PX**2 * self.unknown) / 2)
 
 
-def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return where the samples of a patch lie, and their weights.
+def make_patch_offsets(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
+    """Make the offsets of the samples of a patch, and their weights.
 
     Returns:
-        Three arrays:
+        Three tensors:
         - ((SIDE + 2)^2, 2), the offsets of the samples with a margin of one sample,
         - (SIDE^2, 2), the offsets without the margin,
         - (SIDE^2,), the weights of the samples without the margin. Their sum is 1.
@@ -521,10 +545,11 @@ def sample_patch(device: Device) -> Tuple[Tensor, Tensor, Tensor]:
     return square.flatten(0, 1), square[1:-1, 1:-1].flatten(0, 1), weight / weight.sum()
 
 
-def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
-    """Return the inner samples (n, SIDE^2) of patches (n, (SIDE + 2)^2).
+def compute_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of patches (n, (SIDE + 2)^2) in x and y.
 
-    Their gradients in x and y are returned, too.
+    Returns:
+        The inner samples of the patches, and their gradients in x and y, (n, SIDE^2) each.
     """
     square = samples.view(-1, SIDE + 2, SIDE + 2)
     # Central differences need the margin of one sample.
@@ -533,18 +558,18 @@ def inner_and_gradient(samples: Tensor) -> Tuple[Tensor, Tensor, Tensor]:
     return square[:, 1:-1, 1:-1].flatten(1), x, y
 
 
-def energy(samples: Tensor, weight: Tensor) -> Tensor:
+def gradient_energy(samples: Tensor, weight: Tensor) -> Tensor:
     """Compute gradient energy over variance (n,) of patches (n, (SIDE + 2)^2).
 
-    Flat patches have 0.
+    It is 0 for flat patches.
     """
-    inner, x, y = inner_and_gradient(samples)
+    inner, x, y = compute_gradient(samples)
     variance = (inner**2) @ weight - (inner @ weight) ** 2
     energies = ((x**2 + y**2) @ weight) / variance.clamp(min=FLAT**2)
     return energies.masked_fill(variance < FLAT**2, 0.0)
 
 
-def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
+def _invert_hessians(hessian: Tensor) -> Tuple[Tensor, Tensor]:
     """Invert Hessians (n, 2, 2), except along directions without structure.
 
     Returns:
@@ -552,7 +577,7 @@ def _inverse(hessian: Tensor) -> Tuple[Tensor, Tensor]:
         of the Hessians.
     """
     values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
-    kept = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
-    inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~kept, 0.0)
+    has_structure = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
+    inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~has_structure, 0.0)
     inverses = (vectors * inverse[:, None]) @ vectors.transpose(1, 2)
-    return inverses, (~kept).sum(1).to(hessian.dtype)
+    return inverses, (~has_structure).sum(1).to(hessian.dtype)

@@ -19,8 +19,8 @@ import numpy as np
 from superglue_sift.geometry.two_view import (
     MIN_AGREEING,
     SCATTER_PX,
+    fit_affine_maps,
     map_to_reduced,
-    nearest_affine,
     reduction_factor,
     transform,
 )
@@ -87,7 +87,7 @@ def _equations(start0: int, start1: int, refined: MatchResult) -> Tuple[np.ndarr
     p = transform(refined.points0, to0)
     q = transform(refined.points1, to1)
     deviation = np.maximum(np.asarray(refined.deviations) * to1[0, 0], MIN_DEVIATION_PX)
-    maps = nearest_affine(p, q, np.ones(len(p), bool))
+    maps = fit_affine_maps(p, q, np.ones(len(p), bool))
     shift = q - before1 - np.einsum("nij,nj->ni", maps, p - before0)
     return start0 + index0, start1 + index1, maps, shift, deviation
 

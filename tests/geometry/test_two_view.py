@@ -11,6 +11,7 @@ from made_scenes import MILD, TURN
 
 from pipeline.evaluate.estimators import fit_dlt
 from superglue_sift.geometry import two_view
+from superglue_sift.geometry.pose import estimate_relative_pose
 
 VIEW = (320, 240)
 SIZE = (640, 480)
@@ -148,7 +149,7 @@ def test_local_maps_are_a_homographys_though_most_matches_are_wrong():
     rng = np.random.default_rng(0)
     points0, points1 = rng.uniform(0, 300, (2, 180, 2))
     points1[:60] = two_view.transform(points0[:60], TURN)
-    maps = two_view.local_maps(points0, points1, np.zeros((180, 2, 2)))
+    maps = two_view.fit_local_maps(points0, points1, np.zeros((180, 2, 2)))
     np.testing.assert_allclose(maps[:60], two_view.jacobians(TURN, points0[:60]), atol=1e-3)
 
 
@@ -212,7 +213,7 @@ def angle_between(R, true_R):
 def test_a_camera_that_stays_at_its_place_shows_no_parallax(rotation, count, noise_px, wrong):
     pytest.importorskip("poselib")
     *points, is_wrong = views_of_points(np.zeros(3), noise_px, wrong, count, rotation)
-    pose = two_view.relative_pose(*points, CAMERA, CAMERA)
+    pose = estimate_relative_pose(*points, CAMERA, CAMERA)
     assert pose.R is not None and pose.t is None
     right = pose.inliers[~is_wrong]
     # A match is off by 1.4 times the noise along each axis. At 1 px, 77 % are within 1.7 px.
@@ -244,7 +245,7 @@ def test_a_camera_that_moves_has_a_direction(baseline, noise_px, depths):
     pytest.importorskip("poselib")
     t = baseline * np.array([0.9, 0.1, 0.4]) / np.linalg.norm([0.9, 0.1, 0.4])
     *points, is_wrong = views_of_points(t, noise_px, 0.2, depths=depths)
-    pose = two_view.relative_pose(*points, CAMERA, CAMERA)
+    pose = estimate_relative_pose(*points, CAMERA, CAMERA)
     assert np.degrees(np.arccos(abs(pose.t @ t) / baseline)) < 15
     assert angle_between(pose.R, ROTATION) < 1.5
     assert not pose.inliers[is_wrong].all()
@@ -255,7 +256,7 @@ def test_a_few_near_points_in_front_of_far_ones_show_parallax():
     near = views_of_points(np.array([0.3, 0, 0]), 0.1, 0.0, 100)
     far = views_of_points(np.zeros(3), 0.1, 0.0, 600)
     points = (np.concatenate(pair) for pair in zip(near[:2], far[:2]))
-    pose = two_view.relative_pose(*points, CAMERA, CAMERA)
+    pose = estimate_relative_pose(*points, CAMERA, CAMERA)
     assert np.degrees(np.arccos(abs(pose.t[0]))) < 5
 
 
@@ -263,4 +264,4 @@ def test_a_few_near_points_in_front_of_far_ones_show_parallax():
 def test_few_matches_that_no_rotation_explains_keep_their_direction(count):
     pytest.importorskip("poselib")
     *points, _ = views_of_points(np.array([1.0, 0.1, 0.2]), 0.0, 0.0, count)
-    assert two_view.relative_pose(*points, CAMERA, CAMERA).t is not None
+    assert estimate_relative_pose(*points, CAMERA, CAMERA).t is not None
