@@ -403,7 +403,7 @@ def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
     if not nearest[0][columns].equals(nearest[1][columns]):
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
-    areas = [metrics.auc_by_pair(table[error].astype(float), LIMIT) for table in rows]
+    areas = [metrics.compute_pair_aucs(table[error].astype(float), LIMIT) for table in rows]
     scenes = rows[0].set_index("scene").index
     if scenes.nunique() < MIN_SCENES:
         return False, f"too few photographs to compare: {scenes.nunique()} of {MIN_SCENES}"

@@ -44,7 +44,7 @@ def run(folder, *extra, draw=False, threshold=("--threshold", "0.1")):
     }
     words = [word for name, path in named.items() for word in (f"--{name}", folder / path)]
     words += ["--device", "cpu", *threshold, *extra]
-    no_charts = mock.patch.object(report, "line_chart", lambda *_, **__: "")
+    no_charts = mock.patch.object(report, "draw_line_chart", lambda *_, **__: "")
     with contextlib.nullcontext() if draw else no_charts:
         return errors.run(evaluate.main, list(map(str, words)))
 
@@ -87,13 +87,13 @@ def make_results(errors_of_ours, errors_of_others, further=(), models=None, **ch
     table = metrics.make_table(rows)
     networks = [OURS, *further]
     scored = {name: [NOTHING] * len(rows) for name in networks}
-    values = metrics.values_of_pairs(table, scored)
+    values = metrics.compute_pair_values(table, scored)
     samples = metrics.resample(values, scored)
     frames = (
         metrics.summarize(values, samples),
         metrics.compare(values, samples, networks),
         pd.DataFrame(),
-        metrics.calibration([NOTHING]),
+        metrics.compute_calibration([NOTHING]),
     )
     model = {"file": "m.safetensors", "sha256": "0123456789", "step": 7, "initial_weights": ""}
     known = {name: {**model, **(models or {}).get(name, {})} for name in networks}

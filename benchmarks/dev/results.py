@@ -38,7 +38,7 @@ from scipy.spatial import KDTree
 
 from pipeline import errors, presets
 from pipeline.errors import RequestError
-from pipeline.evaluate.metrics import name_of
+from pipeline.evaluate.metrics import name_metric as name_of
 from superglue_sift import Matcher, MatchResult
 from superglue_sift.features.images import read_gray
 from superglue_sift.files import write_atomic

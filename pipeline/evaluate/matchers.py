@@ -1,7 +1,7 @@
-"""Match the evaluated pairs by trained networks, and by nearest neighbours of descriptors.
+"""Match the evaluated pairs by networks, by nearest neighbours, and by functions of the user.
 
-A network is a `Matcher`, so that its matches are those that a user gets. All matchers get the same
-keypoints.
+A network is a `Matcher` of the library, so that its matches are those that a user gets. All
+matchers get the same keypoints.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence
 import numpy as np
 
 from pipeline.errors import RequestError
-from pipeline.evaluate.pairs import KnownPair
+from pipeline.evaluate.pairs import LabeledPair
 from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
 from superglue_sift.matcher import Matcher
@@ -23,20 +23,23 @@ from superglue_sift.network.batch import Pair
 from superglue_sift.network.weights import load_model_file
 
 OURS = "superglue"
-INITIAL = "initial"  # the weights that the evaluated model was trained from
+INITIAL = "initial"  # The weights from which the evaluated model was trained
 RATIO_TEST = "ratio_test"
-RATIO_THRESHOLD = 1.0 - nearest.RATIO  # smallest confidence of the ratio test
+RATIO_THRESHOLD = 1.0 - nearest.RATIO  # Smallest confidence of the ratio test
 BASELINES = ("nn", "mutual_nn", RATIO_TEST)
-MATCHERS = (OURS, *BASELINES)  # these matchers are always compared, in the order of every table
-BOUND = "true_matches"  # no matcher, but the true matches: an upper bound with these keypoints
-ALL = -1.0  # a threshold that every confidence exceeds
-MatchesByName = Dict[str, Matches]  # the matches of each matcher on one pair
+MATCHERS = (OURS, *BASELINES)  # Every table has these matchers, in this order
+BOUND = "true_matches"  # No matcher but the true matches, the upper bound with these keypoints
+NO_THRESHOLD = -1.0  # A threshold that every confidence exceeds
+MatchesByMatcher = Dict[str, Matches]  # The matches of each matcher on one pair, by its name
 
 
 class Network(NamedTuple):
-    """A trained network: a `Matcher` with its settings, and the file that it was loaded from.
+    """A trained network.
 
-    `info` is the description that is stored in the file.
+    Attributes:
+        matcher: the `Matcher` of the library, with its settings.
+        file: the file from which it was loaded.
+        info: the description that is stored in the file.
     """
 
     matcher: Matcher
@@ -45,8 +48,11 @@ class Network(NamedTuple):
 
     @property
     def threshold(self) -> float:
-        """Return the confidence above which a match counts. A scene has dropped the others."""
-        return self.matcher.threshold if self.matcher.rules is None else ALL
+        """Return the confidence above which a match counts.
+
+        With `scene`, the matcher has dropped all other matches itself.
+        """
+        return self.matcher.threshold if self.matcher.rules is None else NO_THRESHOLD
 
 
 def load_network(file: Path, device: str, **settings: Any) -> Network:
@@ -54,73 +60,96 @@ def load_network(file: Path, device: str, **settings: Any) -> Network:
 
     Args:
         file: a trained model or any checkpoint.
-        device: as for `Matcher.load`.
-        settings: of `Matcher.load`.
+        device: where the network runs: "auto", "cpu", "cuda" or "cuda:N".
+        settings: further arguments of `Matcher.load`.
 
     Raises:
-        RequestError: the file cannot be read, or a setting is wrong.
+        RequestError: If the file cannot be read, or if a setting is wrong.
     """
     matcher = Matcher.load(file, device, **settings)
     return Network(matcher, file, load_model_file(file)[1])
 
 
-class Matchers:
-    """All compared matchers.
+def get_initial_digest(info: Mapping[str, Any]) -> str:
+    """Return the digest of the weights from which a model was trained, or "" for random ones.
+
+    `info` is the description in the model's file.
+    """
+    # An exported model has the digest in its provenance.
+    exported_digest = info.get("provenance", {}).get("initial_weights.digest", "")
+    return info.get("initial_weights", exported_digest)
+
+
+class MatcherSet:
+    """All compared matchers: networks, baselines and functions of the user.
 
     Args:
-        networks: networks by name, the evaluated one first.
-        further: other matchers by name.
+        networks: the networks by name, the evaluated one first.
+        functions: the user's matchers by name, from `load_matcher_function`.
     """
 
     def __init__(
         self,
         networks: Mapping[str, Network],
-        further: Mapping[str, Callable[[Pair], Matches]] = MappingProxyType({}),
+        functions: Mapping[str, Callable[[Pair], Matches]] = MappingProxyType({}),
     ):
         self.networks = networks
-        self.further = further
-        self.ours = networks[OURS].matcher  # its extractor finds the keypoints of all matchers
-        # A match of a matcher counts above this confidence. `match` gives all mutual matches.
+        self.functions = functions
+        self.evaluated = networks[OURS].matcher  # Its extractor finds the keypoints for all
+        # Above this confidence a match counts. The other matchers have no threshold.
         thresholds = {name: network.threshold for name, network in networks.items()}
         self.thresholds = {**thresholds, RATIO_TEST: RATIO_THRESHOLD}
 
     def extract(self, image: np.ndarray) -> Features:
-        """Extract the keypoints of gray pixels (H, W) uint8, which all matchers get."""
-        return self.ours.extract(image)
+        """Extract the features of gray pixels (H, W) uint8, which all matchers get."""
+        return self.evaluated.extract(image)
 
-    def match(self, pairs: Sequence[KnownPair], batch: int) -> List[MatchesByName]:
-        """Match each pair by each matcher, with `batch` pairs in one pass of a network.
+    def match(self, labeled_pairs: Sequence[LabeledPair], batch: int) -> List[MatchesByMatcher]:
+        """Match each pair by each matcher, and return all matches, whatever their confidence.
 
-        Equal batches give equal bits. The networks get the features of the pairs.
+        Args:
+            labeled_pairs: the pairs, whose ground truth is not used.
+            batch: number of pairs in one pass of a network. Equal batches give equal bits.
+
+        Returns:
+            The matches of each matcher, for each pair.
         """
-        by_pair: List[MatchesByName] = [{} for _ in pairs]
+        results: List[MatchesByMatcher] = [{} for _ in labeled_pairs]
         for name, network in self.networks.items():
-            for start in range(0, len(pairs), batch):
+            for start in range(0, len(labeled_pairs), batch):
                 part = slice(start, start + batch)
-                features = [known.features for known in pairs[part]]
-                for by_name, (matches, _) in zip(
-                    by_pair[part], network.matcher.match_features(features)
-                ):
-                    by_name[name] = matches
+                features = [labeled_pair.features for labeled_pair in labeled_pairs[part]]
+                network_matches = network.matcher.match_features(features)
+                for matches_by_matcher, (matches, _) in zip(results[part], network_matches):
+                    matches_by_matcher[name] = matches
         # Run the baselines and the user's functions on one pair after the other.
-        for by_name, known in zip(by_pair, pairs):
-            by_name.update(match_baselines(known.pair))
-            by_name.update((name, match(known.pair)) for name, match in self.further.items())
-        return by_pair
+        for matches_by_matcher, labeled_pair in zip(results, labeled_pairs):
+            pair = labeled_pair.pair
+            matches_by_matcher.update(match_baselines(pair))
+            matches_by_matcher.update((name, match(pair)) for name, match in self.functions.items())
+        return results
 
-    def above(self, by_name: Mapping[str, Matches]) -> MatchesByName:
-        """Drop the matches below the threshold of each matcher that has a threshold."""
-        # All matches of a baseline or of a user's function count, which have no threshold.
-        limits = self.thresholds
-        return {name: matches.above(limits.get(name, ALL)) for name, matches in by_name.items()}
+    def apply_thresholds(self, matches_by_matcher: Mapping[str, Matches]) -> MatchesByMatcher:
+        """Drop the matches that do not count, because they are below the threshold of a matcher."""
+        return {
+            name: matches.above(self.thresholds.get(name, NO_THRESHOLD))
+            for name, matches in matches_by_matcher.items()
+        }
 
 
-def load_function(name: str) -> Callable[[Pair], Matches]:
-    """Load a matcher of the user, given as `module:function`.
+def load_matcher_function(name: str) -> Callable[[Pair], Matches]:
+    """Import a matching function of the user, which is named as `module:function`.
 
-    The function gets the Features of both images. It returns, for each of the M keypoints of image
-    0, the index of its match in image 1 (-1 without a match) and a confidence from 0 to 1, (M,)
-    each. Raises RequestError if there is no such function.
+    The user's function gets the Features of both images. It returns two arrays (M,): the index in
+    image 1 of the match of each of the M keypoints of image 0 (-1 without a match), and the
+    confidence of this match from 0 to 1.
+
+    Returns:
+        A function from a pair to its matches. It raises RequestError if the user's function returns
+        anything else.
+
+    Raises:
+        RequestError: If there is no such function.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -135,12 +164,13 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
         if not count0 or not count1:
             return Matches.none()
         # Check both arrays (M,), since they come from the user's code.
-        views = Features(pair.records0, pair.size0), Features(pair.records1, pair.size1)
-        answer = function(*views)
-        is_pair = isinstance(answer, (tuple, list)) and len(answer) == 2
-        matches0, scores0 = map(np.asarray, answer if is_pair else ((), ()))
-        whole = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
-        if not whole or matches0.max() >= count1 or not (abs(scores0 - 0.5) <= 0.5).all():
+        features0 = Features(pair.records0, pair.size0)
+        features1 = Features(pair.records1, pair.size1)
+        arrays = function(features0, features1)
+        is_pair = isinstance(arrays, (tuple, list)) and len(arrays) == 2
+        matches0, scores0 = map(np.asarray, arrays if is_pair else ((), ()))
+        are_indices = matches0.dtype.kind in "iu" and matches0.shape == scores0.shape == (count0,)
+        if not are_indices or matches0.max() >= count1 or not (abs(scores0 - 0.5) <= 0.5).all():
             rule = f"a whole number below {count1} and a confidence from 0 to 1 for each keypoint"
             raise RequestError(f"--also {name}: must give {rule}")
         return Matches.from_dense(matches0, scores0)
@@ -149,12 +179,12 @@ def load_function(name: str) -> Callable[[Pair], Matches]:
 
 
 def match_baselines(pair: Pair) -> Dict[str, Matches]:
-    """Match nearest neighbours by descriptor. Return the matches of each baseline by its name.
+    """Match the nearest neighbours by descriptor. Return the matches of each baseline by its name.
 
-    The confidence is 1 - ratio of distances. The ratio test gets all mutual matches: its threshold
-    of the confidence selects matches, as the threshold of a network does.
+    The confidence of a match is 1 - ratio of distances. The ratio test has all mutual matches here.
+    Its threshold selects those that count, as the threshold of a network does.
     """
-    # All three share one product of the descriptors.
+    # All three baselines share one product of the descriptors.
     neighbours, is_mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
     mutual = neighbours.only(is_mutual)
     return {"nn": neighbours, "mutual_nn": mutual, RATIO_TEST: mutual}

@@ -1,14 +1,15 @@
 """Pairs with ground truth, rendered from held-out photographs or read from files.
 
-A `Source` has scenes (photographs, sequences), and each scene has pairs of images. Loading a scene
-twice gives the same bytes, so pictures are drawn afterwards without keeping the images of all pairs
-in memory. Pairs in files are a folder in HPatches layout, or a list of pairs with cameras.
+A `PairSource` has scenes (photographs, sequences), and each scene has pairs of images. Loading a
+scene twice gives the same bytes. Pictures can therefore be drawn at the end, without keeping the
+images of all pairs in memory. Pairs in files are a folder in HPatches layout, or a list of pairs
+with cameras.
 
 Held-out pairs follow the protocol of the SuperGlue paper (section 5.1): a pair has two views of one
-photograph. The first shows nearly the whole of it. The second is seen through a random homography
-without borders. Both have photometric distortion. A pair depends only on the section `views`, the
-name of its photograph and its number. `levels` disturbs or magnifies the second views by fixed
-amounts.
+photograph. The first view shows nearly the whole photograph. The second is seen through a random
+homography without borders. Both have photometric distortion. A pair depends only on the section
+`views`, the name of its photograph and its number. `make_disturbed_sources` disturbs or magnifies
+the second views by fixed amounts.
 """
 
 from __future__ import annotations
@@ -38,20 +39,21 @@ from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.batch import Pair, choose_pair_orientations
 
-SEED = 0  # all models are compared on the same rendered pairs
+SEED = 0  # All models are compared on the same rendered pairs
 MAX_NEGATIVE_PAIRS = 100
 ZOOMS = (1.0, 2.0, 3.0, 4.0, 6.0, 8.0)
 
-# A sequence: its name, its images (the reference first), and the homographies to the others by
-# number.
+# A sequence has a name, the files of its images (the reference first), and the homographies from
+# the reference to the other images by their numbers.
 HPatchesSequence = Tuple[str, List[Path], Dict[int, np.ndarray]]
 
 
 class CameraPair(NamedTuple):
-    """Two cameras.
+    """The intrinsics of two cameras, and the motion between them.
 
-    K0 and K1 (3, 3) are in pixels of the images as they are matched. T_0to1 (4, 4) maps points of
-    camera 0 to camera 1.
+    Attributes:
+        K0, K1: the intrinsics (3, 3), in pixels of the images as they are matched.
+        T_0to1: (4, 4), maps points of camera 0 to camera 1.
     """
 
     K0: np.ndarray
@@ -59,11 +61,14 @@ class CameraPair(NamedTuple):
     T_0to1: np.ndarray
 
 
-class KnownPair(NamedTuple):
+class LabeledPair(NamedTuple):
     """The input of every matcher, with its ground truth.
 
     Attributes:
-        place: numbers of the scene, of the pair in it, and of both images in it.
+        name: name of the pair.
+        scene: name of its scene.
+        indices: index of the scene in the source, and of the pair, image 0 and image 1 in the
+            scene.
         features: the features of both images, as `Matcher.extract` returns them.
         pair: the same keypoints, each with the orientation that fits the other image, for the
             matchers that take one descriptor of each keypoint.
@@ -72,21 +77,23 @@ class KnownPair(NamedTuple):
 
     name: str
     scene: str
-    place: Tuple[int, int, int, int]
+    indices: Tuple[int, int, int, int]
     features: Tuple[Features, Features]
     pair: Pair
     truth: Union[np.ndarray, CameraPair]
 
 
-# A scene has images, (H, W) uint8 gray, and pairs. A pair has a name, the indices of both images,
-# and the ground truth.
+# The content of a scene: its images, (H, W) uint8 gray, and its pairs. A pair has a name, the
+# indices of both images, and the ground truth.
 Scene = Tuple[List[np.ndarray], List[Tuple[str, int, int, Union[np.ndarray, CameraPair]]]]
 
 
-class Source:
-    """Scenes, each with a name and a number of pairs.
+class PairSource:
+    """A sequence of scenes, each with some pairs of images.
 
-    `unit` is the plural noun with which tables name the scenes.
+    Attributes:
+        scenes: name and number of pairs of each scene.
+        unit: the plural noun with which tables name the scenes.
     """
 
     scenes: Sequence[Tuple[str, int]]
@@ -96,57 +103,79 @@ class Source:
         return len(self.scenes)
 
     def load(self, index: int) -> Scene:
-        """Read or render a scene. Raises BadImage if it must be left out."""
+        """Read or render the scene with this index.
+
+        Raises:
+            BadImage: If the scene must be left out.
+        """
         raise NotImplementedError
 
-    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        """Return image number `image` of a scene, which `load` gave as `gray`, as (H, W, 3) BGR."""
+    def render_in_color(self, index: int, image_index: int, gray: np.ndarray) -> np.ndarray:
+        """Read or render an image of a scene in colour.
+
+        Args:
+            index: index of the scene.
+            image_index: index of the image in the scene.
+            gray: the image that `load` returned, (H, W) uint8.
+
+        Returns:
+            (H, W, 3) uint8 BGR.
+        """
         raise NotImplementedError
 
 
-def image_size(image: np.ndarray) -> Tuple[int, int]:
+def get_image_size(image: np.ndarray) -> Tuple[int, int]:
     """Return (width, height) of an (H, W) image."""
     return image.shape[1::-1]
 
 
-def extract_pairs(
-    source: Source,
+def extract_scene_pairs(
+    source: PairSource,
     index: int,
     extract: Callable[[np.ndarray], Features],
-    only: Optional[int] = None,
-) -> List[KnownPair]:
+    pair_index: Optional[int] = None,
+) -> List[LabeledPair]:
     """Load a scene, and extract the features of each image once.
 
     Args:
+        source: the source of pairs.
+        index: index of the scene.
         extract: `Matcher.extract` of the evaluated network.
-        only: the number of the one pair to return. If None, return all pairs.
+        pair_index: index in the scene of the one pair to return. If None, return all pairs.
 
     Raises:
-        BadImage: an image cannot be used.
+        BadImage: If an image cannot be used.
     """
     images, pairs = source.load(index)
+    # The features of each image are kept, since the reference of a sequence is in all its pairs.
     features: Dict[int, Features] = {}
-    known_pairs = []
+    labeled_pairs = []
     for position, (name, first, second, truth) in enumerate(pairs):
-        if only not in (None, position):
+        if pair_index not in (None, position):
             continue
-        # The reference of a sequence is in all its pairs.
-        for image in {first, second} - set(features):
-            features[image] = extract(images[image])
-        one = features[first]
-        other = features[second]
-        pair = choose_pair_orientations(Pair(one.records, other.records, one.size, other.size))
-        place = (index, position, first, second)
+        for image_index in {first, second} - set(features):
+            features[image_index] = extract(images[image_index])
+        features0 = features[first]
+        features1 = features[second]
+        records = features0.records, features1.records
+        pair = choose_pair_orientations(Pair(*records, features0.size, features1.size))
+        indices = (index, position, first, second)
         scene = source.scenes[index][0]
-        known_pairs.append(KnownPair(name, scene, place, (one, other), pair, truth))
-    return known_pairs
+        labeled_pairs.append(LabeledPair(name, scene, indices, (features0, features1), pair, truth))
+    return labeled_pairs
 
 
-class HeldOutPairs(Source):
-    """Pairs of views of each entry, `params.pairs_per_image` of them.
+class HeldOutPairs(PairSource):
+    """Pairs of views that are rendered from held-out photographs.
 
     Photographs smaller than a view are scaled up, as in the paper (see docs/evaluation.md).
-    `disturb` is applied to every second view.
+
+    Args:
+        images: the images of the stage `fetch`.
+        entries: the photographs, each of which is a scene.
+        params: the section `evaluate`. It has the number of pairs of each photograph, the size of
+            a view and the limits of the views.
+        disturb: a function from pixels to pixels, (H, W) uint8, for the second view of each pair.
     """
 
     unit = "photographs"
@@ -166,48 +195,58 @@ class HeldOutPairs(Source):
         self.scenes = [(entry.name, params.pairs_per_image) for entry in self.entries]
 
     def load(self, index: int) -> Scene:
-        """Render the pairs of one photograph. Raises BadImage if it is unreadable or too small."""
+        """Render the pairs of one photograph.
+
+        Raises:
+            BadImage: If the photograph is unreadable or too small.
+        """
         name, count = self.scenes[index]
-        image = self.read(index)
+        image = self.read_photograph(index)
         images = []
         pairs = []
         for number in range(count):
-            # Even numbers are mild views, odd numbers random homographies.
+            # Views of even numbers are mild, and views of odd numbers are random homographies.
             first = 2 * number
-            view0, H_image_to_0 = self.view(image, name, first)
-            view1, H_image_to_1 = self.view(image, name, first + 1)
+            view0, H_image_to_0 = self.render_view(image, name, first)
+            view1, H_image_to_1 = self.render_view(image, name, first + 1)
             images += [view0, self.disturb(view1)]
             H_0to1 = compose(H_image_to_1, inverse(H_image_to_0))
             pairs.append((f"{name}#{number}", first, first + 1, H_0to1))
         return images, pairs
 
-    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        """Return the view in colour: the brightness of `gray`, the colours of the photograph."""
+    def render_in_color(self, index: int, image_index: int, gray: np.ndarray) -> np.ndarray:
+        """Render a view in colour: the brightness of `gray`, and the colours of the photograph."""
         entry = self.entries[index]
         photograph = decode_color(self.images.read(entry), entry.name)
-        # The same draw gives the same homography. Light and noise are taken from `gray`.
-        H, _ = self.sample(image_size(photograph), entry.name, image)
+        # The same draw gives the same homography. Light and noise are those of `gray`.
+        H, _ = self.draw_view(get_image_size(photograph), entry.name, image_index)
         view = cv2.cvtColor(views.render(photograph, H, self.view_size), cv2.COLOR_BGR2YCrCb)
         view[..., 0] = gray
         return cv2.cvtColor(view, cv2.COLOR_YCrCb2BGR)
 
-    def read(self, index: int) -> np.ndarray:
-        """Read photograph `index`, (H, W) uint8.
+    def read_photograph(self, index: int) -> np.ndarray:
+        """Read the photograph with this index as gray pixels, (H, W) uint8.
 
         Raises:
-            BadImage: If it is unreadable or too small.
+            BadImage: If the photograph is unreadable or too small.
         """
         entry = self.entries[index]
         image = decode_gray(self.images.read(entry), entry.name)
-        require_size(entry.name, image_size(image), self.view_size)
+        require_size(entry.name, get_image_size(image), self.view_size)
         return image
 
-    def sample(
+    def draw_view(
         self, size: Tuple[int, int], name: str, number: int
     ) -> Tuple[np.ndarray, np.random.Generator]:
-        """Draw H_image_to_view of view `number`, which is mild for even numbers.
+        """Draw the homography of a view, which is mild for even numbers.
 
-        Also return the generator, from which the view's distortion is drawn.
+        Args:
+            size: (width, height) of the photograph.
+            name: name of the photograph.
+            number: number of the view.
+
+        Returns:
+            H_image_to_view (3, 3), and the generator, from which the view's distortion is drawn.
         """
         # The name differs from the one in training, so no view of the training is drawn again.
         rng = views.make_generator(SEED, f"evaluate {name}", number)
@@ -215,18 +254,28 @@ class HeldOutPairs(Source):
             return views.sample_mild_view(rng, size, self.view_size), rng
         return views.sample_view(rng, size, self.view_size, self.params.views.homography), rng
 
-    def render(self, image: np.ndarray, H: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-        """Render the view H (3, 3) of an image with photometric distortion, (H, W) uint8."""
+    def render_distorted(
+        self, image: np.ndarray, H: np.ndarray, rng: np.random.Generator
+    ) -> np.ndarray:
+        """Render the view H (3, 3) of an image, with photometric distortion from `rng`.
+
+        The image and the view are gray, (H, W) uint8.
+        """
         view = views.render(image, H, self.view_size)
         return views.distort(view, rng, self.params.views.photometric)
 
-    def view(self, image: np.ndarray, name: str, number: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Return view `number` of a photograph, (H, W) uint8, and H_image_to_view."""
-        H, rng = self.sample(image_size(image), name, number)
-        return self.render(image, H, rng), H
+    def render_view(
+        self, image: np.ndarray, name: str, number: int
+    ) -> Tuple[np.ndarray, np.ndarray]:
+        """Render a view of a photograph by its number, (H, W) uint8. Return also H_image_to_view.
+
+        `image` has the gray pixels of the photograph, and `name` its name.
+        """
+        H, rng = self.draw_view(get_image_size(image), name, number)
+        return self.render_distorted(image, H, rng), H
 
 
-class NegativePairs(Source):
+class NegativePairs(PairSource):
     """Pairs of views of two different photographs of a source, at most MAX_NEGATIVE_PAIRS."""
 
     def __init__(self, source: HeldOutPairs):
@@ -240,30 +289,40 @@ class NegativePairs(Source):
             for number in range((count - 1) * source.params.pairs_per_image)
             for first in range(count)
             for second in [(first + 1 + number % (count - 1)) % count]
-            # Copies of one photograph are no negative pair.
+            # Two copies of one photograph are no negative pair.
             if photographs[first] != photographs[second]
         )
         self.pairs = list(itertools.islice(pairs, MAX_NEGATIVE_PAIRS))
         self.scenes = [(f"{entries[a].name} and {entries[b].name}", 1) for a, b, _ in self.pairs]
 
     def load(self, index: int) -> Scene:
-        """Render the two views. Raises BadImage if a photograph is unreadable or too small."""
+        """Render the two views.
+
+        Raises:
+            BadImage: If a photograph is unreadable or too small.
+        """
         *photographs, number = self.pairs[index]
         source = self.source
-        images = [
-            source.view(source.read(at), source.entries[at].name, 2 * number + view)[0]
-            for view, at in enumerate(photographs)
-        ]
-        no_truth = np.full((3, 3), np.nan)  # nothing asks for it
+        images = []
+        for side, entry_index in enumerate(photographs):
+            photograph = source.read_photograph(entry_index)
+            name = source.entries[entry_index].name
+            images.append(source.render_view(photograph, name, 2 * number + side)[0])
+        # There is no homography between two photographs, and nothing uses this one.
+        no_truth = np.full((3, 3), np.nan)
         return images, [(f"{self.scenes[index][0]}#{number}", 0, 1, no_truth)]
 
 
 class ZoomedPairs(HeldOutPairs):
-    """Each photograph matched with a part of it, magnified `zoom` times, 1 or more.
+    """Pairs of a photograph and a magnified part of it, as of a landmark from afar and from near.
 
-    This is like a landmark that is seen from afar and from near. Photographs that would be scaled
-    up more than `views.homography.max_upscale` times are left out, so only large ones reach the
-    last levels.
+    Photographs that would be scaled up more than `views.homography.max_upscale` times are left out,
+    so only large ones reach the last levels.
+
+    Args:
+        source: the source whose photographs are magnified.
+        count: number of photographs, the first of the source.
+        zoom: how many times the part is magnified, 1 or more.
     """
 
     def __init__(self, source: HeldOutPairs, count: int, zoom: float):
@@ -272,25 +331,30 @@ class ZoomedPairs(HeldOutPairs):
         self.zoom = zoom
 
     def load(self, index: int) -> Scene:
-        """Render the pair of one photograph. Raises BadImage if it is unreadable or too small."""
+        """Render the pair of one photograph.
+
+        Raises:
+            BadImage: If the photograph is unreadable or too small.
+        """
         name = self.entries[index].name
-        image = self.read(index)
-        rng = views.make_generator(SEED, f"magnified {name}", 0)  # the same places at every level
-        H_image_to_0 = views.sample_mild_view(rng, image_size(image), self.view_size)
+        image = self.read_photograph(index)
+        # The generator does not depend on the level, so the parts are alike at every level.
+        rng = views.make_generator(SEED, f"magnified {name}", 0)
+        H_image_to_0 = views.sample_mild_view(rng, get_image_size(image), self.view_size)
         H_0to1 = draw_zoom(rng, self.view_size, self.zoom)
         H_image_to_1 = compose(H_0to1, H_image_to_0)
         # Magnified pixels contain no finer detail.
         upscale = views.compute_magnification(H_image_to_1, self.view_size).max()
         if upscale > self.params.views.homography.max_upscale:
             raise BadImage(name, f"a part magnified {self.zoom:g} times has no pixels of its own")
-        images = [self.render(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
+        images = [self.render_distorted(image, H, rng) for H in (H_image_to_0, H_image_to_1)]
         return images, [(f"{name} x{self.zoom:g}", 0, 1, H_0to1)]
 
 
 def draw_zoom(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
     """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
     middle = (np.array(size) - 1) / 2
-    # Half the size of the part is `middle / zoom`, so its centre may move by the rest.
+    # Half the size of the part is `middle / zoom`, and its centre may move by the rest of the view.
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
     H = np.diag([zoom, zoom, 1.0])
     H[:2, 2] = middle - zoom * centre
@@ -309,9 +373,9 @@ def blur(image: np.ndarray, deviation: float) -> np.ndarray:
 
 def add_noise(image: np.ndarray, deviation: float) -> np.ndarray:
     """Add Gaussian noise with a standard deviation in gray levels."""
-    # (H, W): every image of one size gets the same noise
-    drawn = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
-    return np.clip(np.rint(image + drawn), 0, 255).astype(np.uint8)
+    # (H, W): every image of one size gets the same noise.
+    noise = np.random.default_rng(0).normal(0.0, 1.0, image.shape) * deviation
+    return np.clip(np.rint(image + noise), 0, 255).astype(np.uint8)
 
 
 DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
@@ -322,11 +386,17 @@ DISTURBANCES: Dict[str, Tuple[Callable, Tuple[float, ...]]] = {
 }
 
 
-def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldOutPairs]]:
-    """Yield the condition, the level and the pairs of each line of robustness.csv.
+def make_disturbed_sources(
+    source: HeldOutPairs, count: int
+) -> Iterator[Tuple[str, float, HeldOutPairs]]:
+    """Yield the condition, the level and the source of each line of robustness.csv.
 
-    There is one pair of each of the first `count` photographs. Its second view is disturbed or
-    magnified. Only magnified pairs have the photometric distortion of `source`.
+    There is one pair of each photograph. Its second view is disturbed or magnified. Only magnified
+    pairs have the photometric distortion of `source`.
+
+    Args:
+        source: the source whose photographs are used.
+        count: number of photographs, the first of the source.
     """
     # Switch all other distortions off.
     clear = Photometric(**dict.fromkeys(Photometric.model_fields, 0.0))
@@ -334,8 +404,13 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
     params = source.params.model_copy(update={"views": calm, "pairs_per_image": 1})
     for name, (function, amounts) in DISTURBANCES.items():
         for amount in amounts:
-            given = source.images, source.entries[:count], params
-            yield name, amount, HeldOutPairs(*given, lambda view, f=function, a=amount: f(view, a))
+            content = source.images, source.entries[:count], params
+            # The default values keep the function and the amount of this turn of the loop.
+            yield (
+                name,
+                amount,
+                HeldOutPairs(*content, lambda view, f=function, a=amount: f(view, a)),
+            )
     for zoom in ZOOMS:
         yield "zoom", zoom, ZoomedPairs(source, count, zoom)
 
@@ -343,12 +418,17 @@ def levels(source: HeldOutPairs, count: int) -> Iterator[Tuple[str, float, HeldO
 # --- pairs from files
 
 
-class FilePairs(Source):
-    """Scenes whose images are read from files and resized to a shorter side of `short_side` px.
+class FilePairs(PairSource):
+    """Scenes whose images are read from files, and resized.
 
-    480 is the protocol of LightGlue and glue-factory, and 0 keeps the size. Errors are in pixels of
-    the resized images. An unreadable image
-    raises RequestError, so that no pair is skipped silently. `files` has the images of each scene.
+    Errors are in pixels of the resized images.
+
+    Attributes:
+        files: the files of the images of each scene.
+
+    Args:
+        short_side: shorter side of the resized images in px. 480 is the protocol of LightGlue and
+            glue-factory, and 0 keeps the size.
     """
 
     files: Sequence[List[Path]]
@@ -356,8 +436,16 @@ class FilePairs(Source):
     def __init__(self, short_side: int):
         self.short_side = short_side
 
-    def read(self, index: int) -> Tuple[List[np.ndarray], List[np.ndarray]]:
-        """Return the gray images of a scene, and the maps (3, 3) from pixels of the files."""
+    def read_images(self, index: int) -> Tuple[List[np.ndarray], List[np.ndarray]]:
+        """Read and resize the images of a scene.
+
+        Returns:
+            The gray images, (H, W) uint8, and the homography (3, 3) from each file's pixels to
+            those of its resized image.
+
+        Raises:
+            RequestError: If an image is unreadable, so that no pair is skipped silently.
+        """
         images = []
         maps = []
         for path in self.files[index]:
@@ -365,62 +453,80 @@ class FilePairs(Source):
                 image = read_gray(path)
             except BadImage as error:
                 raise RequestError(str(error)) from None
+            file_size = get_image_size(image)
+            short_side = self.short_side or min(file_size)
+            size = [max(1, round(side * short_side / min(file_size))) for side in file_size]
             # Areas are averaged where the image shrinks, to avoid aliasing.
-            before = image_size(image)
-            shorter = self.short_side or min(before)
-            size = [max(1, round(side * shorter / min(before))) for side in before]
-            method = cv2.INTER_AREA if shorter < min(before) else cv2.INTER_LINEAR
+            method = cv2.INTER_AREA if short_side < min(file_size) else cv2.INTER_LINEAR
             image = cv2.resize(image, size, interpolation=method)
             images.append(image)
-            maps.append(map_to_resized(before, image_size(image)))
+            maps.append(map_to_resized(file_size, get_image_size(image)))
         return images, maps
 
-    def in_color(self, index: int, image: int, gray: np.ndarray) -> np.ndarray:
-        path = self.files[index][image]
+    def render_in_color(self, index: int, image_index: int, gray: np.ndarray) -> np.ndarray:
+        path = self.files[index][image_index]
         photograph = decode_color(path.read_bytes(), path.name)
-        return cv2.resize(photograph, image_size(gray), interpolation=cv2.INTER_AREA)
+        return cv2.resize(photograph, get_image_size(gray), interpolation=cv2.INTER_AREA)
 
 
 class HPatchesPairs(FilePairs):
-    """Pairs (1, k) of every sequence below a folder. Raises RequestError for a wrong file."""
+    """Pairs (1, k) of every sequence below a folder in HPatches layout.
+
+    Args:
+        folder: the folder of the sequences.
+        short_side: shorter side of the resized images in px, or 0 to keep the size.
+
+    Raises:
+        RequestError: If a file is missing or wrong.
+    """
 
     unit = "sequences"
 
     def __init__(self, folder: Path, short_side: int = 0):
         super().__init__(short_side)
         self.sequences = find_sequences(folder)
-        self.scenes = [(name, len(others)) for name, _, others in self.sequences]
+        self.scenes = [(name, len(homographies)) for name, _, homographies in self.sequences]
         self.files = [files for _, files, _ in self.sequences]
 
     def load(self, index: int) -> Scene:
         """Read one sequence, and scale its homographies as the images are resized."""
         name, _, homographies = self.sequences[index]
-        images, maps = self.read(index)
+        images, maps = self.read_images(index)
         return images, [
-            (f"{name}/1-{number}", 0, place, compose(maps[place], H, inverse(maps[0])))
-            for place, (number, H) in enumerate(homographies.items(), 1)
+            (f"{name}/1-{number}", 0, position, compose(maps[position], H, inverse(maps[0])))
+            for position, (number, H) in enumerate(homographies.items(), 1)
         ]
 
 
 class PosePairs(FilePairs):
-    """Pairs of a `pairs_with_gt.txt`, with their scenes from `scene_names`."""
+    """Pairs of a `pairs_with_gt.txt`, with the scenes of `name_scenes`.
+
+    Args:
+        file: the list of pairs and cameras, as `read_pairs` reads it.
+        folder: the folder of the images.
+        short_side: shorter side of the resized images in px, or 0 to keep the size.
+
+    Raises:
+        RequestError: If a line is wrong.
+    """
 
     def __init__(self, file: Path, folder: Path, short_side: int = 0):
         super().__init__(short_side)
         self.pairs = read_pairs(file)
         names = [pair[:2] for pair in self.pairs]
-        self.scenes = [(name, 1) for name in scene_names(names)]
+        self.scenes = [(name, 1) for name in name_scenes(names)]
         # Names may be spelled as on another system.
         self.files = [
-            [folder / (spelled_as_file(folder, name) or name) for name in both] for both in names
+            [folder / (spelled_as_file(folder, name) or name) for name in pair_names]
+            for pair_names in names
         ]
 
     def load(self, index: int) -> Scene:
         """Read one pair, and scale its intrinsics as the images are resized."""
-        name0, name1, pose = self.pairs[index]
-        images, (map0, map1) = self.read(index)
+        name0, name1, cameras = self.pairs[index]
+        images, (map0, map1) = self.read_images(index)
         # K maps to pixels of the file, and the map from these to pixels of the resized image.
-        truth = CameraPair(map0 @ pose.K0, map1 @ pose.K1, pose.T_0to1)
+        truth = CameraPair(map0 @ cameras.K0, map1 @ cameras.K1, cameras.T_0to1)
         return images, [(f"{name0} {name1}", 0, 1, truth)]
 
 
@@ -433,9 +539,10 @@ def find_sequences(folder: Path) -> List[HPatchesSequence]:
     if not folder.is_dir():
         raise RequestError(f"--pairs {folder}: no such folder")
     sequences = []
-    for path in sorted(place for place, _ in walk_folders(folder)):
+    for path in sorted(subfolder for subfolder, _ in walk_folders(folder)):
         files, homographies = read_sequence(path)
-        if homographies:  # other folders, such as the root of all sequences, are passed over
+        # Other folders, such as the root of all sequences, have no homography.
+        if homographies:
             name = path.relative_to(folder).as_posix()
             sequences.append((path.resolve().name if name == "." else name, files, homographies))
     if not sequences:
@@ -460,12 +567,13 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
         if match:
             homographies[int(match[1])] = file
         elif file.stem.isdecimal() and file.suffix.lower() in EXTENSIONS:
-            other = images.setdefault(int(file.stem), file)
-            if other != file:
+            first_file = images.setdefault(int(file.stem), file)
+            if first_file != file:
                 raise RequestError(
-                    f"{file}: image {int(file.stem)} exists twice, also as {other.name}; keep one"
+                    f"{file}: image {int(file.stem)} exists twice, also as {first_file.name};"
+                    " keep one"
                 )
-    homographies.pop(1, None)  # some data sets have H_1_1, the identity
+    homographies.pop(1, None)  # Some data sets have H_1_1, the identity
     # Each image but the first needs a homography, and each homography an image.
     if homographies and 1 not in images:
         raise RequestError(f"{path}: homographies but no image 1 (1.png, 1.ppm, 1.jpg, ...)")
@@ -483,28 +591,34 @@ def read_sequence(path: Path) -> Tuple[List[Path], Dict[int, np.ndarray]]:
 def read_homography(path: Path) -> np.ndarray:
     """Read a homography, (3, 3) float64, from a text file.
 
-    Its numbers are separated by blanks, commas or semicolons, with or without brackets. Raises
-    RequestError unless it is an invertible 3x3 matrix.
+    The numbers are separated by blanks, commas or semicolons, with or without brackets.
+
+    Raises:
+        RequestError: If the file does not have an invertible 3x3 matrix.
     """
-    wrong = f"{path}: not a homography"
+    refusal = f"{path}: not a homography"
     # NumPy, MATLAB and CSV write brackets, commas and semicolons.
     words = re.sub(r"[][,;]", " ", " ".join(line for _, line in read_lines(path))).split()
     try:
         numbers = list(map(float, words))
     except ValueError as error:
-        raise RequestError(f"{wrong}: {error}") from None
+        raise RequestError(f"{refusal}: {error}") from None
     if len(numbers) != 9:
-        raise RequestError(f"{wrong}: expected 3 rows of 3 numbers, found {len(numbers)}")
+        raise RequestError(f"{refusal}: expected 3 rows of 3 numbers, found {len(numbers)}")
     H = np.array(numbers).reshape(3, 3)
     # In thousands of pixels the entries have similar magnitudes.
     units = np.diag([1000.0, 1000.0, 1.0])
     if not np.isfinite(H).all() or np.linalg.matrix_rank(np.linalg.inv(units) @ H @ units) < 3:
-        raise RequestError(f"{wrong}: the matrix cannot be inverted")
+        raise RequestError(f"{refusal}: the matrix cannot be inverted")
     return H
 
 
 def read_pairs(path: Path) -> List[Tuple[str, str, CameraPair]]:
-    """Read the pairs of a `pairs_with_gt.txt`. Raises RequestError that names the wrong line."""
+    """Read the pairs of a `pairs_with_gt.txt`: the names of both images, and their cameras.
+
+    Raises:
+        RequestError: If a line is wrong, which the message names.
+    """
     pairs = []
     for number, line in read_lines(path):
         where = f"--poses {path} line {number}"
@@ -538,7 +652,7 @@ def read_pairs(path: Path) -> List[Tuple[str, str, CameraPair]]:
     return pairs
 
 
-def scene_names(pairs: List[Tuple[str, str]]) -> List[str]:
+def name_scenes(pairs: List[Tuple[str, str]]) -> List[str]:
     """Return the name of the scene of each pair of images.
 
     Pairs that share images, directly or through other pairs, are one scene. If there are several
@@ -546,20 +660,21 @@ def scene_names(pairs: List[Tuple[str, str]]) -> List[str]:
     the first of its images.
     """
     folders = {name: str(Path(name).parent) for pair in pairs for name in pair}
-    several = len(set(folders.values())) > 1
+    has_folders = len(set(folders.values())) > 1
     # Names that belong together, by a pair or by a folder, get one root (union-find).
-    links = [*pairs, *(folders.items() if several else ())]
+    links = [*pairs, *(folders.items() if has_folders else ())]
     roots = {name: name for link in links for name in link}
 
-    def root(name: str) -> str:
+    def find_root(name: str) -> str:
         while roots[name] != name:
             name = roots[name]
         return name
 
     for first, second in links:
-        roots[root(second)] = root(first)
+        roots[find_root(second)] = find_root(first)
     # The first pair of each scene gives it its name.
-    starts: Dict[str, str] = {}
+    scene_names: Dict[str, str] = {}
     return [
-        starts.setdefault(root(first), folders[first] if several else first) for first, _ in pairs
+        scene_names.setdefault(find_root(first), folders[first] if has_folders else first)
+        for first, _ in pairs
     ]

@@ -1,6 +1,7 @@
 """Report an evaluation: the verdict, the printed tables, the files, the page, the note in MLflow.
 
-Every table is a slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
+Only `write_files` writes files; the other functions return text, tables or charts. Every table is a
+slice of the metrics (`metrics.summarize`) or of the long table of all pairs.
 The page needs no other file. Its charts are drawn by matplotlib, and its text is `page.html`.
 """
 
@@ -29,7 +30,14 @@ from matplotlib.figure import Figure
 
 from pipeline.evaluate import metrics
 from pipeline.evaluate.matchers import INITIAL, OURS, RATIO_TEST
-from pipeline.evaluate.metrics import KEY, WITHIN, is_posed, leading, name_of, recall_of
+from pipeline.evaluate.metrics import (
+    KEY,
+    WITHIN,
+    choose_recall_metric,
+    get_leading_estimator,
+    has_pose_errors,
+    name_metric,
+)
 from superglue_sift import drawing
 from superglue_sift.files import write_atomic, write_json
 
@@ -45,14 +53,14 @@ TITLES = {
     "shipped": "shipped weights",
     INITIAL: "initial weights",
 }
-# Names in a sentence
-CALLED = {
+# The names of matchers in a sentence
+NAMES_IN_SENTENCES = {
     RATIO_TEST: "the ratio test",
     "shipped": "the shipped weights",
     INITIAL: "the initial weights",
 }
-# What the metric of `recall_of` means, in plain words
-RECALLED = {"recall": "true matches found", "matching_score": "of keypoints"}
+# What the metric of `choose_recall_metric` means, in plain words
+RECALL_MEANINGS = {"recall": "true matches found", "matching_score": "of keypoints"}
 # The clause of each verdict in a sentence about metrics, in the order of the sentence.
 CLAUSES = {
     "better": "{} better",
@@ -60,38 +68,38 @@ CLAUSES = {
     "equal": "{} equal",
     "no difference found": "no difference found in {}",
 }
-# Metrics without an estimator, in the order of the columns: heading, and what it means
-SHORT = {
+# Metrics without an estimator, in the order of the columns: the heading, and its meaning
+HEADINGS = {
     "precision": ("P", "precision"),
     "recall": ("R", "recall"),
     "matching_score": ("MS", "matching score"),
     "recall_at_ratio_precision": ("R@P", "recall at the ratio test's precision"),
     "matching_score_at_ratio_precision": ("MS@P", "MS at the ratio test's precision"),
 }
-KINDS = {False: "as detected", True: "refined"}  # words for the two kinds of matches
-# A value in a file has 4 decimals and at most 4 significant digits. Intervals of some hundred pairs
-# are wider than a tenth of a percent. Further digits differ between processors and mean nothing.
-# Tables are printed from values with more digits, so that no value is rounded twice.
+KINDS = {False: "as detected", True: "refined"}  # Words for the two kinds of matches
+# A value in a file has 4 decimals and at most 4 significant digits. The interval of some hundred
+# pairs is wider than a tenth of a percent, so further digits mean nothing, and they differ between
+# processors. The printed tables are made from the full values, so that no value is rounded twice.
 DIGITS = 4
 COUNTS = ("keypoints0", "keypoints1", "matches", "correct", "true_matches", "found")
-WIDTH = 100  # columns of the printed tables
+WIDTH = 100  # Columns of the printed tables
 
-# One colour for each matcher of `TITLES` on every chart, then those of further matchers. All
-# are readable on a light and on a dark page.
+# One colour for each matcher of `TITLES` on every chart, then those of further matchers. All of
+# them are readable on a light and on a dark page.
 COLOURS = ("#10a070", "#e0524a", "#4a86e8", "#c08a1e", "#8c8c8c", "#2aa5b5", "#a8745a")
-FURTHER = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
+FURTHER_COLOURS = ("#9a6fe0", "#d264a8", "#7d9a2d", "#5c73a8")
 INK = "#888888"
 STYLE: Any = {
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "charts",  # without it the file contains random names
+    "svg.fonttype": "none",  # Text stays text, which a browser can find and copy
+    "svg.hashsalt": "charts",  # Without it the names in the file are random
     "axes.grid": True,
     "grid.alpha": 0.25,
     **dict.fromkeys(
         ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK
     ),
 }
-FULL_TRAINING = "make repro PRESET=coco2017-val"  # the shortest one from scratch on COCO
-Chart = Tuple[Markup, str]  # a chart and its caption
+FULL_TRAINING = "make repro PRESET=coco2017-val"  # The shortest training from scratch on COCO
+Chart = Tuple[Markup, str]  # A chart and its caption
 
 
 class Results(NamedTuple):
@@ -101,16 +109,19 @@ class Results(NamedTuple):
         title: where the pairs come from.
         unit: plural noun of the scenes that intervals resample, for example "photographs".
         table: the long table of all pairs.
-        values: what each pair contributes to each metric, from `metrics.values_of_pairs`.
-        metrics: from `metrics.summarize`, named by (matcher, metric, estimator, refined).
-        differences: from `metrics.compare`, named by (metric, estimator, refined, baseline).
-        robustness: value and pairs, named by (condition, level, matcher, metric, estimator,
+        values: what each pair contributes to each metric, from `metrics.compute_pair_values`.
+        metrics: the table of `metrics.summarize`, with a row for each (matcher, metric, estimator,
             refined).
-        calibration: from `metrics.calibration`.
-        bad: (file, reason) of images that could not be read.
+        differences: the table of `metrics.compare`, with a row for each (metric, estimator,
+            refined, baseline).
+        robustness: mean value and number of pairs, with a row for each (condition, level, matcher,
+            metric, estimator, refined).
+        calibration: the table of `metrics.compute_calibration`.
+        bad_images: (file, reason) of each image that could not be read.
         notes: sentences for the report.
         protocol: the content of protocol.json.
-        pictures: name, caption and (H, W, 3) uint8 BGR. The first one is for the first screen.
+        pictures: name, caption and pixels (H, W, 3) uint8 BGR of each picture. The first picture is
+            shown on the first screen.
     """
 
     title: str
@@ -121,36 +132,41 @@ class Results(NamedTuple):
     differences: pd.DataFrame
     robustness: pd.DataFrame
     calibration: pd.DataFrame
-    bad: Sequence[Tuple[str, str]] = ()
+    bad_images: Sequence[Tuple[str, str]] = ()
     notes: Sequence[str] = ()
     protocol: Mapping[str, Any] = {}
     pictures: Sequence[Tuple[str, str, np.ndarray]] = ()
 
 
-def title(matcher: str) -> str:
+def get_title(matcher: str) -> str:
     """Return the name of a matcher in tables and charts."""
     return TITLES.get(matcher, matcher)
 
 
-def percent(value: float) -> str:
+def format_percent(value: float) -> str:
     """Return a fraction in percent: 0.5367 becomes "53.7", and NaN "-"."""
     return "-" if math.isnan(value) else f"{100 * value:.1f}"
 
 
-def points(value: float) -> str:
+def format_points(value: float) -> str:
     """Return a difference in percentage points: 0.0123 becomes "+1.2". Zero has no minus."""
     return f"{round(100 * value, 1) + 0.0:+.1f}"
 
 
-def span(row: Mapping[str, Any]) -> str:
-    """Return the 95 % interval of a difference, such as "+0.7 .. +2.4"."""
-    return "-" if row["verdict"] == "too few" else f"{points(row['low'])} .. {points(row['high'])}"
+def format_interval(row: Mapping[str, Any]) -> str:
+    """Return the 95 % interval of a difference, such as "+0.7 .. +2.4".
+
+    `row` is a row of `Results.differences`.
+    """
+    if row["verdict"] == "too few":
+        return "-"
+    return f"{format_points(row['low'])} .. {format_points(row['high'])}"
 
 
-def start_of(models: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the name of the compared model that the evaluated one was trained from, or "".
+def find_initial_model(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the name of the compared model from which the evaluated one was trained, or "".
 
-    `models` is from protocol.json.
+    `models` has the description of each model by its name, as in protocol.json.
     """
     digest = models.get(OURS, {}).get("initial_weights")
     for name in models:
@@ -159,27 +175,34 @@ def start_of(models: Mapping[str, Mapping[str, Any]]) -> str:
     return ""
 
 
-def reference_of(models: Mapping[str, Mapping[str, Any]]) -> str:
+def choose_reference(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the name of the model that is shown beside the evaluated one, or "".
 
-    It is the one that the evaluated model was trained from, otherwise the first other one.
+    This is the model from which the evaluated one was trained. If it is not compared, it is the
+    first model beside the evaluated one. `models` is as in `find_initial_model`.
     """
-    return start_of(models) or next((name for name in models if name != OURS), "")
+    return find_initial_model(models) or next((name for name in models if name != OURS), "")
 
 
-def duels(results: Results, other: str = RATIO_TEST) -> List[Dict[str, Any]]:
+def compare_matchers(results: Results, baseline: str = RATIO_TEST) -> List[Dict[str, Any]]:
     """Compare the network with another matcher: three metrics for the first screen, and the AUC.
 
-    Each row has a label, a detail, the rows `ours` and `theirs` of the metrics (value, low, high),
-    and `gain`, the row of their difference.
+    Args:
+        results: the results of the evaluation.
+        baseline: the name of the matcher that the network is compared with.
+
+    Returns:
+        A dict for each of the four metrics. `label` and `detail` are its words. `ours` and
+        `baseline` are its rows (value, low, high) of the two matchers, and `gain` is the row of
+        their difference.
     """
-    what, unit = ("poses", "degrees") if is_posed(results.table) else ("homographies", "px")
-    lead = leading(results.table)
-    recall = recall_of(results.table)
+    what, unit = ("poses", "degrees") if has_pose_errors(results.table) else ("homographies", "px")
+    lead = get_leading_estimator(results.table)
+    recall = choose_recall_metric(results.table)
     # Each row has a label, a detail, a metric and an estimator.
-    asked = (
+    rows = (
         ("precision", "correct matches", "precision", ""),
-        (recall.replace("_", " "), RECALLED[recall], recall, ""),
+        (recall.replace("_", " "), RECALL_MEANINGS[recall], recall, ""),
         (what, f"within {WITHIN} {unit}", f"within_{WITHIN}", lead),
         (what, "AUC@5", "auc_5", lead),
     )
@@ -188,71 +211,79 @@ def duels(results: Results, other: str = RATIO_TEST) -> List[Dict[str, Any]]:
             "label": label,
             "detail": detail,
             "ours": results.metrics.loc[(OURS, metric, estimator, False)],
-            "theirs": results.metrics.loc[(other, metric, estimator, False)],
-            "gain": results.differences.loc[(metric, estimator, False, other)],
+            "baseline": results.metrics.loc[(baseline, metric, estimator, False)],
+            "gain": results.differences.loc[(metric, estimator, False, baseline)],
         }
-        for label, detail, metric, estimator in asked
+        for label, detail, metric, estimator in rows
     ]
 
 
-def verdict(results: Results, other: str = RATIO_TEST) -> str:
-    """Return the comparison with another matcher in a sentence of about 15 words.
+def make_verdict(results: Results, baseline: str = RATIO_TEST) -> str:
+    """Say in a sentence of about 15 words how the network compares with another matcher.
 
-    Metrics with the same verdict stand together, the better ones first.
+    Metrics with the same verdict stand together, the better ones first. `baseline` is the name of
+    the other matcher.
     """
     count = results.values.index.nunique()
     least = metrics.MIN_SCENES
     if count < least:
         return f"Too few {results.unit} to judge: {count}, and at least {least} are needed."
     labels: Dict[str, List[str]] = {}
-    for duel in duels(results, other)[:3]:
-        labels.setdefault(duel["gain"]["verdict"], []).append(duel["label"])
+    for comparison in compare_matchers(results, baseline)[:3]:
+        labels.setdefault(comparison["gain"]["verdict"], []).append(comparison["label"])
     clauses = [
         clause.format(join_words(labels[verdict]))
         for verdict, clause in CLAUSES.items()
         if verdict in labels
     ]
-    return f"Compared with {CALLED.get(other, other)}: {'; '.join(clauses)}."
+    return f"Compared with {NAMES_IN_SENTENCES.get(baseline, baseline)}: {'; '.join(clauses)}."
 
 
-def more_verdict(results: Results) -> str:
-    """Return the comparison of a fine-tuned model with the weights it started from, or ""."""
-    start = start_of(results.protocol.get("models", {}))
+def make_training_verdict(results: Results) -> str:
+    """Say how a fine-tuned model compares with the weights from which it was trained.
+
+    The result is "" for any other model, and if there are too few scenes to judge.
+    """
+    initial = find_initial_model(results.protocol.get("models", {}))
     is_judged = results.values.index.nunique() >= metrics.MIN_SCENES
-    return verdict(results, start) if start and is_judged else ""
+    return make_verdict(results, initial) if initial and is_judged else ""
 
 
 def compare_trainings(results: Results) -> List[str]:
-    """Say on how much the network and the model beside it were trained, and what trains more.
+    """Say on how many photographs the network and the model beside it were trained.
 
-    There is no line if there is no such model, or if its photographs are not known.
+    If the network was trained on fewer, a second line names a command that trains more. There is no
+    line if there is no such model, or if the photographs of one of the two are not known.
     """
     models = results.protocol.get("models", {})
-    other = reference_of(models)
-    counts = [models.get(name, {}).get("photographs") for name in (OURS, other)]
+    reference = choose_reference(models)
+    counts = [models.get(name, {}).get("photographs") for name in (OURS, reference)]
     if None in counts:
         return []
-    ours, theirs = counts
-    name = CALLED.get(other, other)
+    count, reference_count = counts
+    name = NAMES_IN_SENTENCES.get(reference, reference)
     steps = f"with {models[OURS]['steps']:,} steps " if models[OURS]["steps"] else ""
     # The photographs of a model include those of the weights that it started from.
-    if start_of(models):
-        return [f"SuperGlue started from {name}, {steps}on {ours - theirs:,} more photographs."]
+    if find_initial_model(models):
+        added = f"{count - reference_count:,} more photographs"
+        return [f"SuperGlue started from {name}, {steps}on {added}."]
     # The steps of a model that started from other weights are only a part of its training.
     steps = "" if models[OURS]["initial_weights"] else steps
-    lines = [f"SuperGlue was trained {steps}on {ours:,} photographs, {name} on {theirs:,}."]
-    if ours < theirs:
+    lines = [
+        f"SuperGlue was trained {steps}on {count:,} photographs, {name} on {reference_count:,}."
+    ]
+    if count < reference_count:
         lines.append(f"A full training on COCO, for a GPU: {FULL_TRAINING}")
     return lines
 
 
 def join_words(words: Sequence[str]) -> str:
     """Join words as a sentence does: "precision", "precision and recall", "a, b and c"."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    *first_words, last_word = words
+    return f"{', '.join(first_words)} and {last_word}" if first_words else last_word
 
 
-def headline(results: Results) -> Dict[str, float]:
+def select_headline(results: Results) -> Dict[str, float]:
     """Return the ten metrics with short names, in percent, for DVC (summary.json) and MLflow.
 
     Three metrics come with their gain over the best baseline: the leading AUC, the same AUC of
@@ -260,10 +291,10 @@ def headline(results: Results) -> Dict[str, float]:
     others come without: the fraction of pairs within WITHIN px, precision, recall, and the number
     of matches on negative pairs.
     """
-    lead = leading(results.table)
-    recall = recall_of(results.table)
+    lead = get_leading_estimator(results.table)
+    recall = choose_recall_metric(results.table)
     ours = results.metrics["value"][OURS]
-    asked = {
+    keys = {
         "auc_5": ("auc_5", lead, False),
         "auc_5_refined": ("auc_5", lead, True),
         f"{recall}_at_p": (f"{recall}_at_ratio_precision", "", False),
@@ -276,39 +307,44 @@ def headline(results: Results) -> Dict[str, float]:
     values = {}
     # The first difference of each metric is that from the best baseline.
     gains = results.differences["value"].groupby(KEY).first()
-    for place, (name, key) in enumerate(asked.items()):
+    for index, (name, key) in enumerate(keys.items()):
         unit = 1 if name == "negative_matches" else 100
         if key in ours:
             values[name] = round(unit * float(ours[key]), 2)
-            if place < 3:
+            if index < 3:
                 values[f"{name}_gain"] = round(unit * float(gains[key]), 2) + 0.0
     return values
 
 
-def matchers_of(results: Results) -> List[str]:
+def list_matchers(results: Results) -> List[str]:
     """Return the matchers in the order of tables and charts."""
     return list(results.table["matcher"].unique())
 
 
-def text_table(results: Results, columns: Mapping[tuple, Any]) -> pd.DataFrame:
-    """Make a table of values in percent, one line per matcher, from columns {key: heading}."""
+def make_percent_table(results: Results, columns: Mapping[tuple, Any]) -> pd.DataFrame:
+    """Make a table of metrics in percent, with a row for each matcher.
+
+    `columns` has the heading of each column by its key (metric, estimator, refined).
+    """
     values = results.metrics["value"].unstack(KEY)
-    table = values.loc[matchers_of(results), list(columns)].map(percent)
-    return pd.DataFrame(table.to_numpy(), map(title, table.index), list(columns.values()))
+    table = values.loc[list_matchers(results), list(columns)].map(format_percent)
+    return pd.DataFrame(table.to_numpy(), map(get_title, table.index), list(columns.values()))
 
 
-def matches_table(results: Results) -> pd.DataFrame:
-    """Make the table of the metrics of matches: their mean number, and the metrics of SHORT."""
-    known = results.metrics.index.unique("metric")
-    shown = {(name, "", False): short for name, (short, _) in SHORT.items() if name in known}
-    table = text_table(results, shown)
+def make_matches_table(results: Results) -> pd.DataFrame:
+    """Make the table of the mean number of matches and of the metrics of HEADINGS."""
+    names = results.metrics.index.unique("metric")
+    columns = {
+        (name, "", False): heading for name, (heading, _) in HEADINGS.items() if name in names
+    }
+    table = make_percent_table(results, columns)
     # A mean number is no fraction.
     counts = results.metrics["value"].xs(("matches", "", False), level=KEY)
     table.insert(0, "matches", counts.map("{:.0f}".format).to_numpy())
     return table
 
 
-def area_tables(results: Results) -> List[pd.DataFrame]:
+def make_auc_tables(results: Results) -> List[pd.DataFrame]:
     """Make a table of the AUC of matches as detected, and one of refined matches.
 
     A column belongs to (estimator, limit).
@@ -316,52 +352,53 @@ def area_tables(results: Results) -> List[pd.DataFrame]:
     tables = []
     for refined in results.table["refined"].unique():
         # (matchers, estimators x limits)
-        heads = {
+        columns = {
             key: (key[1].upper(), f"@{key[0][4:]}")
             for key in results.metrics.loc[OURS].index
             if key[0].startswith("auc_") and key[2] == refined
         }
-        table = text_table(results, heads)
+        table = make_percent_table(results, columns)
         names = [f"AUC, {KINDS[refined]}", ""]
         tables.append(table.set_axis(pd.MultiIndex.from_tuples(table, names=names), axis=1))
     return tables
 
 
-def duels_table(results: Results, other: str = RATIO_TEST) -> pd.DataFrame:
-    """Make the table of `duels`: both values, difference, interval and verdict."""
+def make_comparison_table(results: Results, baseline: str = RATIO_TEST) -> pd.DataFrame:
+    """Make the table of `compare_matchers`: both values, difference, interval and verdict."""
     rows = {
-        f"{duel['label']}, {duel['detail']}": (
-            percent(duel["ours"]["value"]),
-            percent(duel["theirs"]["value"]),
-            points(duel["gain"]["value"]),
-            span(duel["gain"]),
-            duel["gain"]["verdict"],
+        f"{comparison['label']}, {comparison['detail']}": (
+            format_percent(comparison["ours"]["value"]),
+            format_percent(comparison["baseline"]["value"]),
+            format_points(comparison["gain"]["value"]),
+            format_interval(comparison["gain"]),
+            comparison["gain"]["verdict"],
         )
-        for duel in duels(results, other)
+        for comparison in compare_matchers(results, baseline)
     }
-    # The only other matcher is what a fine-tuned model was before.
-    name = "ratio test" if other == RATIO_TEST else "before"
-    heads = ["SuperGlue", name, "difference", "95 % interval", ""]
-    table = pd.DataFrame.from_dict(rows, orient="index", columns=heads)
+    # The network is compared with the ratio test, or with itself before it was fine-tuned.
+    name = "ratio test" if baseline == RATIO_TEST else "before"
+    headings = ["SuperGlue", name, "difference", "95 % interval", ""]
+    table = pd.DataFrame.from_dict(rows, orient="index", columns=headings)
     return table.rename_axis(columns="in %")
 
 
-def scenes_table(results: Results) -> pd.DataFrame:
-    """Make the table of scenes with the AUC@3 of the first estimator."""
-    lead = leading(results.table)
-    # The values of all pairs are named by their scenes.
+def make_scenes_table(results: Results) -> pd.DataFrame:
+    """Make the table of the AUC@3 of the leading estimator, with a row for each scene."""
+    lead = get_leading_estimator(results.table)
     values = results.values.xs(("auc_3", lead, False), axis=1, level=KEY)
     by_scene = values.groupby(level="scene", sort=False)
-    means = by_scene.mean().map(percent).rename(columns=title)
+    means = by_scene.mean().map(format_percent).rename(columns=get_title)
     means.insert(0, "pairs", by_scene.size())
     return means.rename_axis(index=None, columns=f"AUC@3 {lead.upper()}")
 
 
-def remarks(results: Results) -> List[str]:
+def make_remarks(results: Results) -> List[str]:
     """Return the lines below the first tables: their columns, and what the pairs and models are."""
     # Explain only the columns that the table has.
-    known = results.metrics.index.unique("metric")
-    words = [f"{short}: {meaning}" for name, (short, meaning) in SHORT.items() if name in known]
+    names = results.metrics.index.unique("metric")
+    words = [
+        f"{heading}: {meaning}" for name, (heading, meaning) in HEADINGS.items() if name in names
+    ]
     lines = ["; ".join(words)]
     # A training may keep the weights that it started from.
     values = results.values
@@ -370,14 +407,14 @@ def remarks(results: Results) -> List[str]:
         for name in results.protocol.get("models", {})
         if name != OURS and values[name].equals(values[OURS])
     ]
-    if results.bad:
-        lines.append(f"{len(results.bad)} images could not be read: see bad_images.csv.")
+    if results.bad_images:
+        lines.append(f"{len(results.bad_images)} images could not be read: see bad_images.csv.")
     return [*lines, *results.notes]
 
 
-def more_remarks(results: Results) -> List[str]:
+def make_auc_remarks(results: Results) -> List[str]:
     """Return the lines below the tables of AUC: their columns, and matches of unrelated pairs."""
-    what, unit = ("pose", "degrees") if is_posed(results.table) else ("mean corner", "px")
+    what, unit = ("pose", "degrees") if has_pose_errors(results.table) else ("mean corner", "px")
     area = f"AUC@T: area under the fraction of pairs with a {what} error of at most T {unit}"
     refined = "refined: matches refined by the pixels around them, of every matcher alike"
     lines = [area, *[refined] * int(results.table["refined"].any())]
@@ -385,54 +422,58 @@ def more_remarks(results: Results) -> List[str]:
     key = "negative_matches", "", False
     if (OURS, *key) in results.metrics.index:
         ours = results.metrics.loc[(OURS, *key)]
-        theirs = results.metrics.loc[(RATIO_TEST, *key)]
+        ratio_test = results.metrics.loc[(RATIO_TEST, *key)]
         lines.append(
             f"Two photographs with nothing in common have {ours['value']:.1f} matches, by the ratio"
-            f" test {theirs['value']:.1f} ({ours['pairs']:.0f} pairs)."
+            f" test {ratio_test['value']:.1f} ({ours['pairs']:.0f} pairs)."
         )
     return lines
 
 
-def show(table: pd.DataFrame) -> str:
-    """Return a table as it is printed."""
+def format_table(table: pd.DataFrame) -> str:
+    """Return the text of a table, with lines of at most WIDTH columns."""
     return table.to_string(line_width=WIDTH)
 
 
-def summary(results: Results) -> str:
-    """Return the first part of the report, which a command prints at its end."""
+def make_summary(results: Results) -> str:
+    """Return the first part of the report, which the command prints at its end."""
     title = f"{results.title}, {len(results.values)} pairs"
     blocks = [
-        [verdict(results), title, show(duels_table(results))],
-        [show(matches_table(results)), *remarks(results), *compare_trainings(results)],
+        [make_verdict(results), title, format_table(make_comparison_table(results))],
+        [
+            format_table(make_matches_table(results)),
+            *make_remarks(results),
+            *compare_trainings(results),
+        ],
     ]
     # A fine-tuned model is also compared with the weights it started from.
-    sentence = more_verdict(results)
+    sentence = make_training_verdict(results)
     if sentence:
-        start = start_of(results.protocol["models"])
-        blocks.insert(1, [sentence, show(duels_table(results, start))])
+        initial = find_initial_model(results.protocol["models"])
+        blocks.insert(1, [sentence, format_table(make_comparison_table(results, initial))])
     return "\n\n".join(map("\n".join, blocks))
 
 
-def text(results: Results) -> str:
+def make_text(results: Results) -> str:
     """Return the whole report as text: the summary, and the tables of AUC."""
     # The tables of AUC stand below each other without a gap, since they have the same columns.
-    areas = [*map(show, area_tables(results)), *more_remarks(results)]
-    blocks = [summary(results), "\n".join(areas)]
+    auc_lines = [*map(format_table, make_auc_tables(results)), *make_auc_remarks(results)]
+    blocks = [make_summary(results), "\n".join(auc_lines)]
     if results.unit == "sequences":
-        blocks.insert(1, show(scenes_table(results)))
+        blocks.insert(1, format_table(make_scenes_table(results)))
     return "\n\n".join(blocks)
 
 
-def note(results: Results, folder: str) -> str:
+def make_note(results: Results, folder: str) -> str:
     """Return the description of an MLflow run in Markdown: the verdict and the first table.
 
-    `folder` is the folder of the report in the artifacts of the run.
+    `folder` is the path of the report in the artifacts of the run.
     """
     title = f"{results.title}, {len(results.values)} pairs"
-    table = duels_table(results).reset_index(names="in %")
+    table = make_comparison_table(results).reset_index(names="in %")
     cells = [table.columns, ["---"] * len(table.columns), *table.itertuples(index=False)]
     rows = "\n".join(f"| {' | '.join(row)} |" for row in cells)
-    sentences = " ".join(filter(None, (verdict(results), more_verdict(results))))
+    sentences = " ".join(filter(None, (make_verdict(results), make_training_verdict(results))))
     return f"**{sentences}** {title}: `{folder}/{PAGE}`.\n\n{rows}"
 
 
@@ -443,14 +484,15 @@ def round_number(value: Any) -> Any:
     return round(float(f"{value:.{DIGITS}g}"), DIGITS)
 
 
-def tables(results: Results) -> Dict[str, pd.DataFrame]:
+def make_csv_tables(results: Results) -> Dict[str, pd.DataFrame]:
     """Return the content of each CSV file by its name, without ".csv"."""
 
     def join_names(frame: pd.DataFrame) -> pd.DataFrame:
-        """Put one name in the place of metric, estimator and refined."""
-        flat = frame.reset_index()
-        flat["metric"] = [name_of(*key) for key in flat[KEY].itertuples(index=False, name=None)]
-        return flat.drop(columns=["estimator", "refined"])
+        """Replace the columns metric, estimator and refined by one name."""
+        table = frame.reset_index()
+        keys = table[KEY].itertuples(index=False, name=None)
+        table["metric"] = [name_metric(*key) for key in keys]
+        return table.drop(columns=["estimator", "refined"])
 
     # Make one line for each pair and matcher, in the order of the table.
     table = join_names(results.table)
@@ -458,65 +500,73 @@ def tables(results: Results) -> Dict[str, pd.DataFrame]:
     pairs = table.pivot(index=index, columns="metric", values="value")[table["metric"].unique()]
     pairs = pairs.reset_index().drop(columns="number")
     pairs = pairs.astype({name: "Int64" for name in COUNTS if name in pairs})
-    found = {
+    csv_tables = {
         "pairs": pairs,
         "intervals": join_names(results.metrics),
         "differences": join_names(results.differences),
         "robustness": join_names(results.robustness) if len(results.robustness) else pd.DataFrame(),
-        "bad_images": pd.DataFrame(results.bad, columns=["file", "reason"]),
+        "bad_images": pd.DataFrame(results.bad_images, columns=["file", "reason"]),
     }
     curves = {
-        name_of(*key): curve.reset_index()
-        for key, curve in metrics.error_curves(results.table).items()
+        name_metric(*key): curve.reset_index()
+        for key, curve in metrics.compute_error_curves(results.table).items()
     }
-    if not is_posed(results.table):
+    if not has_pose_errors(results.table):
         curves["calibration"] = results.calibration
-    return {**found, **{f"curves/{name}": curve for name, curve in curves.items()}}
+    return {**csv_tables, **{f"curves/{name}": curve for name, curve in curves.items()}}
 
 
-def write(out: Path, results: Results, page: str) -> None:
-    """Write all files, and remove the files of an earlier evaluation."""
+def write_files(out: Path, results: Results, page: str) -> None:
+    """Write all files of the report into the folder `out`.
+
+    The curves and pictures of an earlier evaluation are removed. `page` is the HTML text from
+    `render_page`.
+    """
     # Write the metrics for DVC and for programs.
     values = {
-        f"{matcher}.{name_of(*key)}": None if math.isnan(value) else round_number(value)
+        f"{matcher}.{name_metric(*key)}": None if math.isnan(value) else round_number(value)
         for (matcher, *key), value in results.metrics["value"].items()
     }
     write_json(out / "metrics.json", values, indent=2)
-    write_json(out / "summary.json", headline(results), indent=2)
+    write_json(out / "summary.json", select_headline(results), indent=2)
     write_json(out / "protocol.json", results.protocol, indent=2)
     # Remove the curves and pictures of an earlier evaluation.
     for folder in ("curves", "pictures"):
         shutil.rmtree(out / folder, ignore_errors=True)
         (out / folder).mkdir(parents=True)
-    for name, frame in tables(results).items():
+    for name, frame in make_csv_tables(results).items():
         content = frame.map(round_number).to_csv(index=False, lineterminator="\n")
         write_atomic(out / f"{name}.csv", content)
     for name, _, pixels in results.pictures:
         drawing.Picture(pixels).save(out / "pictures" / f"{name}.png")
     # Write the report as text and as a page.
-    write_atomic(out / SUMMARY, summary(results) + "\n")
-    write_atomic(out / TEXT, text(results) + "\n")
+    write_atomic(out / SUMMARY, make_summary(results) + "\n")
+    write_atomic(out / TEXT, make_text(results) + "\n")
     write_atomic(out / PAGE, page)
 
 
 # --- the page
 
 
-def colours_of(matchers: Sequence[str]) -> Dict[str, str]:
+def assign_colours(matchers: Sequence[str]) -> Dict[str, str]:
     """Return the colour of each matcher."""
     # A matcher of TITLES keeps its colour whether or not the others are shown.
-    own = dict(zip(TITLES, COLOURS))
-    further = itertools.cycle(FURTHER)
-    return {name: own.get(name) or next(further) for name in matchers}
+    fixed_colours = dict(zip(TITLES, COLOURS))
+    further_colours = itertools.cycle(FURTHER_COLOURS)
+    return {name: fixed_colours.get(name) or next(further_colours) for name in matchers}
 
 
-def line_chart(
+def draw_line_chart(
     frame: pd.DataFrame, colours: Mapping[str, str], label: str, diagonal: bool = False
 ) -> Markup:
-    """Draw an `img` of an SVG with one line per column, the network last and thicker.
+    """Draw a chart with a line for each matcher, and return it as an HTML element `img`.
 
-    The index of `frame` is x, and its name the label of the x axis. Words are placed at 0, 1, ...
-    `label` is the label of y, which is from 0 to 1. `diagonal` adds a dashed diagonal.
+    Args:
+        frame: a column for each matcher. The index is x, and its name is the label of the x axis.
+            An index of words has them at the positions 0, 1, ...
+        colours: the colour of each matcher, from `assign_colours`.
+        label: the label of the y axis, which goes from 0 to 1.
+        diagonal: whether to add a dashed diagonal.
     """
     with matplotlib.rc_context(STYLE):
         # pyplot would open a window, and would keep each figure in memory.
@@ -526,76 +576,79 @@ def line_chart(
         if diagonal:
             axes.plot((0, 1), (0, 1), color=INK, alpha=0.6, linestyle="--", linewidth=1)
         # The network is drawn last, so that its line lies above the others.
-        for name in sorted(frame, key=lambda each: each == OURS):
+        for name in sorted(frame, key=lambda matcher: matcher == OURS):
             width = 2.6 if name == OURS else 1.4
             axes.plot(frame.index, frame[name], color=colours[name], linewidth=width)
         axes.set(xlabel=frame.index.name, ylabel=label, ylim=(0, 1.02))
         # The SVG has no date, so equal charts give equal bytes.
         svg = io.BytesIO()
         figure.savefig(svg, format="svg", transparent=True, metadata={"Date": None})
-    source = address("svg+xml", svg.getvalue())
+    source = make_data_uri("svg+xml", svg.getvalue())
     return Markup('<img src="{}" alt="{} over {}">').format(source, label, frame.index.name)
 
 
-def address(kind: str, data: bytes) -> str:
-    """Return the bytes of an image as an address, so that the page needs no other file."""
+def make_data_uri(kind: str, data: bytes) -> str:
+    """Return the bytes of an image as a data URI, so that the page needs no other file.
+
+    `kind` is the subtype of the image's MIME type, such as "png" or "svg+xml".
+    """
     return f"data:image/{kind};base64,{base64.b64encode(data).decode('ascii')}"
 
 
-def error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+def draw_error_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     """Draw the curves whose areas are the AUC metrics, for each estimator and kind of matches."""
-    axis = "pose error, degrees" if is_posed(results.table) else "corner error, px"
+    axis = "pose error, degrees" if has_pose_errors(results.table) else "corner error, px"
     charts = []
-    for (_, estimator, refined), curve in metrics.error_curves(results.table).items():
-        chart = line_chart(curve.rename_axis(axis), colours, "fraction of pairs")
+    for (_, estimator, refined), curve in metrics.compute_error_curves(results.table).items():
+        chart = draw_line_chart(curve.rename_axis(axis), colours, "fraction of pairs")
         charts.append((chart, f"{estimator.upper()}, matches {KINDS[refined]}"))
     return charts
 
 
-def calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
+def draw_calibration_chart(results: Results, colours: Mapping[str, str]) -> Chart:
     """Draw the fraction of correct matches over the network's confidence."""
-    # (bins,): only the network has a line
+    # (bins,): only the network has a calibration.
     bins = results.calibration.set_index("confidence")[["precision"]].set_axis([OURS], axis=1)
     frame = bins.rename_axis("confidence of a match")
     words = "Calibration: on the dashed line, a match of confidence 0.8 is correct in 80 % of cases"
-    return line_chart(frame, colours, "fraction of correct ones", diagonal=True), words
+    return draw_line_chart(frame, colours, "fraction of correct ones", diagonal=True), words
 
 
-def robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
+def draw_robustness_charts(results: Results, colours: Mapping[str, str]) -> List[Chart]:
     """Draw recall and the leading AUC at each level of each condition.
 
     The lines are the network and the ratio test.
     """
-    lead = leading(results.table)
-    shown = (("recall", "", "recall"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
+    lead = get_leading_estimator(results.table)
+    charted_metrics = (("recall", "", "recall"), ("auc_5", lead, f"AUC@5 {lead.upper()}"))
     charts = []
     for name, part in results.robustness.groupby("condition", sort=False):
-        for metric, estimator, label in shown:
-            own = part.xs((metric, estimator, False), level=KEY)
+        for metric, estimator, label in charted_metrics:
+            means = part.xs((metric, estimator, False), level=KEY)
             # Each matcher has a line over the levels, which are words at equal distances.
-            frame = own["value"].unstack("matcher").sort_index()
+            frame = means["value"].unstack("matcher").sort_index()
             frame = frame.set_axis([f"{level:g}" for _, level in frame.index]).rename_axis(name)
             # Small photographs have no pair at the last levels of zoom.
-            caption = f"{label}; at least {own['pairs'].min()} pairs at each level"
-            charts.append((line_chart(frame, colours, label), caption))
+            caption = f"{label}; at least {means['pairs'].min()} pairs at each level"
+            charts.append((draw_line_chart(frame, colours, label), caption))
     return charts
 
 
-def render(results: Results, curves: Optional[Path] = None) -> str:
+def render_page(results: Results, curves: Optional[Path] = None) -> str:
     """Render the page as HTML text.
 
     `curves` is the SVG of the learning curve. If the file is missing, the page leaves it out.
     """
     # Draw the charts, each of which is a text of some 20 kB.
-    colours = colours_of(matchers_of(results))
-    errors = error_charts(results, colours)
+    colours = assign_colours(list_matchers(results))
+    errors = draw_error_charts(results, colours)
     # The leading estimator comes first, with detected and refined matches. The others follow.
-    lead = leading(results.table).upper()
-    charts = [each for each in errors if each[1].startswith(lead)]
-    more_charts = [each for each in errors if each not in charts]
-    if not is_posed(results.table):
-        charts.append(calibration_chart(results, colours))
-    reference = reference_of(results.protocol["models"])
+    lead = get_leading_estimator(results.table).upper()
+    charts = [(chart, caption) for chart, caption in errors if caption.startswith(lead)]
+    more_charts = [chart for chart in errors if chart not in charts]
+    if not has_pose_errors(results.table):
+        charts.append(draw_calibration_chart(results, colours))
+    reference = choose_reference(results.protocol["models"])
     # StrictUndefined: a name that is wrong in the template is an error, not an empty text.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -605,27 +658,31 @@ def render(results: Results, curves: Optional[Path] = None) -> str:
         lstrip_blocks=True,
     )
     html = functools.partial(pd.DataFrame.to_html, border=0)
-    environment.filters.update(percent=percent, points=points, title=title, html=html)
-    environment.filters["called"] = lambda name: CALLED.get(name, name)
+    environment.filters.update(
+        percent=format_percent, points=format_points, title=get_title, html=html
+    )
+    environment.filters["name_in_sentence"] = lambda name: NAMES_IN_SENTENCES.get(name, name)
     return environment.get_template("page.html").render(
         results=results,
-        verdict=verdict(results),
-        more_verdict=more_verdict(results),
-        duels=duels(results)[:3],
+        verdict=make_verdict(results),
+        training_verdict=make_training_verdict(results),
+        comparisons=compare_matchers(results)[:3],
         reference=reference,
-        reference_duels=duels(results, reference)[:3] if reference else [],
+        reference_comparisons=compare_matchers(results, reference)[:3] if reference else [],
         trainings=compare_trainings(results),
         # The page has JPEG, which is smaller than the PNG of the folder.
         pictures=[
-            (address("jpeg", drawing.Picture(pixels).encode()), caption)
+            (make_data_uri("jpeg", drawing.Picture(pixels).encode()), caption)
             for _, caption, pixels in results.pictures
         ],
-        learning=address("svg+xml", curves.read_bytes()) if curves and curves.is_file() else "",
+        learning=make_data_uri("svg+xml", curves.read_bytes())
+        if curves and curves.is_file()
+        else "",
         colours=colours,
         charts=charts,
         more_charts=more_charts,
-        robustness=robustness_charts(results, colours) if len(results.robustness) else [],
-        matches_table=matches_table(results),
-        remarks=[*remarks(results), *more_remarks(results)],
-        area_tables=area_tables(results),
+        robustness=draw_robustness_charts(results, colours) if len(results.robustness) else [],
+        matches_table=make_matches_table(results),
+        remarks=[*make_remarks(results), *make_auc_remarks(results)],
+        auc_tables=make_auc_tables(results),
     )

@@ -1,8 +1,8 @@
 """Score one pair: decide which matches are correct, and make the rows of the evaluation's table.
 
 A row is (pair, scene, matcher, estimator, refined, metric, value). Metrics of the matches have no
-estimator. An `error` has an estimator. It is in px of the corners or, between two cameras, in
-degrees. It is infinite if there is no estimate.
+estimator. An `error` has an estimator. The error of a homography is that of the corners, in px. The
+error of a relative pose is in degrees. An error is infinite if there is no estimate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.evaluate import estimators
 from pipeline.evaluate.estimators import Points
 from pipeline.evaluate.matchers import BOUND
-from pipeline.evaluate.pairs import CameraPair, KnownPair
+from pipeline.evaluate.pairs import CameraPair, LabeledPair
 from pipeline.params import EvaluateParams
 from superglue_sift.features import sift
 from superglue_sift.geometry import two_view
@@ -29,144 +29,186 @@ from superglue_sift.network.ground_truth import UNMATCHED, find_true_matches
 CORRECT_PX = 3.0
 
 Row = Tuple[str, str, str, str, bool, str, float]
-# All matches of a network on a pair, whatever their scores. Three arrays (K,) hold their scores,
-# whether they are correct and whether they are found. The number is the count of true matches.
-Scored = Tuple[np.ndarray, np.ndarray, np.ndarray, int]
+# All K matches of a network on a pair, whatever their scores. Three arrays (K,) have the score of
+# each match, whether it is correct, and whether it is a true match. The number is the count of all
+# true matches of the pair.
+MatchOutcomes = Tuple[np.ndarray, np.ndarray, np.ndarray, int]
 
 
-class Settings(NamedTuple):
-    """Settings of an evaluation.
+class ScoringSettings(NamedTuple):
+    """What is computed for each pair.
 
-    `params` is the section `evaluate`, changed by options of the command line.
+    Attributes:
+        params: the section `evaluate` of params.yaml.
+        estimators: names in `estimators.ESTIMATORS`.
+        bound: whether the true matches are scored, too, as an upper bound.
+        refine: whether homographies and poses are estimated from refined matches, too.
     """
 
     params: EvaluateParams
     estimators: Tuple[str, ...] = estimators.DEFAULT
-    bound: bool = False  # whether to add a row of the true matches
-    refine: bool = True  # whether to estimate from refined matches, too
+    bound: bool = False
+    refine: bool = True
 
 
-def true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
-    """Return the index of each keypoint's true match in image 1, (M,), as in training.
+def index_true_matches(pair: Pair, H_0to1: np.ndarray) -> np.ndarray:
+    """Return the index of the true match in image 1 of each of the M keypoints of image 0, (M,).
 
-    The index is negative for a keypoint without a true match.
+    The index is negative for a keypoint without a true match. The rule is that of the training's
+    loss. `H_0to1` is (3, 3), in px.
     """
     # Call the function of the training's loss on a batch of one pair.
     batch = from_pairs([pair], H_0to1[None])
-    return (
-        find_true_matches(batch, CORRECT_PX, CORRECT_PX).matches0[0, : len(pair.records0)].numpy()
-    )
+    truth = find_true_matches(batch, CORRECT_PX, CORRECT_PX)
+    return truth.matches0[0, : len(pair.records0)].numpy()
 
 
-def matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
-    """Return the points of the matches in both images, (K, 2) float64 px each."""
+def get_matched_points(pair: Pair, matches: Matches) -> Tuple[np.ndarray, np.ndarray]:
+    """Return the positions of the matched keypoints in both images, (K, 2) float64 px each."""
     return points_of_matches(
         (sift.positions(pair.records0), sift.positions(pair.records1)), matches
     )
 
 
-def reprojection_errors(points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray) -> np.ndarray:
+def compute_reprojection_errors(
+    points0: np.ndarray, points1: np.ndarray, H_0to1: np.ndarray
+) -> np.ndarray:
     """Return the reprojection error of each match, (K,) float64 px.
 
-    It is the larger error of both directions, and infinite if a point maps to infinity. points0 and
-    points1 are (K, 2) float64 px.
+    It is the larger error of both directions, and infinite if a point maps to infinity.
+
+    Args:
+        points0, points1: the matched points, (K, 2) float64 px.
+        H_0to1: (3, 3) float64.
     """
-    # Differences in both images are (2, K, 2), and the larger distance is (K,).
+    # The differences in both images are (2, K, 2), and the larger distance is (K,).
     forward = two_view.transform(points0, H_0to1) - points1
     backward = two_view.transform(points1, two_view.inverse(H_0to1)) - points0
-    worst = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
-    return np.where(np.isfinite(worst), worst, np.inf)
+    errors = np.linalg.norm([forward, backward], axis=-1).max(axis=0)
+    return np.where(np.isfinite(errors), errors, np.inf)
 
 
-def correct_matches(known: KnownPair, matches: Matches) -> np.ndarray:
-    """Return which of the matches are correct, (K,) bool."""
-    points = matched_points(known.pair, matches)
-    if isinstance(known.truth, CameraPair):
-        return estimators.epipolar_errors(*points, known.truth) < estimators.EPIPOLAR_LIMIT
-    return reprojection_errors(*points, known.truth) < CORRECT_PX
+def find_correct_matches(labeled_pair: LabeledPair, matches: Matches) -> np.ndarray:
+    """Return whether each match is correct, (K,) bool.
+
+    A match is correct if its reprojection error is below CORRECT_PX or, between two cameras, if its
+    epipolar error is below `estimators.EPIPOLAR_LIMIT`.
+    """
+    points = get_matched_points(labeled_pair.pair, matches)
+    truth = labeled_pair.truth
+    if isinstance(truth, CameraPair):
+        return estimators.compute_epipolar_errors(*points, truth) < estimators.EPIPOLAR_LIMIT
+    return compute_reprojection_errors(*points, truth) < CORRECT_PX
 
 
-def estimate_errors(
-    known: KnownPair, matcher: str, matches: Matches, settings: Settings
+def compute_errors(
+    labeled_pair: LabeledPair, matcher: str, matches: Matches, settings: ScoringSettings
 ) -> Iterator[Tuple[str, bool, float]]:
-    """Yield the error of each estimator: its name, whether matches are refined, and the error.
+    """Estimate the homography or the pose of a pair by each estimator, and yield the errors.
 
     First come the matches as they were detected. If `settings.refine`, the matches refined as in
     `Matcher.match` follow.
+
+    Args:
+        labeled_pair: the pair and its ground truth.
+        matcher: the name of the matcher.
+        matches: its matches that count.
+        settings: the estimators, and whether matches are refined.
+
+    Yields:
+        The name of the estimator, whether the matches are refined, and the error in px or degrees.
     """
+    truth = labeled_pair.truth
     scores = matches.scores.astype(np.float64)
-    seed = zlib.crc32(known.name.encode()) & 0x7FFFFFFF  # the seed depends on the pair alone
-    detected = Points(*matched_points(known.pair, matches), matcher, scores, seed)
-    variants = {False: detected}  # whether the matches are refined, and their points
+    # The seed depends on the pair alone, so that every matcher and every run has the same one.
+    seed = zlib.crc32(labeled_pair.name.encode()) & 0x7FFFFFFF
+    detected = Points(*get_matched_points(labeled_pair.pair, matches), matcher, scores, seed)
+    variants = {False: detected}  # Whether the matches are refined, and their points
     if settings.refine:
         # Keypoints of image 1 move to where the pixels around both agree best.
-        result = MatchResult.of(*known.features, matches).refine(*known.features)
+        features = labeled_pair.features
+        result = MatchResult.of(*features, matches).refine(*features)
         if result.deviations is not None:
-            moved = result.points1.astype(np.float64)
-            variants[True] = detected._replace(points1=moved, deviations=result.deviations)
+            refined_points1 = result.points1.astype(np.float64)
+            variants[True] = detected._replace(
+                points1=refined_points1, deviations=result.deviations
+            )
     # Every estimator gets the same matches, in the same order.
-    for refined, points in variants.items():
-        if isinstance(known.truth, CameraPair):
+    for is_refined, points in variants.items():
+        if isinstance(truth, CameraPair):
             for name, estimate in estimators.POSE_ESTIMATORS.items():
-                pose = estimate(points, known.truth)
-                yield name, refined, estimators.pose_error(pose, known.truth)
+                pose = estimate(points, truth)
+                yield name, is_refined, estimators.compute_pose_error(pose, truth)
             continue
         for name in settings.estimators:
-            enough = len(scores) >= two_view.MIN_POINTS
-            H = estimators.ESTIMATORS[name](points) if enough else None
-            yield name, refined, two_view.corner_error(H, known.truth, known.pair.size0)
+            is_enough = len(scores) >= two_view.MIN_POINTS
+            H = estimators.ESTIMATORS[name](points) if is_enough else None
+            yield name, is_refined, two_view.corner_error(H, truth, labeled_pair.pair.size0)
 
 
 def score_pair(
-    known: KnownPair,
-    by_name: Mapping[str, Matches],
+    labeled_pair: LabeledPair,
+    matches_by_matcher: Mapping[str, Matches],
     thresholds: Mapping[str, float],
-    settings: Settings,
-) -> Tuple[List[Row], Dict[str, Scored]]:
+    settings: ScoringSettings,
+) -> Tuple[List[Row], Dict[str, MatchOutcomes]]:
     """Score all matchers on one pair.
 
-    `thresholds` are the thresholds of the matchers of which `by_name` has every match.
+    Args:
+        labeled_pair: the pair and its ground truth.
+        matches_by_matcher: the matches of each matcher by its name.
+        thresholds: the confidence above which a match counts, for each matcher of which
+            `matches_by_matcher` has all matches. All matches of the other matchers count.
+        settings: what is computed.
 
     Returns:
-        The rows of the table, and all scored matches of each matcher with a threshold.
+        The rows of the table, and the outcomes of all matches of each matcher with a threshold.
     """
-    posed = isinstance(known.truth, CameraPair)
-    count0 = len(known.pair.records0)
-    # Between two cameras the true matches are unknown. There every correct match is found, and the
-    # keypoints of image 0 stand for the true matches, so that the recall is the matching score.
-    truth0 = np.full(count0, UNMATCHED)
-    truth = max(count0, 1)
-    if not isinstance(known.truth, CameraPair):
-        truth0 = true_matches(known.pair, known.truth)
-        truth = int((truth0 > UNMATCHED).sum())
+    pair = labeled_pair.pair
+    truth = labeled_pair.truth
+    has_pose = isinstance(truth, CameraPair)
+    count0 = len(pair.records0)
+    # Between two cameras the true matches are unknown. There every correct match counts as a true
+    # match, and the number of keypoints of image 0 as that of the true matches, so that the recall
+    # is the matching score.
+    true_matches0 = np.full(count0, UNMATCHED)
+    true_count = max(count0, 1)
+    if not isinstance(truth, CameraPair):
+        true_matches0 = index_true_matches(pair, truth)
+        true_count = int((true_matches0 > UNMATCHED).sum())
     if settings.bound:
-        by_name = {**by_name, BOUND: Matches.from_dense(truth0, np.ones(count0))}
+        bound = Matches.from_dense(true_matches0, np.ones(count0))
+        matches_by_matcher = {**matches_by_matcher, BOUND: bound}
     rows: List[Row] = []
-    scored = {}
-    for name, matches in by_name.items():
+    outcomes = {}
+    for matcher, matches in matches_by_matcher.items():
         index0, index1 = matches.indices.T
-        correct = correct_matches(known, matches)
-        found = correct if posed else truth0[index0] == index1
+        is_correct = find_correct_matches(labeled_pair, matches)
+        is_true = is_correct if has_pose else true_matches0[index0] == index1
         # The curves over the confidence need all matches, but the rows need those that count.
-        if name in thresholds:
-            scored[name] = matches.scores.astype(np.float64), correct, found, truth
-        kept = matches.scores > thresholds.get(name, -1.0)
-        count, right, hits = (each.sum() for each in (kept, correct & kept, found & kept))
+        if matcher in thresholds:
+            outcomes[matcher] = matches.scores.astype(np.float64), is_correct, is_true, true_count
+        counts = matches.scores > thresholds.get(matcher, -1.0)
+        match_count = counts.sum()
+        correct_count = (is_correct & counts).sum()
+        recalled_count = (is_true & counts).sum()
         # A pair without a match is a failure, so its precision is 0. Without a true match the
         # recall is undefined.
+        recall = recalled_count / true_count if true_count else np.nan
         values = {
             "keypoints0": count0,
-            "keypoints1": len(known.pair.records1),
-            "matches": count,
-            "correct": right,
-            **({} if posed else {"true_matches": truth, "found": hits}),
-            "precision": right / max(count, 1),
-            "matching_score" if posed else "recall": hits / truth if truth else np.nan,
+            "keypoints1": len(pair.records1),
+            "matches": match_count,
+            "correct": correct_count,
+            **({} if has_pose else {"true_matches": true_count, "found": recalled_count}),
+            "precision": correct_count / max(match_count, 1),
+            "matching_score" if has_pose else "recall": recall,
         }
         # Make one row for each value, and for each error of an estimate.
-        start = (known.name, known.scene, name)
+        start = (labeled_pair.name, labeled_pair.scene, matcher)
         rows += [(*start, "", False, metric, float(value)) for metric, value in values.items()]
-        counted = matches.only(kept)
-        for estimator, refined, error in estimate_errors(known, name, counted, settings):
-            rows.append((*start, estimator, refined, "error", error))
-    return rows, scored
+        counted_matches = matches.only(counts)
+        errors = compute_errors(labeled_pair, matcher, counted_matches, settings)
+        for estimator, is_refined, error in errors:
+            rows.append((*start, estimator, is_refined, "error", error))
+    return rows, outcomes

@@ -41,11 +41,11 @@ def errors_of(points, known=KNOWN, **more):
     """Degrees, of the pose estimated from matched pixels by each estimator."""
     given = Points(*points, OURS, np.ones(len(points[0])), **more)
     poses = [estimate(given, known) for estimate in estimators.POSE_ESTIMATORS.values()]
-    return [estimators.pose_error(pose, known) for pose in poses]
+    return [estimators.compute_pose_error(pose, known) for pose in poses]
 
 
 def count_correct(points):
-    return (estimators.epipolar_errors(*points, KNOWN) < estimators.EPIPOLAR_LIMIT).sum()
+    return (estimators.compute_epipolar_errors(*points, KNOWN) < estimators.EPIPOLAR_LIMIT).sum()
 
 
 def test_exact_matches_give_the_exact_pose():
@@ -65,10 +65,10 @@ def test_too_few_matches_are_an_infinite_error(count):
 
 def test_epipolar_error_is_zero_on_the_truth_and_symmetric():
     points = scene()
-    assert estimators.epipolar_errors(*points, KNOWN).max() < 1e-20
+    assert estimators.compute_epipolar_errors(*points, KNOWN).max() < 1e-20
     moved = points[1] + [0, 5]  # px, 0.01 in normalized coordinates
-    there = estimators.epipolar_errors(points[0], moved, KNOWN)
-    back = estimators.epipolar_errors(moved, points[0], CameraPair(K, K, np.linalg.inv(T)))
+    there = estimators.compute_epipolar_errors(points[0], moved, KNOWN)
+    back = estimators.compute_epipolar_errors(moved, points[0], CameraPair(K, K, np.linalg.inv(T)))
     np.testing.assert_allclose(there, back, rtol=1e-6)
     # both distances squared, summed: about twice 0.01 squared for epipolar lines that lie nearly
     # level
@@ -89,7 +89,9 @@ def test_pose_error_is_the_larger_angle():
     aside = math.tan(math.radians(30))
     for degrees, t, error in ((7, [1, 0, 0], 7), (7, [-5, 0, 0], 7), (0, [1, aside, 0], 30)):
         found = pose([0, degrees, 0], t)
-        assert estimators.pose_error((found[:3, :3], found[:3, 3]), base) == pytest.approx(error)
+        assert estimators.compute_pose_error((found[:3, :3], found[:3, 3]), base) == pytest.approx(
+            error
+        )
 
 
 def test_an_unknown_direction_is_wrong_unless_there_is_none():
@@ -97,16 +99,18 @@ def test_an_unknown_direction_is_wrong_unless_there_is_none():
     for t, error in (([1.0, 0, 0], 90), ([0, 0, 0], 7)):
         truth = CameraPair(K, K, pose([0, 0, 0], t))
         found = pose([0, 7, 0], [0, 0, 0])
-        assert estimators.pose_error((found[:3, :3], found[:3, 3]), truth) == pytest.approx(error)
+        assert estimators.compute_pose_error((found[:3, :3], found[:3, 3]), truth) == pytest.approx(
+            error
+        )
 
 
 def test_a_few_confident_matches_do_not_decide_alone():
     """Four matches at p = 1 and sixty at 0.5 have the weights of sixteen at 0.5 and above."""
-    weights = estimators.weights_of(OURS, np.repeat([1.0, 0.5], [4, 60]))
+    weights = estimators.weight_matches(OURS, np.repeat([1.0, 0.5], [4, 60]))
     assert weights == pytest.approx(1.0, abs=1e-3)
 
 
 def test_the_most_confident_of_few_matches_are_at_least_four():
     for count in range(4, 12):
-        chosen = estimators.most_confident("ratio_test", np.linspace(0.3, 0.9, count))
+        chosen = estimators.select_most_confident("ratio_test", np.linspace(0.3, 0.9, count))
         assert chosen.sum() == max(4, math.ceil(0.4 * count)) and chosen[-4:].all()

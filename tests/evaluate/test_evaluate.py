@@ -154,7 +154,7 @@ def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from(work):
     assert find(models, str(models[OURS])) == find({**models, "shipped": start}, str(start)) == {}
     # an exported model says it elsewhere, and a model from scratch says nothing
     exported = {"provenance": {"initial_weights.digest": "ab"}}
-    assert evaluate.initial_digest(exported) == "ab" and evaluate.initial_digest({}) == ""
+    assert evaluate.get_initial_digest(exported) == "ab" and evaluate.get_initial_digest({}) == ""
     # an evaluation adds them by itself
     params = file_of({"views": VIEWS, "evaluate": SECTION})
     params["train"]["init_from"] = str(start)

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import KnownPair
+from pipeline.evaluate.pairs import LabeledPair
 from superglue_sift import Matcher
 from superglue_sift.features import nearest, sift
 from superglue_sift.features.sift import root_sift_of
@@ -22,7 +22,7 @@ def pair_of(*views):
 def known_pair(matcher, *views):
     """The features of two views, without a truth."""
     features = tuple(matcher.extract(np.ascontiguousarray(view)) for view in views)
-    return KnownPair("p", "s", (0, 0, 0, 1), features, pair_of(*views), np.eye(3))
+    return LabeledPair("p", "s", (0, 0, 0, 1), features, pair_of(*views), np.eye(3))
 
 
 def test_ratio_and_mutual_agree_with_opencv(photo):
@@ -48,7 +48,7 @@ def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
 def test_the_size_of_batches_does_not_matter(photo):
     torch.manual_seed(0)
     matcher = Matcher(SuperGlue(SuperGlueConfig(layers=1)).eval(), threshold=0.2, resize=0)
-    compared = matchers.Matchers({OURS: matchers.Network(matcher)})
+    compared = matchers.MatcherSet({OURS: matchers.Network(matcher)})
     pairs = [known_pair(matcher, photo, photo[20:, 30:]), known_pair(matcher, photo[:200], photo)]
     for one, other in zip(compared.match(pairs, 1), compared.match(pairs, 2)):
         np.testing.assert_array_equal(one[OURS].indices, other[OURS].indices)

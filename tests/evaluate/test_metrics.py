@@ -20,7 +20,7 @@ ROUNDED = 1e-6  # six decimals
 
 
 def test_auc_of_cases_made_by_hand():
-    found = metrics.auc_by_pair([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
+    found = metrics.compute_pair_aucs([0.0, 1.0, 4.0, 9.0, INF, float("nan")], 4)
     assert found.tolist() == [1.0, 0.75, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -64,7 +64,7 @@ def test_a_table_has_the_intervals_of_its_columns():
         ]
         for n in range(5)
     ]
-    values = metrics.values_of_pairs(metrics.make_table(rows), {})
+    values = metrics.compute_pair_values(metrics.make_table(rows), {})
     found = metrics.summarize(values, metrics.resample(values, {})).loc[(OURS, "recall", "", False)]
     assert found.to_dict() == pytest.approx(mean(recalls, scenes).to_dict(), abs=ROUNDED)
 
@@ -72,9 +72,9 @@ def test_a_table_has_the_intervals_of_its_columns():
 def means_of(rows, scored=()):
     """The metrics of the network and of the ratio test on these pairs, by name."""
     own = {OURS: scored} if len(scored) else {}
-    means = metrics.values_of_pairs(metrics.make_table(rows), own).mean()
+    means = metrics.compute_pair_values(metrics.make_table(rows), own).mean()
     return {
-        matcher: {metrics.name_of(*key): value for key, value in means[matcher].items()}
+        matcher: {metrics.name_metric(*key): value for key, value in means[matcher].items()}
         for matcher in (OURS, RATIO_TEST)
     }
 
@@ -93,8 +93,8 @@ def test_no_pair_is_dropped_from_a_mean():
 
 
 def test_the_name_of_a_metric():
-    assert metrics.name_of("auc_5", "ransac", True) == "auc_ransac_refined_5"
-    assert metrics.name_of("negative_matches") == "negative_matches"
+    assert metrics.name_metric("auc_5", "ransac", True) == "auc_ransac_refined_5"
+    assert metrics.name_metric("negative_matches") == "negative_matches"
 
 
 def made_scored(scores, correct, found, truth=1):
@@ -103,7 +103,7 @@ def made_scored(scores, correct, found, truth=1):
 
 def test_calibration():
     scored = [made_scored([0.9, 0.3], [1, 0], [1, 0]), made_scored([0.35], [1], [0])]
-    bins = metrics.calibration(scored).to_numpy()
+    bins = metrics.compute_calibration(scored).to_numpy()
     np.testing.assert_allclose(bins, [[0.325, 0.5, 2], [0.9, 1.0, 1]])
 
 
@@ -123,7 +123,7 @@ def test_the_threshold_at_a_precision_is_that_of_trying_every_one(cases, least):
         precision = np.mean([right.mean() if len(right) else 0.0 for right in kept])
         if precision >= least - 1e-12:
             reached.append(threshold)
-    assert metrics.threshold_at_precision(scored, least) == min(reached)
+    assert metrics.find_threshold(scored, least) == min(reached)
 
 
 def test_recall_at_the_precision_of_the_ratio_test():
@@ -141,10 +141,10 @@ def test_recall_at_the_precision_of_the_ratio_test():
 def test_an_error_curve_has_the_auc_below_it():
     errors = [0.3, 2.2, INF, 8.0]
     table = metrics.make_table([make_rows(str(n), OURS, error) for n, error in enumerate(errors)])
-    fractions = metrics.error_curves(table)["error", "ransac", False][OURS].to_numpy()
+    fractions = metrics.compute_error_curves(table)["error", "ransac", False][OURS].to_numpy()
     assert (np.diff(fractions) >= 0).all() and fractions[-1] == 0.75 and fractions[3] == 0.25
     # left and right sums enclose the exact area
-    area = metrics.auc_by_pair(errors, 10).mean()
+    area = metrics.compute_pair_aucs(errors, 10).mean()
     assert fractions[:-1].mean() <= area <= fractions[1:].mean()
 
 

@@ -48,7 +48,7 @@ def test_a_pair_is_what_its_homography_says_and_pictures_have_colours(
         shown = cv2.warpPerspective(np.full((120, 160), 255, np.uint8), H, (160, 120)) == 255
         assert shown.mean() > 0.2
         assert np.median(np.abs(warped.astype(float) - images[second])[shown]) < 6
-    color = source.in_color(0, 1, images[1])
+    color = source.render_in_color(0, 1, images[1])
     difference = np.abs(cv2.cvtColor(color, cv2.COLOR_BGR2GRAY).astype(int) - images[1])
     assert np.ptp(color.astype(int), axis=2).mean() > 20 and np.median(difference) <= 1
 
@@ -183,8 +183,8 @@ def test_wrong_files_are_named(tmp_path, text, words):
 
 def test_without_folders_pairs_that_share_photographs_are_one_scene():
     given = [("b", "c"), ("e", "f"), ("a", "b"), ("g", "f"), ("h", "i")]
-    assert pairs.scene_names(given) == ["b", "e", "b", "e", "h"]
-    assert pairs.scene_names([*given, ("c", "g")]) == ["b", "b", "b", "b", "h", "b"]
+    assert pairs.name_scenes(given) == ["b", "e", "b", "e", "h"]
+    assert pairs.name_scenes([*given, ("c", "g")]) == ["b", "b", "b", "b", "h", "b"]
     # A pair across two folders makes them one scene
     joined = [("x/a", "y/b"), ("y/c", "y/d"), ("z/a", "z/b")]
-    assert pairs.scene_names(joined) == ["x", "x", "z"]
+    assert pairs.name_scenes(joined) == ["x", "x", "z"]

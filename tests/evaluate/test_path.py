@@ -13,7 +13,7 @@ from pipeline import errors
 from pipeline.evaluate import __main__ as evaluate
 from pipeline.evaluate import matchers
 from pipeline.evaluate.matchers import OURS, RATIO_TEST
-from pipeline.evaluate.pairs import HPatchesPairs, extract_pairs
+from pipeline.evaluate.pairs import HPatchesPairs, extract_scene_pairs
 from superglue_sift import Matcher
 from superglue_sift.network.weights import find_shipped_weights
 
@@ -59,11 +59,11 @@ def evaluate_pairs(folder, out, *options):
 def test_the_evaluation_and_a_matcher_find_the_same_matches(sequences):
     source = HPatchesPairs(sequences)
     network = matchers.load_network(find_shipped_weights(), "cpu", **FEW)
-    compared = matchers.Matchers({OURS: network})
+    compared = matchers.MatcherSet({OURS: network})
     matcher = Matcher.load(device="cpu", refine=False, **FEW)
     for index in (0, 2):
-        (known,) = extract_pairs(source, index, compared.extract)
-        matches = compared.above(compared.match([known], 1)[0])[OURS]
+        (known,) = extract_scene_pairs(source, index, compared.extract)
+        matches = compared.apply_thresholds(compared.match([known], 1)[0])[OURS]
         result = matcher.match(*source.files[index])
         np.testing.assert_array_equal(matches.indices, result.matches)
         np.testing.assert_array_equal(matches.scores, result.scores)

@@ -32,18 +32,18 @@ BETTER = "Compared with the ratio test: homographies better; precision and recal
     ],
 )
 def test_the_verdict_says_what_is_better_equal_or_worse(ours, theirs, said):
-    assert report.verdict(make_results(ours, theirs)) == said
+    assert report.make_verdict(make_results(ours, theirs)) == said
 
 
 def test_a_wide_interval_with_zero_is_no_difference_found():
-    verdict = report.verdict(make_results([*HARD, 4.0], [*HARD, 6.0]))
+    verdict = report.make_verdict(make_results([*HARD, 4.0], [*HARD, 6.0]))
     assert verdict.endswith("precision and recall equal; no difference found in homographies.")
 
 
 def test_text_begins_with_the_summary_and_its_tables_have_percent_and_pixels():
     results = make_results(HARD, HARD + 4)
-    assert report.text(results).startswith(report.summary(results))
-    lines = report.text(results).splitlines()
+    assert report.make_text(results).startswith(report.make_summary(results))
+    lines = report.make_text(results).splitlines()
     assert lines[0] == BETTER
     ours = [line.split() for line in lines if line.startswith("SuperGlue ")]
     assert ours[0] == ["SuperGlue", "10", "50.0", "50.0", "0.0"]
@@ -51,7 +51,7 @@ def test_text_begins_with_the_summary_and_its_tables_have_percent_and_pixels():
 
 
 def test_the_description_of_a_run_is_a_markdown_table_of_four_rows():
-    first, table = report.note(make_results(HARD, HARD + 4), "test").split("\n\n")
+    first, table = report.make_note(make_results(HARD, HARD + 4), "test").split("\n\n")
     assert first.startswith(f"**{BETTER}**") and first.endswith("`test/index.html`.")
     head, line, *rows = table.splitlines()
     assert head.split(" | ")[1:3] == ["SuperGlue", "ratio test"] and set(line) <= set("|- ")
@@ -67,7 +67,7 @@ def test_one_line_says_that_a_model_is_the_one_it_started_from(improved):
     values = pd.concat([results.values, start], axis=1)
     changed = results._replace(values=values, table=table, protocol=protocol)
     said = "The trained model is the same as shipped: all its values are equal."
-    assert (said in report.remarks(changed)) == (not improved)
+    assert (said in report.make_remarks(changed)) == (not improved)
 
 
 def make_compared(**ours):
@@ -87,7 +87,7 @@ def test_a_model_is_shown_beside_the_shipped_weights_and_a_command_that_trains_m
         == "SuperGlue was trained with 200 steps on 8 photographs, the shipped weights on 2,999."
     )
     assert trains_more.endswith("make repro PRESET=coco2017-val")
-    assert report.more_verdict(results) == ""
+    assert report.make_training_verdict(results) == ""
     # a model that was trained on as many photographs, or on unknown ones
     assert len(report.compare_trainings(make_compared(photographs=3000))) == 1
     assert report.compare_trainings(make_compared(photographs=None)) == []
@@ -100,19 +100,19 @@ def test_a_model_is_shown_beside_the_shipped_weights_and_a_command_that_trains_m
 def test_a_fine_tuned_model_is_compared_with_the_weights_it_started_from():
     results = make_compared(initial_weights="abcdef0123456789", photographs=3007)
     sentence = "Compared with the shipped weights: homographies better; precision and recall equal."
-    assert report.more_verdict(results) == sentence
+    assert report.make_training_verdict(results) == sentence
     (differs,) = report.compare_trainings(results)
     assert (
         differs
         == "SuperGlue started from the shipped weights, with 200 steps on 8 more photographs."
     )
-    printed = report.summary(results).split("\n\n")
+    printed = report.make_summary(results).split("\n\n")
     assert printed[0].startswith(BETTER) and printed[1].startswith(sentence)
-    assert sentence in render(results) and sentence in report.note(results, "test")
+    assert sentence in render(results) and sentence in report.make_note(results, "test")
     # two photographs decide nothing here either
     few = make_results([1.0] * 2, [2.0] * 2, further=["shipped"])
     few = few._replace(protocol=results.protocol)
-    assert report.more_verdict(few) == ""
+    assert report.make_training_verdict(few) == ""
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_files_hold_the_digits_that_mean_something(value, written):
 
 
 def test_differences_have_no_negative_zero():
-    assert report.points(-0.0001) == "+0.0" and report.points(-0.001) == "-0.1"
+    assert report.format_points(-0.0001) == "+0.0" and report.format_points(-0.001) == "-0.1"
 
 
 @pytest.fixture
 def evaluated(tmp_path, monkeypatch):
     """A folder with an evaluation, which is the current one."""
     monkeypatch.chdir(tmp_path)
-    report.write(tmp_path / "reports/evaluate", make_results(HARD, HARD + 4), "<html></html>")
+    report.write_files(tmp_path / "reports/evaluate", make_results(HARD, HARD + 4), "<html></html>")
     return tmp_path
 
 
@@ -209,7 +209,7 @@ PICTURE = ("median-1", "A typical pair & <blur>.", np.zeros((100, 200, 3), np.ui
 
 
 def render(results, curves=None):
-    text = report.render(results, curves)
+    text = report.render_page(results, curves)
     assert all(each.startswith("data:") for each in re.findall(r'(?:src|href)="([^"]*)"', text))
     assert [text.count(f"<{tag}") - text.count(f"</{tag}>") for tag in ("div", "details")] == [0, 0]
     assert "http" not in re.sub("&[a-z]+;", "", text) and "<script" not in text
@@ -221,7 +221,7 @@ def test_the_page_begins_with_the_verdict_three_numbers_and_a_pair(tmp_path):
     results = make_results(HARD, HARD + 1, pictures=[PICTURE] * 2)
     page = render(results, tmp_path / "curves.svg")
     first, rest = page.partition("<body>")[2].split("<h2>", 1)
-    assert f"<h1>{report.verdict(results)}</h1>" in first and first.count('class="card"') == 3
+    assert f"<h1>{report.make_verdict(results)}</h1>" in first and first.count('class="card"') == 3
     assert "made &lt;b&gt;" in first and "01234567" in first
     assert first.count("data:image/jpeg") == 1 and "image/svg+xml" in first
     assert "A typical pair &amp; &lt;blur&gt;." in first and "median-1" not in page
@@ -242,7 +242,9 @@ def test_robustness_is_drawn_at_every_level():
     frames = [rows.assign(condition="blur (px)", level=level) for level in (10.0, 0.0, 2.0)]
     names = ["condition", "level", *results.metrics.index.names]
     results = results._replace(robustness=pd.concat(frames).set_index(names))
-    found = report.robustness_charts(results, report.colours_of(["superglue", "ratio_test"]))
+    found = report.draw_robustness_charts(
+        results, report.assign_colours(["superglue", "ratio_test"])
+    )
     assert [caption for _, caption in found] == [
         "recall; at least 12 pairs at each level",
         "AUC@5 RANSAC; at least 12 pairs at each level",
@@ -257,9 +259,9 @@ def svg_of(chart):
 
 def test_each_matcher_has_one_colour_and_ours_is_drawn_last_and_thicker():
     names = ["superglue", "ratio_test", "mine", "other"]
-    colours = report.colours_of(names)
+    colours = report.assign_colours(names)
     assert len(set(colours.values())) == 4
-    svg = svg_of(report.line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colours, "y"))
+    svg = svg_of(report.draw_line_chart(pd.DataFrame(0.5, [0.0, 1.0], names), colours, "y"))
     strokes = re.findall(r"stroke: (#\w{6}); stroke-width: ([\d.]+)", svg)
     drawn = [stroke for stroke in strokes if stroke[0] in colours.values()]
     assert drawn[-1] == (colours["superglue"], "2.6") and len(set(drawn)) == 4

@@ -9,7 +9,7 @@ from made_scenes import SHIFT, TURN
 
 from pipeline.evaluate import estimators, matchers, scoring
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import KnownPair
+from pipeline.evaluate.pairs import LabeledPair
 from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.matches import Matches
@@ -21,12 +21,12 @@ SIZE = (320, 240)
 def pair_of(points0, points1, H):
     features = Features(records_at(points0), SIZE), Features(records_at(points1), SIZE)
     pair = Pair(features[0].records, features[1].records, SIZE, SIZE)
-    return KnownPair("p", "s", (0, 0, 0, 1), features, pair, H)
+    return LabeledPair("p", "s", (0, 0, 0, 1), features, pair, H)
 
 
 @pytest.fixture
 def settings(make_params):
-    return scoring.Settings(make_params("evaluate"))
+    return scoring.ScoringSettings(make_params("evaluate"))
 
 
 def score(known, answer, settings):
@@ -47,7 +47,7 @@ def exact():
 
 def test_perfect_matches_give_perfect_metrics(exact, settings):
     known, partner = exact
-    np.testing.assert_array_equal(scoring.true_matches(known.pair, TURN), partner)
+    np.testing.assert_array_equal(scoring.index_true_matches(known.pair, TURN), partner)
     found = score(known, Matches.from_dense(partner, np.ones(20)), settings)
     assert [found[name] for name in ("matches", "correct", "true_matches", "found")] == [20] * 4
     assert found["precision"] == found["recall"] == 1.0
@@ -76,9 +76,9 @@ def test_reprojection_error_is_the_larger_of_both_directions():
     H = np.diag([2.0, 2.0, 1.0])
     points0 = np.array([[10.0, 5], [10, 5], [0, 0]])
     points1 = np.array([[20.0, 10], [24, 10], [0, -6]])
-    errors = scoring.reprojection_errors(points0, points1, H)
+    errors = scoring.compute_reprojection_errors(points0, points1, H)
     np.testing.assert_allclose(errors, [0, 4, 6])
-    errors = scoring.reprojection_errors(points1, points0, np.linalg.inv(H))
+    errors = scoring.compute_reprojection_errors(points1, points0, np.linalg.inv(H))
     np.testing.assert_allclose(errors, [0, 4, 6])
 
 
@@ -103,6 +103,6 @@ def test_least_squares_uses_the_confidences_of_every_matcher(exact, settings, es
         scores = np.full(20, 0.95)
         scores[:2] = doubtful
         given = Matches.from_dense(wrong, scores)
-        found = scoring.estimate_errors(known, matcher, given, settings)
+        found = scoring.compute_errors(known, matcher, given, settings)
         errors.append({name: error for name, _, error in found}[estimator])
     assert errors[0] < 0.1 and errors[1] > 5

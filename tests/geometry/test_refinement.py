@@ -166,4 +166,6 @@ def test_without_a_geometry_the_map_is_that_of_scales_and_angles():
     other = one.copy()
     other["angle"] += 90
     other["scale"] *= 2
-    np.testing.assert_allclose(refinement.map_by_scale_and_angle(one, other), [[[0, -2], [2, 0]]], atol=1e-6)
+    np.testing.assert_allclose(
+        refinement.map_by_scale_and_angle(one, other), [[[0, -2], [2, 0]]], atol=1e-6
+    )
