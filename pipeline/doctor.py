@@ -1,8 +1,9 @@
 """Check this machine before the work: `python -m pipeline.doctor`.
 
-It checks the user, the clone, GPUs, shared memory, disk and packages. The exit code is 0 if the
-work can start, and 2 if something prevents it. With `--quick`, which `repro` runs first, only what
-prevents the work is printed, or else warnings and the line about the disk.
+The doctor checks the user, the clone, GPUs, shared memory, disk and packages. The exit code is 0 if
+the work can start, and 2 if something prevents it. With `--quick`, which `repro` runs first, only
+what prevents the work is printed. If nothing prevents it, warnings and the space on the disk are
+printed.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from pipeline.fetch import coco, dataset
 from superglue_sift.files import GIB, format_bytes
 
 PACKAGES = (*provenance.PACKAGES, "torchvision", "nvidia-dali-cuda130")
-# What a run writes in the clone.
-WRITTEN = (".dvc", "data", "checkpoints", "models", "reports", "dvc.lock")
-BEFORE_OUTPUTS = ("data", "checkpoints", "reports")  # folders in which stages have outputs
+# Files and folders of the clone that a run writes
+WRITTEN_PATHS = (".dvc", "data", "checkpoints", "models", "reports", "dvc.lock")
+OUTPUT_FOLDERS = ("data", "checkpoints", "reports")  # Folders in which stages have outputs
 GPU_FILE = Path("/dev/nvidia0")
 OK = "ok"
 NOTE = "note"
 WARN = "warn"
 FAIL = "FAIL"
 
-# OK, NOTE, WARN or FAIL, what was checked, and the result with the fix.
+# The level (OK, NOTE, WARN or FAIL), what was checked, and the result with the fix
 Finding = Tuple[str, str, str]
 
 
@@ -42,32 +43,44 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Print the findings. Return 0, or 2 if something prevents the work."""
     parser = errors.make_parser("pipeline.doctor", __doc__)
     parser.add_argument("--quick", action="store_true", help="only what would stop the work")
-    quick = parser.parse_args(argv).quick
-    # Run all checks; --quick shows what stops the work, or else warnings and the space on the disk.
-    checks = (user, workspace, permissions, commit, variables, gpus, shared_memory, disk)
-    found = [finding for check in checks for finding in check()]
-    failed = [finding for finding in found if finding[0] == FAIL]
-    if quick:
-        found = failed or [item for item in found if item[0] == WARN or item[1] == "disk"]
+    is_quick = parser.parse_args(argv).quick
+    checks = (
+        check_user,
+        check_workspace,
+        check_permissions,
+        check_commit,
+        check_variables,
+        check_gpus,
+        check_shared_memory,
+        check_disk,
+    )
+    findings = [finding for check in checks for finding in check()]
+    failures = [finding for finding in findings if finding[0] == FAIL]
+    if is_quick:
+        findings = failures or [
+            (level, subject, text)
+            for level, subject, text in findings
+            if level == WARN or subject == "disk"
+        ]
     else:
-        found = [*software(), *found]
-    for level, subject, text in found:
-        stream = sys.stderr if quick and failed else sys.stdout
+        findings = [*report_software(), *findings]
+    for level, subject, text in findings:
+        stream = sys.stderr if is_quick and failures else sys.stdout
         print(f"{level:5} {subject}: {text}", file=stream)
-    return 2 if failed else 0
+    return 2 if failures else 0
 
 
-def software() -> Iterator[Finding]:
+def report_software() -> Iterator[Finding]:
     """Report Python, torch, CUDA, the image, and the packages that decide what works."""
     import torch
 
     text = f"Python {platform.python_version()}, torch {torch.__version__}"
     image = os.environ.get("IMAGE_STACK", "none")
     yield OK, "software", f"{text}, CUDA {torch.version.cuda or 'none'}, image {image}"
-    yield OK, "packages", ", ".join(map(" ".join, provenance.versions(PACKAGES).items()))
+    yield OK, "packages", ", ".join(map(" ".join, provenance.get_versions(PACKAGES).items()))
 
 
-def user() -> Iterator[Finding]:
+def check_user() -> Iterator[Finding]:
     """Check that DVC and MLflow find the name and the home of the user, who may have no account."""
     missing = []
     if os.path.expanduser("~") == "~":
@@ -81,51 +94,57 @@ def user() -> Iterator[Finding]:
         yield FAIL, "user", f"{why}: type `export {' '.join(missing)}` (or others)"
 
 
-def workspace() -> Iterator[Finding]:
-    """Check that DVC can work here: no output lies behind a link, and there is a git repository."""
-    for name in BEFORE_OUTPUTS:
+def check_workspace() -> Iterator[Finding]:
+    """Check that DVC can work here.
+
+    DVC needs a git repository, and refuses outputs behind a link.
+    """
+    for name in OUTPUT_FOLDERS:
         if Path(name).is_symlink():
-            fix = (
+            text = (
                 f"{name} is a link, and DVC refuses outputs behind one: make {name} a folder, and"
                 " keep the large files on the other disk by `dvc config --local cache.dir"
                 " /disk/cache` and `dvc config --local cache.type symlink`"
             )
-            archives = "; data/archives may be a link" if name == "data" else ""
-            yield FAIL, "workspace", fix + archives
+            exception = "; data/archives may be a link" if name == "data" else ""
+            yield FAIL, "workspace", text + exception
     # DVC looks for git, unless its own configuration says that there is none.
     config = configparser.ConfigParser(interpolation=None)
     config.read([".dvc/config", ".dvc/config.local"])
-    if not git_root() and not config.getboolean("core", "no_scm", fallback=False):
+    if not find_git_folder() and not config.getboolean("core", "no_scm", fallback=False):
         fix = "type `git init`, or `dvc config --local core.no_scm true`"
         yield FAIL, "workspace", f"no git repository, which DVC looks for: {fix}"
 
 
-def git_root() -> Optional[Path]:
-    """Return the nearest folder upwards that has a git repository, or None."""
+def find_git_folder() -> Optional[Path]:
+    """Return the nearest folder upwards that is a git repository, or None."""
     folders = (Path.cwd(), *Path.cwd().parents)
     return next((folder for folder in folders if (folder / ".git").exists()), None)
 
 
-def permissions() -> Iterator[Finding]:
+def check_permissions() -> Iterator[Finding]:
     """Check that this user can write what a run writes, also after a run of another user."""
-    places = [Path.cwd(), *(path for name in WRITTEN if (path := Path(name)).exists())]
-    for place in places[1:]:
-        for folder, folders, files in os.walk(place):
-            places += [Path(folder, name) for name in folders]
-            # DVC's locks; other files are replaced, for which the folder counts.
-            places += [Path(folder, name) for name in files if folder == ".dvc/tmp"]
-    wrong = [path for path in places if not os.access(path, os.W_OK)]
-    if wrong:
-        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+    existing_paths = [path for name in WRITTEN_PATHS if (path := Path(name)).exists()]
+    paths = [Path.cwd(), *existing_paths]
+    for path in existing_paths:
+        for folder, subfolders, files in os.walk(path):
+            paths += [Path(folder, name) for name in subfolders]
+            # Only DVC's locks are written in place. Any other file is replaced, for which the user
+            # must be able to write into its folder.
+            paths += [Path(folder, name) for name in files if folder == ".dvc/tmp"]
+    denied = [path for path in paths if not os.access(path, os.W_OK)]
+    if denied:
+        others = f" and {len(denied) - 1} more" if denied[1:] else ""
         clone = shlex.quote(str(Path.cwd()))
         fix = f"type `sudo chown -R $(id -u) {clone}`, or work in a clone of your own"
-        yield FAIL, "permissions", f"{wrong[0]}{more}: user {os.getuid()} cannot write there: {fix}"
+        text = f"{denied[0]}{others}: user {os.getuid()} cannot write there: {fix}"
+        yield FAIL, "permissions", text
 
 
-def commit() -> Iterator[Finding]:
+def check_commit() -> Iterator[Finding]:
     """Check that git tells the commit, which a run records."""
-    root = git_root()
-    if root is None or provenance.git_state(root)["commit"] != provenance.UNKNOWN:
+    root = find_git_folder()
+    if root is None or provenance.read_git_state(root)["commit"] != provenance.UNKNOWN:
         return
     try:
         command = ["git", "-C", str(root), "rev-parse", "HEAD"]
@@ -139,7 +158,7 @@ def commit() -> Iterator[Finding]:
     yield WARN, "git", f"results will not name the commit ({reason}): {fix}"
 
 
-def variables() -> Iterator[Finding]:
+def check_variables() -> Iterator[Finding]:
     """Check that no variable is set that the training would refuse hours later."""
     try:
         params.check_environment()
@@ -147,21 +166,20 @@ def variables() -> Iterator[Finding]:
         yield FAIL, "variables", str(error)
 
 
-def gpus() -> Iterator[Finding]:
+def check_gpus() -> Iterator[Finding]:
     """Run a kernel on each GPU. torch says what is wrong with the driver, the card or the build."""
     import torch
 
-    # torch warns if the driver is too old for its CUDA.
-    with warnings.catch_warnings(record=True) as said:
+    # Torch warns if the driver is too old for its CUDA.
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        usable = torch.cuda.is_available()
-    if not usable:
-        text = "none: training runs on the CPU (docker: --gpus all adds them)"
-        if GPU_FILE.exists():
-            text = (
-                f"torch {torch.__version__} cannot use it: {[str(each.message) for each in said]}"
-            )
-        yield FAIL if GPU_FILE.exists() else NOTE, "GPU", text
+        is_usable = torch.cuda.is_available()
+    if not is_usable and GPU_FILE.exists():
+        reasons = [str(warning.message) for warning in caught_warnings]
+        yield FAIL, "GPU", f"torch {torch.__version__} cannot use it: {reasons}"
+        return
+    if not is_usable:
+        yield NOTE, "GPU", "none: training runs on the CPU (docker: --gpus all adds them)"
         return
     # Each process needs a GPU of its own.
     try:
@@ -179,7 +197,7 @@ def gpus() -> Iterator[Finding]:
             yield FAIL, "GPU", f"{name}: {reason}: use the other image (docs/containers.md)"
 
 
-def shared_memory() -> Iterator[Finding]:
+def check_shared_memory() -> Iterator[Finding]:
     """Check /dev/shm against the needs of NCCL and of the processes that load batches for GPUs.
 
     Docker gives 64 MB by default. NCCL needs that much for each of several GPUs. 1 GiB for each GPU
@@ -197,18 +215,18 @@ def shared_memory() -> Iterator[Finding]:
         yield FAIL if ranks > 1 else WARN, "/dev/shm", f"{text}: {fix}"
 
 
-def disk() -> Iterator[Finding]:
+def check_disk() -> Iterator[Finding]:
     """Check the free space against what the preset still needs.
 
-    It needs space for the archives, for the keypoints in the workspace and in DVC's cache, and 1
-    GiB for checkpoints.
+    A run needs space for the archives, for the keypoints in the workspace and in DVC's cache, and
+    1 GiB for checkpoints.
     """
-    # This import is not at the top, since OpenCV may not load on a machine that the doctor checks.
+    # OpenCV may not load on a machine that the doctor checks, so this import is not at the top.
     from superglue_sift.features.sift import ORIENTED
 
     try:
         sections = params.load(Path("params.yaml"))
-    except errors.RequestError:  # the stages report this error
+    except errors.RequestError:  # The stages report this error
         return
     # Estimate the bytes to download and the number of photographs.
     archives, photographs = coco.estimate_download(sections.fetch.source, sections.fetch.limit)

@@ -1,4 +1,4 @@
-"""Stage `export`: write the chosen weights, with their description and provenance.
+"""Stage `export`: write the best weights, with their description and provenance.
 
     python -m pipeline.export --model checkpoints/best.safetensors --out models
 
@@ -19,10 +19,10 @@ from superglue_sift import __version__
 from superglue_sift.files import check_writable, file_sha256, read_json
 from superglue_sift.network.weights import load_model, read_match_threshold, save_model_file
 
-ESSENTIAL = ("torch", "numpy", "opencv-python")  # packages that compute keypoints and weights
-NAME = "superglue"  # name of the model, in its file and in the evaluation
-# Paths on the machine of the training. Digests identify their content.
-PLACES = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
+ESSENTIAL = ("torch", "numpy", "opencv-python")  # Packages that compute keypoints and weights
+NAME = "superglue"  # Name of the model, in its file and in the evaluation
+# Parameters that are paths on the machine of the training. Digests identify their content.
+PATH_KEYS = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
@@ -38,16 +38,24 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
+def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     """Return the description of the weights, which is the same in every clone.
 
     Commit, dvc.lock (which contains the digest of this file), machine, paths and time are only in
-    the MLflow run. `info` is what the training stored with the weights. Raises RequestError if
-    another program stored it.
+    the MLflow run.
+
+    Args:
+        info: what the training stored with the weights.
+        sections: params.yaml without the section `run`.
+        metrics: the metrics of the evaluation, or {}.
+        source: the file of the weights.
+
+    Raises:
+        RequestError: If `info` was not stored by a training.
     """
     try:
-        stored = {name: info[name] for name in ("model", "step", "training", "validation")}
-        stored[provenance.PHOTOGRAPHS_KEY] = info[provenance.PHOTOGRAPHS_KEY]
+        description = {name: info[name] for name in ("model", "step", "training", "validation")}
+        description[provenance.PHOTOGRAPHS_KEY] = info[provenance.PHOTOGRAPHS_KEY]
         data = info["data"]
         trained_with = info["train"]
     except KeyError as error:
@@ -57,7 +65,7 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
     # Add digests and versions, but nothing that differs between two clones.
     versions = provenance.pin(ESSENTIAL).items()
     return {
-        **stored,
+        **description,
         "match_threshold": read_match_threshold(info),
         "metrics": metrics,
         "provenance": {
@@ -67,8 +75,10 @@ def describe(info: dict, sections: dict, metrics: dict, source: Path) -> dict:
             "version": __version__,
             **{f"version.{name}": version for name, version in versions},
         },
-        "params": {k: value for k, value in flatten(sections).items() if k not in PLACES},
-        "trained_with": {k: v for k, v in trained_with.items() if f"train.{k}" not in PLACES},
+        "params": {key: value for key, value in flatten(sections).items() if key not in PATH_KEYS},
+        "trained_with": {
+            key: value for key, value in trained_with.items() if f"train.{key}" not in PATH_KEYS
+        },
     }
 
 
@@ -81,20 +91,19 @@ def main(argv: Optional[List[str]] = None) -> int:
     # Read the metrics, which are stored with the weights.
     metrics = {}
     if args.metrics:
-        missing = "no such file; run `python -m pipeline.evaluate` first"
-        metrics = read_json(args.metrics, missing)
-    description = describe(info, sections, metrics, args.model)
+        message = "no such file; run `python -m pipeline.evaluate` first"
+        metrics = read_json(args.metrics, message)
+    description = describe_weights(info, sections, metrics, args.model)
     # Write the file of the model, and the list of its photographs beside it.
     path = args.out / f"{NAME}.safetensors"
     if args.half:
-        model.half()  # buffers of whole numbers stay
+        model.half()  # Buffers of whole numbers stay as they are
     provenance.write_photographs(path, provenance.read_photographs(args.model))
     save_model_file(path, model.state_dict(), description)
-    # The run in MLflow gets the description.
     if args.mlflow_run is not None:
         with tracking.attach(args.mlflow_run, training=info["training"]) as run:
-            run.tags({"export.sha256": file_sha256(path)})
-            run.artifact(path.with_suffix(".json"), "export")
+            run.set_tags({"export.sha256": file_sha256(path)})
+            run.add_artifact(path.with_suffix(".json"), "export")
     parameters = sum(weight.numel() for weight in model.parameters())
     print(
         f"{path}: {parameters:,} parameters, {path.stat().st_size / 1e6:.1f} MB, step"

@@ -1,4 +1,7 @@
-"""Send the events of a run to MLflow 3.1 or later, and choose the best model there."""
+"""Send the events of a run to MLflow 3.1 or later, and choose the best model there.
+
+Only this module calls MLflow's servers and stores. Its model is in `served_model`.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +22,23 @@ from typing import Any, Dict, List, Optional, Tuple
 from pipeline import errors, provenance
 from superglue_sift.files import write_atomic
 
-MODEL = "superglue-sift"  # name of the model in the registry, and of the experiment
-CHAMPION = "champion"  # alias of the best version
-EVALUATION = "test"  # for the stage `evaluate`: prefix of its metrics, and folder of its files
-MIN_SCENES = 6  # photographs that a comparison needs, as in the evaluation
+MODEL = "superglue-sift"  # Name of the model in the registry, and of the experiment
+CHAMPION = "champion"  # Alias of the best version
+EVALUATION = "test"  # Prefix of the evaluation's metrics, and folder of its files
+MIN_SCENES = 6  # Photographs that a comparison needs, as in the evaluation
 LIMIT = 5  # px, the limit of the AUC that decides
-SEPARATOR = " · "  # stands between the name of a run and its result
-TAGS = "superglue."  # how names of the project's tags begin
-KEY_TAG = f"{TAGS}run_key"  # the tag by which a run is found, from the header of its log
-OWN_STORE = "sqlite:///mlflow.db"  # the store of a clone
-ARTIFACTS = "mlartifacts"  # folder of the files of all runs, beside a local store
+SEPARATOR = " · "  # It stands between the name of a run and its result
+TAG_PREFIX = "superglue."  # The names of the project's tags begin with this
+KEY_TAG = f"{TAG_PREFIX}run_key"  # The tag by which a run is found, from the header of its log
+CLONE_STORE = "sqlite:///mlflow.db"  # The store of a clone
+ARTIFACTS = "mlartifacts"  # Folder of the files of all runs, beside a local store
 
-Event = Dict[str, Any]  # a line of the log (`tracking.EventLog`)
+Event = Dict[str, Any]  # A line of the log (`tracking.EventLog`)
 
 
 # --- no password is printed, stored or sent
 
-# The login stands in front of the name of a server or a database.
+# A login stands in front of the name of a server or a database.
 _LOGIN = re.compile(r"(?<=://)[^/\s'\"<>][^\s'\"<>]*@")
 
 
@@ -44,52 +47,54 @@ def redact(text: str) -> str:
     return _LOGIN.sub("", text)
 
 
-def say(text: str) -> None:
-    """Print one line to stderr."""
+def print_message(text: str) -> None:
+    """Print one line to stderr, without logins."""
     print(f"tracking: {redact(text)}", file=sys.stderr, flush=True)
 
 
 # --- addresses
 
 
-def database(uri: str) -> Optional[Path]:
-    """Return the file of a SQLite address, which is relative to the user's clone.
+def get_database_path(uri: str) -> Optional[Path]:
+    """Return the file of a SQLite address, or None for the address of a server.
 
-    Return None for the address of a server.
+    The address of a SQLite file is relative to the user's clone.
     """
     scheme, _, path = uri.partition(":///")
-    return provenance.main_root() / path if scheme == "sqlite" and path else None
+    return provenance.find_clone() / path if scheme == "sqlite" and path else None
 
 
-def shorten(path: Path) -> str:
-    """Return a path for a log. A path in the user's clone is relative to the clone."""
+def shorten_path(path: Path) -> str:
+    """Return a path as logs have it: a path in the user's clone is relative to the clone."""
     path = path.resolve()
-    root = provenance.main_root().resolve()
+    root = provenance.find_clone().resolve()
     return str(path.relative_to(root) if root in path.parents else path)
 
 
-def place_of(uri: str) -> str:
+def name_address(uri: str) -> str:
     """Return an address as logs name it, without a password.
 
-    The store of a clone has no folder in it, because a clone may be copied or moved.
+    The name of a clone's store has no folder, because a clone may be copied or moved.
     """
-    return OWN_STORE if database(uri) == database(OWN_STORE) else redact(uri)
+    if get_database_path(uri) == get_database_path(CLONE_STORE):
+        return CLONE_STORE
+    return redact(uri)
 
 
-def experiment_name() -> str:
+def get_experiment_name() -> str:
     """Return MLFLOW_EXPERIMENT_NAME, or the name of the project's experiment if it is not set."""
     return os.environ.get("MLFLOW_EXPERIMENT_NAME") or MODEL
 
 
-def reason_of(error: Exception) -> str:
+def format_error(error: Exception) -> str:
     """Return the message of an error on one line of at most 300 characters, without passwords."""
     return textwrap.shorten(redact(str(error)) or type(error).__name__, 300, placeholder="...")
 
 
-def readable(text: str) -> str:
-    """Return a text with escapes in place of what is not Unicode, such as bytes of a file's name.
+def escape_surrogates(text: str) -> str:
+    """Replace what is not Unicode by escapes, for example bytes of a file's name.
 
-    Neither a database nor a server takes such a text.
+    Neither a database nor a server takes a text that is not Unicode.
     """
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -97,14 +102,14 @@ def readable(text: str) -> str:
 # --- MLflow, 3.1 and later
 
 ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # seconds; a server may store a file elsewhere meanwhile
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the sender tries again
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "20",  # Seconds; a server may store a file elsewhere meanwhile
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # The sender tries again
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_LOGGING_LEVEL": "ERROR",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-WORKFLOW = "machine_learning"  # the kind of MLflow's pages
+WORKFLOW = "machine_learning"  # The kind of MLflow's pages
 ABOUT_MODEL = (
     "SuperGlue on SIFT keypoints. Each version is the best model of one training. The alias"
     f" `{CHAMPION}` belongs to the first version, until another one is better on the same pairs of"
@@ -113,7 +118,7 @@ ABOUT_MODEL = (
 )
 
 
-def give_home() -> None:
+def set_missing_home() -> None:
     """Set HOME for a user who has no home, as `docker run --user` may start one.
 
     MLflow looks there for settings of its own, and fails without a home.
@@ -125,24 +130,26 @@ def give_home() -> None:
 
 
 def open_store(uri: str) -> Any:
-    """Open the server or local store, and return a client.
+    """Open a server or a local store, and return its `MlflowClient`.
+
+    A local store is created if it does not exist. MLflow's environment variables are set.
 
     Raises:
-        RequestError: For an address without a scheme.
+        RequestError: If the address has no scheme.
     """
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    give_home()
+    set_missing_home()
     import mlflow
     from mlflow.tracking import MlflowClient
 
-    logging.disable(logging.INFO)  # alembic, which changes tables, sets its own level and handler
+    logging.disable(logging.INFO)  # Alembic, which changes tables, sets its own level and handler
     if "://" not in uri and not uri.startswith("databricks"):
         raise errors.RequestError(f"not an address; write http://{uri} or sqlite:///FILE")
-    # MLflow logs a model to the global address and experiment, not to those of a client.
+    # MLflow logs a model to the global address and experiment, and not to those of a client.
     mlflow.set_tracking_uri(uri)
     mlflow.set_registry_uri(uri)
-    path = database(uri)
+    path = get_database_path(uri)
     if path and not path.is_file():
         create_database(path)
     return MlflowClient(uri, uri)
@@ -151,7 +158,7 @@ def open_store(uri: str) -> Any:
 def create_database(path: Path) -> None:
     """Create the file of a local store.
 
-    MLflow needs seconds for its tables. They are complete before the file has its name, so a
+    MLflow needs seconds for its tables. They are complete before the file gets its name, so a
     process that is killed meanwhile leaves no half of a store.
     """
     from mlflow.tracking import MlflowClient
@@ -159,45 +166,57 @@ def create_database(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         complete = Path(folder) / "mlflow.db"
         MlflowClient(f"sqlite:///{complete}").search_experiments()
-        if not path.is_file():  # another process may have done the same
+        if not path.is_file():  # Another process may have done the same
             write_atomic(path, complete.read_bytes())
 
 
-def artifacts_folder(uri: str, name: str) -> Optional[Path]:
-    """Return the folder for the files of an experiment, beside a local store.
+def get_artifacts_folder(uri: str, name: str) -> Optional[Path]:
+    """Return the folder for the files of an experiment, or None if `uri` is that of a server.
 
-    Return None for a server. By default MLflow uses the current directory, which may be a temporary
-    copy of DVC.
+    The folder is beside a local store. MLflow's default is the current directory, which may be a
+    temporary copy of DVC. `name` is the name of the experiment.
     """
-    path = database(uri)
+    path = get_database_path(uri)
     return path.resolve().parent / ARTIFACTS / name.replace("/", "_") if path else None
 
 
-def folder_elsewhere(experiment: Any, here: Optional[Path]) -> Optional[Path]:
+def find_other_clone_folder(experiment: Any, own_folder: Optional[Path]) -> Optional[Path]:
     """Return the folder of an experiment's files if it is that of a clone at another path.
 
-    `here` is the folder of this clone. A link from the other folder to it makes them the same.
+    Args:
+        experiment: an experiment of MLflow.
+        own_folder: the folder of this clone, from `get_artifacts_folder`. A link from the other
+            folder to this one makes them the same.
+
+    Returns:
+        The folder, or None if the files are in this clone, on a server, or in a folder that the
+        maker of the experiment chose.
     """
     location = urllib.parse.urlsplit(experiment.artifact_location)
     folder = Path(urllib.request.url2pathname(location.path))
     # Any other folder was chosen by the person who made the experiment.
-    is_ours = location.scheme == "file" and folder.parent.name == ARTIFACTS
-    is_here = here is None or os.path.realpath(folder) == os.path.realpath(here)
-    return folder if is_ours and not is_here else None
+    is_of_clone = location.scheme == "file" and folder.parent.name == ARTIFACTS
+    is_own = own_folder is None or os.path.realpath(folder) == os.path.realpath(own_folder)
+    return folder if is_of_clone and not is_own else None
 
 
-def hint_at_files(folder: Path, here: Path) -> str:
-    """Say where the files of runs are that a clone at another path has made."""
+def describe_other_clone_folder(folder: Path, own_folder: Path) -> str:
+    """Say where the files of another clone's runs are, and how MLflow finds those of a moved clone.
+
+    Args:
+        folder: the folder from `find_other_clone_folder`.
+        own_folder: the folder of this clone, from `get_artifacts_folder`.
+    """
     clone = folder.parents[1]
     hint = f"the files of runs that were made in {clone} are there"
     if folder.exists():
         return hint
-    link = f"mkdir -p {shlex.quote(str(clone))} && ln -s {shlex.quote(str(here.parent))}"
+    link = f"mkdir -p {shlex.quote(str(clone))} && ln -s {shlex.quote(str(own_folder.parent))}"
     return f"{hint}. If you moved the clone, let MLflow find them: {link} {shlex.quote(str(clone))}"
 
 
 def is_deleted(experiment: Any) -> bool:
-    """Return whether an experiment was deleted, which MLflow keeps until it is restored."""
+    """Return whether an experiment is deleted. MLflow keeps it, so that it can be restored."""
     return experiment is not None and experiment.lifecycle_stage == "deleted"
 
 
@@ -206,27 +225,34 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
 
     MLflow stores the whole path of an experiment's files. In a clone that was copied or moved, or
     that a container sees at another path, this is not the path of the clone. Its new runs then get
-    an experiment of their own, "NAME in FOLDER".
+    an experiment of their own, "NAME in FOLDER". In place of a deleted experiment, that of
+    MLFLOW_EXPERIMENT_NAME is taken.
 
-    In place of a deleted experiment, that of MLFLOW_EXPERIMENT_NAME is taken. Raises RequestError
-    if it is not set to another one.
+    Args:
+        client: the client from `open_store`.
+        uri: the address of the server or store.
+        name: name of the experiment.
+
+    Raises:
+        RequestError: If the experiment is deleted, and MLFLOW_EXPERIMENT_NAME names no other one.
     """
     experiment = client.get_experiment_by_name(name)
-    other = os.environ.get("MLFLOW_EXPERIMENT_NAME") or name
-    if other != name and is_deleted(experiment):
-        return find_experiment(client, uri, other)
-    here = artifacts_folder(uri, name)
-    elsewhere = experiment and folder_elsewhere(experiment, here)
-    if here and elsewhere:
-        name = f"{name} in {here.parents[1]}"
+    variable = os.environ.get("MLFLOW_EXPERIMENT_NAME") or name
+    if variable != name and is_deleted(experiment):
+        return find_experiment(client, uri, variable)
+    own_folder = get_artifacts_folder(uri, name)
+    other_folder = experiment and find_other_clone_folder(experiment, own_folder)
+    if own_folder and other_folder:
+        name = f"{name} in {own_folder.parents[1]}"
         experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        if here and elsewhere:
-            say(f"new runs are in the experiment {name}; {hint_at_files(elsewhere, here)}")
-        return client.create_experiment(name, here.as_uri() if here else None)
+        if own_folder and other_folder:
+            hint = describe_other_clone_folder(other_folder, own_folder)
+            print_message(f"new runs are in the experiment {name}; {hint}")
+        return client.create_experiment(name, own_folder.as_uri() if own_folder else None)
     number = experiment.experiment_id
     if is_deleted(experiment):
-        store = f"MLFLOW_TRACKING_URI={shlex.quote(place_of(uri))}"
+        store = f"MLFLOW_TRACKING_URI={shlex.quote(name_address(uri))}"
         restore = f"{store} mlflow experiments restore --experiment-id {number}"
         raise errors.RequestError(
             f"the experiment {name} is deleted. To restore it, type {restore}; for another"
@@ -236,20 +262,29 @@ def find_experiment(client: Any, uri: str, name: str) -> str:
 
 
 class MlflowRun:
-    """One run in MLflow, found or created by the header of its log. Any event may be sent again."""
+    """One run in MLflow, to which events are sent. Any event may be sent again.
+
+    Attributes:
+        run_id: MLflow's id of the run.
+        is_new: whether this object has created the run.
+    """
 
     def __init__(self, uri: str, header: Event) -> None:
-        self._client = open_store(uri)  # it prepares the environment in which MLflow is imported
+        """Find or create the run that the header of a log describes.
+
+        `uri` is the address of the server or store.
+        """
+        self._client = open_store(uri)  # It prepares the environment in which MLflow is imported
         import mlflow
 
-        experiment = find_experiment(self._client, uri, readable(header["experiment"]))
+        experiment = find_experiment(self._client, uri, escape_surrogates(header["experiment"]))
         mlflow.set_experiment(experiment_id=experiment)
         query = f"tags.`{KEY_TAG}` = '{header['run']}'"
         runs = self._client.search_runs([experiment], query, max_results=1)
         self.is_new = not runs
         if self.is_new:
             key = {KEY_TAG: header["run"]}
-            name = readable(header["name"])
+            name = escape_surrogates(header["name"])
             runs = [self._client.create_run(experiment, header["time"], key, name)]
         self.run_id = runs[0].info.run_id
 
@@ -265,14 +300,15 @@ class MlflowRun:
                 metrics.append(Metric(name, value, event["time"], event["step"]))
             params.update(event.get("params", {}))
             for name, text in event.get("tags", {}).items():
-                tags[name if name.startswith(("mlflow.", TAGS)) else f"{TAGS}{name}"] = text
+                has_prefix = name.startswith(("mlflow.", TAG_PREFIX))
+                tags[name if has_prefix else f"{TAG_PREFIX}{name}"] = text
         self._client.log_batch(
             self.run_id,
             metrics,
-            [Param(name, readable(text)) for name, text in params.items()],
-            [RunTag(name, readable(text)) for name, text in tags.items()],
+            [Param(name, escape_surrogates(text)) for name, text in params.items()],
+            [RunTag(name, escape_surrogates(text)) for name, text in tags.items()],
         )
-        root = provenance.main_root()
+        root = provenance.find_clone()
         for event in events:
             if "artifact" in event:
                 path = root / event["artifact"]
@@ -286,24 +322,25 @@ class MlflowRun:
                 self._client.set_terminated(self.run_id, event["end"], event["time"])
 
     def _versions(self) -> List[Any]:
-        """Return the versions of the registered model that this run has."""
+        """Return this run's versions of the registered model."""
         return [*self._client.search_model_versions(f"run_id = '{self.run_id}'")]
 
     def _register(self, files: List[str], step: int) -> None:
         """Log the weights as a model of the run, and register a version.
 
-        It becomes champion if there is none. A model of a step that is registered is left as it is.
+        The version becomes champion if there is none. Nothing is done if this run has registered a
+        model of this step already. `files` are the weights and their JSON.
         """
         from mlflow import pyfunc
         from mlflow.models import Model
 
-        described = describe_model(files)  # this comes first, to check the file
+        arguments = describe_model(files)  # This comes first, to check the file
         if any(version.tags.get("step") == str(step) for version in self._versions()):
             return
         # Log the model of the run.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # MLflow asks for an example of an input
-            logged = Model.log(None, pyfunc, name=MODEL, run_id=self.run_id, step=step, **described)
+            logged = Model.log(None, pyfunc, name=MODEL, run_id=self.run_id, step=step, **arguments)
         # Make the registered model if it is missing, and its new version.
         if not self._client.search_registered_models(f"name = '{MODEL}'"):
             self._client.create_registered_model(MODEL, description=ABOUT_MODEL)
@@ -319,7 +356,7 @@ class MlflowRun:
             self._judge(version, False, "not yet evaluated")
 
     def _describe(self, version: str) -> None:
-        """Write on the page of a version what it is: its AUC and its run."""
+        """Write the AUC and the run of a version on its page."""
         run = self._client.get_run(self.run_id)
         name, _, result = str(run.info.run_name).partition(SEPARATOR)
         text = f"{result or 'Not yet evaluated'}, run {name}"
@@ -331,7 +368,7 @@ class MlflowRun:
         return None if number is None else self._client.get_model_version(MODEL, number)
 
     def _judge(self, version: str, is_better: bool, reason: str) -> None:
-        """Give the alias to a better version. Say on the page of the version how it compared."""
+        """Give the alias to a version that is better. Write the reason on its page in any case."""
         if is_better:
             self._client.set_registered_model_alias(MODEL, CHAMPION, version)
         verdict = f"{'yes' if is_better else 'no'}: {reason}"
@@ -349,22 +386,22 @@ class MlflowRun:
             return
         # Compare on the pairs of the champion's evaluation.
         with tempfile.TemporaryDirectory() as folder:
-            theirs = self._evaluation_of(champion, folder)
-            if theirs is None:
-                better = False
+            champion_pairs = self._download_pairs(champion, folder)
+            if champion_pairs is None:
+                is_better = False
                 reason = f"the run of version {champion.version} has no {EVALUATION}/pairs.csv"
             else:
-                better, reason = better_than(pairs, theirs)
+                is_better, reason = compare_evaluations(pairs, champion_pairs)
                 reason += f"; compared with version {champion.version}"
-        self._judge(version, better, reason)
-        if better:
+        self._judge(version, is_better, reason)
+        if is_better:
             self._judge(champion.version, False, f"version {version} is better")
-            say(f"{MODEL} version {version} is the new {CHAMPION}: {reason}")
+            print_message(f"{MODEL} version {version} is the new {CHAMPION}: {reason}")
         else:
             stays = f"{MODEL} version {champion.version} stays {CHAMPION}"
-            say(f"{stays}; version {version} does not replace it: {reason}")
+            print_message(f"{stays}; version {version} does not replace it: {reason}")
 
-    def _evaluation_of(self, version: Any, folder: str) -> Optional[Path]:
+    def _download_pairs(self, version: Any, folder: str) -> Optional[Path]:
         """Download the pairs.csv of the evaluation of a version's run to `folder`.
 
         Return None if the run was not evaluated, or if its files are gone.
@@ -380,34 +417,43 @@ class MlflowRun:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            return None  # the run was deleted for good
+            return None  # The run was deleted for good
 
 
-def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
-    """Return whether a model is better than another one, and why, from the pairs.csv of both.
+def compare_evaluations(pairs: Path, champion_pairs: Path) -> Tuple[bool, str]:
+    """Decide by two evaluations whether a model is better than the champion.
 
-    It is better if the 95 % interval of the difference of AUC@5 on the same pairs lies above 0,
-    with enough photographs.
+    The model is better if the 95 % interval of the difference of AUC@5 on the same pairs lies above
+    0, over MIN_SCENES photographs or more.
+
+    Args:
+        pairs: the pairs.csv of the model.
+        champion_pairs: the pairs.csv of the champion.
+
+    Returns:
+        Whether the model is better, and the reason in words.
     """
     import pandas
 
     from pipeline.evaluate import metrics
 
-    tables = [pandas.read_csv(path, dtype=str).set_index("matcher") for path in (ours, theirs)]
+    files = (pairs, champion_pairs)
+    tables = [pandas.read_csv(path, dtype=str).set_index("matcher") for path in files]
     # Versions of this project may have other columns.
     columns = tables[0].columns.intersection(tables[1].columns)
-    if any({"nn", "superglue"} - set(table.index) for table in tables) or "scene" not in columns:
+    has_matchers = all({"nn", "superglue"} <= set(table.index) for table in tables)
+    if not has_matchers or "scene" not in columns:
         return False, "evaluated by another version of this project"
     nearest, rows = ([table.loc[[name]] for table in tables] for name in ("nn", "superglue"))
     # The same keypoints give the same nearest neighbours.
     if not nearest[0][columns].equals(nearest[1][columns]):
         return False, "evaluated on other pairs"
     error = next(name for name in rows[0] if name.startswith("error_"))
-    areas = [metrics.compute_pair_aucs(table[error].astype(float), LIMIT) for table in rows]
+    aucs = [metrics.compute_pair_aucs(table[error].astype(float), LIMIT) for table in rows]
     scenes = rows[0].set_index("scene").index
     if scenes.nunique() < MIN_SCENES:
         return False, f"too few photographs to compare: {scenes.nunique()} of {MIN_SCENES}"
-    gains = pandas.DataFrame({"gain": 100 * (areas[0] - areas[1])}, scenes)
+    gains = pandas.DataFrame({"gain": 100 * (aucs[0] - aucs[1])}, scenes)
     gain = metrics.summarize(gains, metrics.resample(gains)).loc["gain"]
     return gain.low > 0, (
         f"AUC@{LIMIT} {gain.value:+.1f} points, 95 % interval {gain.low:+.1f} .. {gain.high:+.1f},"
@@ -415,23 +461,25 @@ def better_than(ours: Path, theirs: Path) -> Tuple[bool, str]:
     )
 
 
-def use_of_machine() -> Dict[str, float]:
-    """Return the use of CPU, memory and NVIDIA's GPUs, under MLflow's names."""
+def measure_machine_use() -> Dict[str, float]:
+    """Measure the use of CPU, memory and NVIDIA's GPUs. Return the values by MLflow's names."""
     from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
     from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
 
-    used: Dict[str, float] = {}
+    values: Dict[str, float] = {}
     for kind in (CPUMonitor, GPUMonitor):
         # Without a driver or its library this raises errors of various types.
         with contextlib.suppress(Exception):
             monitor = kind()
             monitor.collect_metrics()
-            used.update(monitor.aggregate_metrics())
-    return used
+            values.update(monitor.aggregate_metrics())
+    return values
 
 
 def describe_model(files: List[str]) -> Dict[str, Any]:
-    """Return the arguments with which MLflow saves a model. `files` are the weights and their JSON.
+    """Return the arguments with which MLflow saves a model.
+
+    `files` are the paths of the weights and of their JSON.
 
     Raises:
         RequestError: If the weights cannot be read.
@@ -445,48 +493,69 @@ def describe_model(files: List[str]) -> Dict[str, Any]:
         "python_model": str(served_model.__file__),
         "code_paths": [str(Path(superglue_sift.__file__).parent)],
         "artifacts": dict(zip((served_model.WEIGHTS, "description"), files)),
-        "signature": served_model.signature(threshold),
+        "signature": served_model.make_signature(threshold),
         "pip_requirements": [f"{name}=={version}" for name, version in pins.items()],
     }
 
 
 def describe_pages(uri: str, server: str) -> List[str]:
-    """Return the addresses of the runs and of their curves at the address `server`, one a line.
+    """Return the addresses of the pages of runs and of their curves, one a line.
 
-    Runs that were made at another path have an experiment of their own. A line says where its files
-    are.
+    Runs that were made by a clone at another path have an experiment of their own. A line says
+    where the files of these runs are.
+
+    Args:
+        uri: the address of the server or local store.
+        server: the address of the pages.
     """
     client = open_store(uri)
-    name = experiment_name()
-    here = artifacts_folder(uri, name)
-    experiments = client.search_experiments()
-    experiments = [one for one in experiments if f"{one.name} in ".startswith(f"{name} in ")]
+    name = get_experiment_name()
+    own_folder = get_artifacts_folder(uri, name)
+    experiments = [
+        experiment
+        for experiment in client.search_experiments()
+        if f"{experiment.name} in ".startswith(f"{name} in ")
+    ]
     if not experiments:
         experiments = [client.get_experiment(find_experiment(client, uri, name))]
+    # The experiment of this clone comes first.
+    other_folders = [find_other_clone_folder(experiment, own_folder) for experiment in experiments]
+    rows = sorted(zip(experiments, other_folders), key=lambda row: row[1] is not None)
     lines = []
-    for experiment in sorted(experiments, key=lambda one: bool(folder_elsewhere(one, here))):
+    for experiment, other_folder in rows:
         # Without this word MLflow 3.17 opens its page for chat models.
         page = f"{server}/#/experiments/{experiment.experiment_id}/runs?workflowType={WORKFLOW}"
-        elsewhere = folder_elsewhere(experiment, here)
-        where = f" of {elsewhere.parents[1]}" if elsewhere else ""
-        lines.append(f"table of runs{where}: {page}")
-        lines.append(f"curves{where}, below `train` and `val`: {page}&compareRunsMode=CHART")
-        if elsewhere and here:
-            lines.append(hint_at_files(elsewhere, here))
+        clone = f" of {other_folder.parents[1]}" if other_folder else ""
+        lines.append(f"table of runs{clone}: {page}")
+        lines.append(f"curves{clone}, below `train` and `val`: {page}&compareRunsMode=CHART")
+        if other_folder and own_folder:
+            lines.append(describe_other_clone_folder(other_folder, own_folder))
     return lines
 
 
-def show_pages(uri: str, host: str, port: int) -> int:
+def serve_pages(uri: str, host: str, port: int) -> int:
     """Become MLflow's server on the local store, and print the addresses of its pages.
 
-    For another store, only print the addresses. Raises RequestError if the store does not answer.
+    For a server, only print the addresses.
+
+    Args:
+        uri: the address of the server or local store.
+        host: the address at which a local server listens.
+        port: its port.
+
+    Returns:
+        0 for a server. For a local store this process becomes MLflow's server, and does not return.
+
+    Raises:
+        RequestError: If the server or store does not answer.
     """
+    is_local = get_database_path(uri) is not None
     try:
-        pages = describe_pages(uri, f"http://127.0.0.1:{port}" if database(uri) else redact(uri))
-    except Exception as error:  # a wrong address, or an error of MLflow, HTTP or a database
-        raise errors.RequestError(f"{redact(uri)}: {reason_of(error)}") from None
+        pages = describe_pages(uri, f"http://127.0.0.1:{port}" if is_local else redact(uri))
+    except Exception as error:  # A wrong address, or an error of MLflow, HTTP or a database
+        raise errors.RequestError(f"{redact(uri)}: {format_error(error)}") from None
     print(*pages, sep="\n")
-    if database(uri) is None:
+    if not is_local:
         return 0
     print("MLflow takes up to a minute to start; Ctrl-C ends it")
     sys.stdout.flush()

@@ -29,7 +29,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Side = Annotated[int, Field(ge=64, le=8192, multiple_of=8)]
 KeypointCount = Annotated[int, Field(ge=1, le=16384)]
 
-FORMER_OPTIONS = "TRAIN_OPTIONS"  # environment: options of the training in versions before 0.2
+FORMER_OPTIONS = "TRAIN_OPTIONS"  # Variable with options of the training, before version 0.2
 
 
 class Section(BaseModel):
@@ -39,9 +39,9 @@ class Section(BaseModel):
 
 
 # Keys that choose among the user's own images
-OF_A_FOLDER = ("val_path", "root")
-# Keys without effect, by source. With a source that is not listed, OF_A_FOLDER has no effect.
-UNUSED = {"folder": (), "sample": (*OF_A_FOLDER, "path", "limit")}
+FOLDER_KEYS = ("val_path", "root")
+# Keys without effect, by source. With a source that is not listed, FOLDER_KEYS has no effect.
+UNUSED_KEYS = {"folder": (), "sample": (*FOLDER_KEYS, "path", "limit")}
 
 
 class FetchParams(Section):
@@ -57,15 +57,14 @@ class FetchParams(Section):
     test_fraction: Fraction
 
     @model_validator(mode="after")
-    def _keys_are_those_of_the_source(self) -> FetchParams:
-        """Check the keys of the source.
+    def _check_source_keys(self) -> FetchParams:
+        """Check the one key that a source needs, and the keys that it ignores.
 
-        A path that is left beside `source: sample` would train on other images than the user means.
+        With a path beside `source: sample`, the user means other images than those of the training.
         """
-        # Check the one key that a source needs, then the keys that it ignores.
         if self.source == "folder" and not self.path:
             raise ValueError("path = '': must name the folder of images when source is 'folder'")
-        for name in UNUSED.get(self.source, OF_A_FOLDER):
+        for name in UNUSED_KEYS.get(self.source, FOLDER_KEYS):
             value = getattr(self, name)
             if value:
                 raise ValueError(
@@ -179,7 +178,8 @@ class TrainParams(Section):
     seed: Seed
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> TrainParams:
+    def _check_heads(self) -> TrainParams:
+        """Check that the heads divide the width of the network."""
         # Each head has the same number of channels, which rotary embedding takes in pairs.
         if self.dim % self.heads:
             raise ValueError(f"heads = {self.heads}: must divide dim ({self.dim})")
@@ -190,18 +190,18 @@ class TrainParams(Section):
         return self
 
     @model_validator(mode="after")
-    def _every_key_has_an_effect(self) -> TrainParams:
+    def _check_effects(self) -> TrainParams:
         """Refuse values that another key makes useless: they train something else than is meant."""
-        # These values cannot lie above those.
-        for name, most in (
+        # The first key of each row has the second as its limit.
+        for name, limit_name in (
             ("min_keypoints", "max_keypoints"),
             ("warmup_steps", "steps"),
             ("average", "steps"),
         ):
             value = getattr(self, name)
-            limit = getattr(self, most)
+            limit = getattr(self, limit_name)
             if value > limit:
-                raise ValueError(f"{name} = {value}: must be at most {most} ({limit})")
+                raise ValueError(f"{name} = {value}: must be at most {limit_name} ({limit})")
         # The decay comes after the warm-up, and wsd is a decay that ends with the last step.
         start = self.decay_start
         if self.schedule != "cosine" and start < self.warmup_steps:
@@ -238,7 +238,8 @@ class Params(Section):
     evaluate: EvaluateParams
 
     @model_validator(mode="after")
-    def _sections_agree(self) -> Params:
+    def _check_sections(self) -> Params:
+        """Check values of different sections against each other."""
         # A training cannot show more keypoints than a view stores.
         used = self.train.max_keypoints
         stored = self.keypoints.max_keypoints
@@ -265,36 +266,45 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Dict[str, Any]:
     """Return the values of nested dicts under joined names.
 
     For example `{"train.lr": 0.0001, "views.homography.scale_min": 0.5, ...}`.
+
+    Args:
+        tree: the nested dicts.
+        prefix: a text before each name.
     """
-    flat: Dict[str, Any] = {}
+    values: Dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, dict):
-            flat.update(flatten(value, f"{prefix}{key}."))
+            values.update(flatten(value, f"{prefix}{key}."))
         else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+            values[f"{prefix}{key}"] = value
+    return values
 
 
 def load(path: Path) -> Params:
-    """Read and check the file at `path`. Raises RequestError about the first error."""
+    """Read and check a file of parameters.
+
+    Raises:
+        RequestError: If the file cannot be read, or if a key or a value is wrong. The message is
+            about the first error.
+    """
     return parse(_read(path), str(path))
 
 
-def usual_file() -> Path:
+def find_default_file() -> Path:
     """Return params.yaml of the current folder, or of the project if there is none."""
-    here = Path("params.yaml")
-    return here if here.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
+    path = Path("params.yaml")
+    return path if path.is_file() else Path(__file__).resolve().parents[1] / "params.yaml"
 
 
 def is_portable(words: Sequence[str]) -> bool:
     """Return whether `train.precision` is `portable` in the file that --params names.
 
-    A command calls it with its command line, before it loads torch. `main` of the command reports
-    errors of the command line and of the file. A pipe can be read only once, so
-    it is not read here.
+    A command calls this function with its command line, before it loads torch. `main` of the
+    command reports errors of the command line and of the file. A pipe is not read, since it can be
+    read only once.
     """
     parser = Parser(add_help=False)
-    parser.add_argument("--params", type=Path, default=usual_file())
+    parser.add_argument("--params", type=Path, default=find_default_file())
     with contextlib.suppress(RequestError):
         path = parser.parse_known_args(words)[0].params
         return path.is_file() and load(path).train.precision == "portable"
@@ -302,7 +312,11 @@ def is_portable(words: Sequence[str]) -> bool:
 
 
 def check_environment() -> None:
-    """Raise RequestError if TRAIN_OPTIONS, whose place the section `run` has taken, has options."""
+    """Check that the variable TRAIN_OPTIONS, which the section `run` has replaced, is not set.
+
+    Raises:
+        RequestError: If the variable has options.
+    """
     text = os.environ.get(FORMER_OPTIONS, "").strip()
     if text:
         raise RequestError(
@@ -312,9 +326,13 @@ def check_environment() -> None:
 
 
 def require_prepared(sections: Params) -> None:
-    """Raise RequestError if `train.precision` is `portable` and this process is not prepared.
+    """Check that this process is prepared if `train.precision` is `portable`.
 
-    It is not if torch or numpy was loaded before `environment.prepare_network` was called.
+    A process is not prepared if torch or numpy was loaded before `environment.prepare_network` was
+    called.
+
+    Raises:
+        RequestError: If the process is not prepared.
     """
     if sections.train.precision == "portable" and not environment.is_prepared():
         raise RequestError(
@@ -325,11 +343,19 @@ def require_prepared(sections: Params) -> None:
 
 
 def parse(tree: Any, origin: str) -> Params:
-    """Check the plain dicts of a file. `origin` names the file in messages. Raises RequestError."""
+    """Check the plain dicts of a file of parameters.
+
+    Args:
+        tree: the content of the file.
+        origin: the name of the file in messages.
+
+    Raises:
+        RequestError: If a key or a value is wrong. The message is about the first error.
+    """
     if not isinstance(tree, dict):
         raise RequestError(f"{origin}: must have the sections {', '.join(Params.model_fields)}")
     try:
-        return Params.model_validate(_complete(tree))
+        return Params.model_validate(_add_views(tree))
     except ValidationError as error:
         # A misspelt key comes first, because it explains why the right key is missing. A missing
         # section comes next, because other keys are then missing, too.
@@ -340,34 +366,34 @@ def parse(tree: Any, origin: str) -> Params:
                 item["type"] != "missing" or len(item["loc"]) > 1,
             ),
         )
-        raise RequestError(f"{origin}: {_problem(first)}") from None
+        raise RequestError(f"{origin}: {_describe_error(first)}") from None
 
 
-def _complete(tree: Dict[Any, Any]) -> Dict[Any, Any]:
+def _add_views(tree: Dict[Any, Any]) -> Dict[Any, Any]:
     """Return the tree with the views in the sections `keypoints` and `evaluate`."""
     # A section that is no dict is left as it is, and pydantic reports it.
     full = dict(tree)
     for name in ("keypoints", "evaluate"):
         if isinstance(tree.get(name), dict):
-            own = tree[name].get("views", {})
-            full[name] = {**tree[name], "views": _merge(tree.get("views"), own)}
+            changes = tree[name].get("views", {})
+            full[name] = {**tree[name], "views": _merge(tree.get("views"), changes)}
     return full
 
 
 def _merge(tree: Any, changes: Any) -> Any:
-    """Return the tree with the values of `changes` in place of its own, at any depth."""
+    """Return a tree in which the values of `changes` replace those of `tree`, at any depth."""
     if not (isinstance(tree, dict) and isinstance(changes, dict)):
         return changes
     return {**tree, **{key: _merge(tree.get(key), value) for key, value in changes.items()}}
 
 
-def preset(path: Path) -> str:
-    """Return the preset that the first line of a params.yaml names, or "" if it names none."""
+def read_preset_name(path: Path) -> str:
+    """Read the name of the preset from the first line of a params.yaml, "" if there is none."""
     match = re.match(r"# Preset ([\w.-]+):", path.read_text(encoding="utf-8"))
     return match[1] if match else ""
 
 
-def data_name(fetch: FetchParams) -> str:
+def name_data(fetch: FetchParams) -> str:
     """Return the name of the training images: their source or folder."""
     return Path(fetch.path).name if fetch.source == "folder" else fetch.source
 
@@ -385,15 +411,16 @@ def _read(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path}: cannot be read: {error}") from None
     except YAMLError as error:
-        reason = " ".join(str(error).split())  # with the line, and what stands there
+        reason = " ".join(str(error).split())  # It has the line and its text
         raise RequestError(f"{path}: is not valid YAML: {reason}") from None
 
 
-def _problem(error: Any) -> str:
+def _describe_error(error: Any) -> str:
     """Describe one pydantic error in a line, such as `train.lr = -1: must be greater than 0`."""
     path = error["loc"]
-    key = " ".join(".".join(map(str, path)).split())  # a key may hold line breaks
-    if error["type"] == "value_error":  # from a validator here, whose text begins with a key
+    key = " ".join(".".join(map(str, path)).split())  # A key may have line breaks
+    # The text of a validator of this file begins with a key.
+    if error["type"] == "value_error":
         return f"{key}.{error['ctx']['error']}".lstrip(".")
     # A key is missing or unknown.
     if error["type"] == "missing" and len(path) == 1:
@@ -402,13 +429,13 @@ def _problem(error: Any) -> str:
         return f"{key} is missing; copy it from presets/sample.yaml"
     if error["type"] == "extra_forbidden":
         # Look for a similar key in that section.
-        owner: Any = Params
+        section: Any = Params
         for name in path[:-1]:
-            owner = owner.model_fields[name].annotation
-        known = list(owner.model_fields)
-        close = difflib.get_close_matches(str(path[-1]), known, n=1, cutoff=0.5)
-        return f"{key}: unknown key; did you mean {' or '.join(close or known)}?"
-    # A value is wrong, and pydantic has the rule.
+            section = section.model_fields[name].annotation
+        keys = list(section.model_fields)
+        similar_keys = difflib.get_close_matches(str(path[-1]), keys, n=1, cutoff=0.5)
+        return f"{key}: unknown key; did you mean {' or '.join(similar_keys or keys)}?"
+    # A value is wrong, and pydantic's message has the rule.
     rule = re.sub("^(Input|String) should", "must", error["msg"])
     if error["type"] == "model_type":
         rule = "must hold keys with values"

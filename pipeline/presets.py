@@ -1,7 +1,7 @@
 """Copy a preset to params.yaml and show the change: `python -m pipeline.presets use NAME`.
 
-`presets/sample.yaml` is a whole params.yaml that explains its keys. Another preset has only the
-values that differ from it. A params.yaml that holds the preset already keeps its edited keys.
+`presets/sample.yaml` is a whole params.yaml that explains its keys. Any other preset has only the
+values that differ from it. A params.yaml that has the preset already keeps its edited keys.
 `--images` names a folder of images. The digest of its files goes into `fetch.content`, so that a
 changed folder is fetched again.
 """
@@ -27,11 +27,14 @@ FOLDER = Path(__file__).resolve().parents[1] / "presets"
 DEFAULT = "sample"
 
 
-def read(name: str) -> str:
-    """Return a preset as the text of a whole params.yaml. Raises RequestError for an unknown one.
+def read_preset(name: str) -> str:
+    """Read a preset, and return it as the text of a whole params.yaml.
 
     The text is that of `sample`, with its comments, under the heading of the preset and with the
     values of the preset.
+
+    Raises:
+        RequestError: If there is no such preset.
     """
     names = sorted(path.stem for path in FOLDER.glob("*.yaml"))
     if name not in names:
@@ -63,28 +66,29 @@ def _dump(yaml: YAML, tree: Any) -> str:
 
 
 def _change(tree: MutableMapping[str, Any], changes: Mapping[str, Any]) -> None:
-    """Put the values of `changes` in place of those of `tree`, at any depth."""
+    """Replace values of `tree` by those of `changes`, at any depth."""
     for key, value in changes.items():
         if isinstance(value, Mapping) and key in tree:
             _change(tree[key], value)
         else:
-            # A plain string would get the quotes of the one before, which DVC removes again.
+            # A str would get the quotes of the value that it replaces, which DVC removes again.
             tree[key] = PlainScalarString(value) if type(value) is str else value
 
 
-def render(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
-    """Return the text of params.yaml for a preset.
+def render_params(name: str, images: str = "", val_images: str = "", text: str = "") -> str:
+    """Return the text of params.yaml for a preset and the user's images.
 
     Args:
-        images, val_images: the user's folders, zips, lists or annotation files.
-        text: a params.yaml of this preset, whose edited keys are kept. If "", use the preset
-            itself.
+        name: name of the preset.
+        images, val_images: the user's folders, zips, lists or annotation files, or "".
+        text: the text of a params.yaml of this preset, whose edited keys are kept. If "", use the
+            preset itself.
 
     Raises:
-        RequestError: the preset is unknown or takes no folder, a folder is missing or empty, or
-            there are too few or too small images.
+        RequestError: If the preset is unknown or takes no folder, if a folder is missing or empty,
+            or if there are too few or too small images.
     """
-    text = text or read(name)
+    text = text or read_preset(name)
     yaml = _make_yaml()
     tree = yaml.load(text)
     # Only a preset of one's own images takes a folder.
@@ -102,29 +106,35 @@ def render(name: str, images: str = "", val_images: str = "", text: str = "") ->
     # Write the paths of the user's images and a digest of their content into the section `fetch`.
     from pipeline.fetch import dataset
 
-    # Unlike that of Path, this `expanduser` keeps a ~ without a home.
+    # Unlike that of Path, this `expanduser` keeps a ~ if there is no home.
     path, val_path = (
-        each and str(Path(os.path.expanduser(each)).resolve()) for each in (images, val_images)
+        name and str(Path(os.path.expanduser(name)).resolve()) for name in (images, val_images)
     )
     tree["fetch"].update(path=path, val_path=val_path)
     sections = params.parse(tree, f"preset {name}")
     # Refuse a folder of too few images before any stage runs.
-    held = dataset.open_and_split_local(sections.fetch)[1]
-    tree["fetch"]["content"] = json_digest([container.contents for container in held.values()])
+    containers = dataset.open_and_split_local(sections.fetch)[1].values()
+    tree["fetch"]["content"] = json_digest([container.contents for container in containers])
     return _dump(yaml, tree)
 
 
-def refresh(path: Path) -> bool:
-    """Update `fetch.content` in the params.yaml at `path`. Return whether it changed."""
+def refresh_content(path: Path) -> bool:
+    """Update `fetch.content` in the params.yaml at `path`. Return whether the file has changed."""
     fetch = params.load(path).fetch
     if fetch.source != "folder":
         return False
     text = path.read_text(encoding="utf-8")
-    return write(path, render(params.preset(path), fetch.path, fetch.val_path, text))
+    return write_params(
+        path, render_params(params.read_preset_name(path), fetch.path, fetch.val_path, text)
+    )
 
 
-def write(path: Path, text: str) -> bool:
-    """Replace the file at `path` and print the difference.
+def write_params(path: Path, text: str) -> bool:
+    """Write a params.yaml and print the difference.
+
+    Args:
+        path: the file, which need not exist.
+        text: its new content.
 
     Returns:
         False if the file has this text already.
@@ -135,21 +145,23 @@ def write(path: Path, text: str) -> bool:
     write_atomic(path, text)
     # Print only the changed keys, without the positions of a unified diff.
     names = (f"{path} before", f"{path} now")
-    lines = difflib.unified_diff(_flat(before), _flat(text), *names, n=0, lineterm="")
+    lines = difflib.unified_diff(
+        _flatten_text(before), _flatten_text(text), *names, n=0, lineterm=""
+    )
     print("\n".join(line for line in lines if not line.startswith("@@")))
     return True
 
 
-def _flat(text: str) -> List[str]:
+def _flatten_text(text: str) -> List[str]:
     """Return lines such as `train.lr: 0.0001`, so that a difference names its section.
 
-    A text that is no YAML is returned in its own lines.
+    A text that is no YAML is only divided into its lines.
     """
     try:
-        flat = flatten(YAML(typ="safe", pure=True).load(text))
+        values = flatten(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, AttributeError):
         return text.splitlines()
-    return [f"{key}: {value}" for key, value in flat.items()]
+    return [f"{key}: {value}" for key, value in values.items()]
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -157,25 +169,24 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("refresh", help="look at the folders of images again")
-    chosen = commands.add_parser("use", help="copy a preset to params.yaml and show the change")
-    add = chosen.add_argument
+    use = commands.add_parser("use", help="copy a preset to params.yaml and show the change")
+    add = use.add_argument
     add("name", nargs="?", default="", help="the preset; 'folder' when --images is given")
     add("--images", default="", help="folder of training images")
     add("--val-images", default="", help="folder of held-out images")
     args = parser.parse_args(argv)
-    # Refresh: only the digest of the folders may change.
     if args.command == "refresh":
-        refresh(args.params)
+        refresh_content(args.params)
         return 0
     if args.val_images and not args.images:
         raise RequestError("VAL_IMAGES (--val-images) goes with IMAGES (--images): name those too")
-    # Use: a file of the same preset keeps its edited keys.
+    # A file of the same preset keeps its edited keys.
     name = args.name or ("folder" if args.images else DEFAULT)
     text = ""
-    if args.params.exists() and params.preset(args.params) == name:
-        params.load(args.params)  # the user's edits may be wrong, and are reported as such
+    if args.params.exists() and params.read_preset_name(args.params) == name:
+        params.load(args.params)  # It reports wrong edits of the user
         text = args.params.read_text(encoding="utf-8")
-    if not write(args.params, render(name, args.images, args.val_images, text)):
+    if not write_params(args.params, render_params(name, args.images, args.val_images, text)):
         print(f"{args.params} already holds preset {name}")
     return 0
 

@@ -1,9 +1,9 @@
-"""Record where a result is from: commit, versions, machine, and the photographs of its model.
+"""Record where a result comes from: commit, versions, machine, and the photographs of its model.
 
 A list of photographs stands next to the file of each model, so that nobody tests on these
-photographs by accident. `best.safetensors` has `best.trained_on.txt`: one photograph a line
-(`fetch.dataset.ImageSet.photograph`), including the photographs of the initial weights. The
-description inside the model file has the list's digest.
+photographs by accident. Next to `best.safetensors` is `best.trained_on.txt`. It has one photograph
+a line (`fetch.dataset.ImageSet.photograph`), and includes the photographs of the initial weights.
+The description inside the model file has the digest of the list.
 """
 
 from __future__ import annotations
@@ -37,43 +37,51 @@ COMPUTING = (
 PACKAGES = (*COMPUTING, "safetensors", "dvc", "mlflow", "nvidia-dali-cuda110")
 # Variables of the container's image. A run has them as parameters, such as `image.digest`.
 VARIABLES = ("IMAGE_DIGEST", "IMAGE_STACK", "IMAGE_REVISION")
-PHOTOGRAPHS_KEY = "trained_on"  # key of the digest in a model's description
-UNKNOWN = "unknown"  # the only line of a list that is not known
+PHOTOGRAPHS_KEY = "trained_on"  # Key of the digest in a model's description
+UNKNOWN = "unknown"  # The only line of the list if the photographs are not known
 TITLE = (
     "# Photographs the weights were trained on: COCO's number, or CRC-32 and bytes of the file.\n"
 )
 
 
-def repo_root() -> Path:
-    """Return the folder of dvc.yaml (or .git): DVC_ROOT, or the nearest one upwards."""
-    here = Path.cwd()
+def find_repository() -> Path:
+    """Return DVC_ROOT, or the nearest folder upwards that has dvc.yaml or .git.
+
+    If there is no such folder, return the current one.
+    """
     # DVC sets DVC_ROOT for its stages, also in a copy of the clone.
     if os.environ.get("DVC_ROOT"):
         return Path(os.environ["DVC_ROOT"]).resolve()
-    folders = (here, *here.parents)
-    roots = (at for at in folders if (at / "dvc.yaml").is_file() or (at / ".git").exists())
-    return next(roots, here)
+    current = Path.cwd()
+    for folder in (current, *current.parents):
+        if (folder / "dvc.yaml").is_file() or (folder / ".git").exists():
+            return folder
+    return current
 
 
-def main_root() -> Path:
+def find_clone() -> Path:
     """Return the user's clone, for files that outlive DVC's copies (`.dvc/tmp/exps/<name>`)."""
-    return Path(str(repo_root()).partition("/.dvc/tmp/exps/")[0])
+    return Path(str(find_repository()).partition("/.dvc/tmp/exps/")[0])
 
 
-def git_state(root: Optional[Path] = None) -> Dict[str, str]:
-    """Return the commit of the clone `root`, and whether files differ from it.
+def read_git_state(root: Optional[Path] = None) -> Dict[str, str]:
+    """Ask git for the commit of a clone, and whether files differ from it.
 
-    The result is {"commit": hex or "unknown", "dirty": "true", "false" or "unknown"}.
+    Args:
+        root: the folder of the clone. If None, that of `find_repository`.
+
+    Returns:
+        `commit` is hexadecimal or "unknown". `dirty` is "true", "false" or "unknown".
     """
-    git = ["git", "-C", str(root or repo_root())]
+    git = ["git", "-C", str(root or find_repository())]
     # The state of dvc.lock and the reports does not count: they change while the pipeline runs.
-    code = ["--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports"]
+    options = ["--untracked-files=no", "--", ".", ":!dvc.lock", ":!reports"]
     try:
         commit, changed = (
             subprocess.check_output(
                 [*git, *words], stderr=subprocess.DEVNULL, timeout=20, text=True
             )
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", *code])
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", *options])
         )
     except (OSError, subprocess.SubprocessError):
         return {"commit": "unknown", "dirty": "unknown"}
@@ -81,22 +89,28 @@ def git_state(root: Optional[Path] = None) -> Dict[str, str]:
 
 
 @functools.lru_cache(maxsize=1)
-def code_version() -> str:
+def get_code_version() -> str:
     """Return the commit of this code, with a + if files differ from it.
 
-    An installed package has no commit. Return its version instead.
+    The result for an installed package, which has no commit, is its version.
     """
     root = Path(__file__).resolve().parents[1]
     # An image says of which commit it was built.
     if not (root / ".git").exists():
         return os.environ.get("IMAGE_REVISION") or __version__
-    git = git_state(root)
+    git = read_git_state(root)
     return git["commit"][:12] + ("+" if git["dirty"] == "true" else "")
 
 
 @functools.cache
-def code_digests(stage: str) -> Dict[str, str]:
+def compute_code_digests(stage: str) -> Dict[str, str]:
     """Return a digest of each Python file on which a stage depends, as dvc.yaml lists them.
+
+    Args:
+        stage: name of the stage.
+
+    Returns:
+        16 hexadecimal digits by the path of the file, relative to the clone.
 
     Raises:
         RequestError: If there is no dvc.yaml beside this code.
@@ -114,85 +128,91 @@ def code_digests(stage: str) -> Dict[str, str]:
     return {file.relative_to(root).as_posix(): file_sha256(file)[:16] for file in sorted(files)}
 
 
-def versions(packages: Sequence[str]) -> Dict[str, str]:
+def get_versions(packages: Sequence[str]) -> Dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
-    found = {}
+    installed = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed
 
 
 def pin(packages: Sequence[str]) -> Dict[str, str]:
-    """Return `versions` without the build after a `+`, on which results on a CPU do not depend."""
-    return {name: version.partition("+")[0] for name, version in versions(packages).items()}
+    """Return the versions of installed packages without the build, such as `+cu130`.
 
-
-def processor() -> str:
-    """Return vendor and model of the processor, or "" if they are not known.
-
-    An example is "AuthenticAMD, AMD EPYC 7742".
+    Results on a CPU do not depend on the build.
     """
-    # The file repeats both lines for each core.
+    return {name: version.partition("+")[0] for name, version in get_versions(packages).items()}
+
+
+def read_processor() -> str:
+    """Read vendor and model of the processor, such as "AuthenticAMD, AMD EPYC 7742".
+
+    The result is "" if they are not known.
+    """
     text = CPU_INFO.read_text(encoding="utf-8", errors="replace") if CPU_INFO.is_file() else ""
-    found = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
-    return ", ".join(dict(found).values())
+    lines = re.findall(r"^(vendor_id|model name)\s*: *(.*\S)", text, re.MULTILINE)
+    # The file repeats both lines for each core, of which the dict keeps one.
+    return ", ".join(dict(lines).values())
 
 
-def machine() -> Dict[str, str]:
-    """Return machine, image and versions by name.
+def describe_machine() -> Dict[str, str]:
+    """Return the properties of machine and image, and the versions of packages, by name.
 
     A name without a value is left out, such as `gpus` on a machine without a GPU.
     """
     import torch
 
-    # Each GPU has a name, such as in "NVIDIA H100, NVIDIA H100".
-    cards = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
-    found = {
+    gpu_names = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
+    properties = {
         **{name.lower().replace("_", "."): os.environ.get(name, "") for name in VARIABLES},
         "host": socket.gethostname(),
         "platform": platform.platform(),
-        "processor": processor(),
-        "gpus": ", ".join(cards),
+        "processor": read_processor(),
+        "gpus": ", ".join(gpu_names),
         "version.python": platform.python_version(),
-        **{f"version.{name}": version for name, version in versions(PACKAGES).items()},
+        **{f"version.{name}": version for name, version in get_versions(PACKAGES).items()},
     }
-    return {key: value for key, value in found.items() if value}
+    return {key: value for key, value in properties.items() if value}
 
 
 # --- the photographs that a model was trained on
 
 
-def photographs_file(model: Path) -> Path:
-    """Return the file of the list, next to the file of the model."""
+def get_photographs_path(model: Path) -> Path:
+    """Return the path of the list of photographs, next to the file of the model."""
     return model.with_suffix(f".{PHOTOGRAPHS_KEY}.txt")
 
 
-def photographs_digest(photographs: Iterable[str]) -> str:
-    """Return a digest (16 hexadecimal digits) of a list, the same for any order."""
+def compute_photographs_digest(photographs: Iterable[str]) -> str:
+    """Return a digest (16 hexadecimal digits) of photographs, the same for any order."""
     return hashlib.sha256("\n".join(sorted(photographs)).encode()).hexdigest()[:16]
 
 
 def write_photographs(model: Path, photographs: Optional[Iterable[str]]) -> None:
-    """Write the list of a model atomically, or that it is unknown if `photographs` is None.
+    """Write the list of the photographs on which a model was trained.
 
     The same photographs give the same bytes in any order.
+
+    Args:
+        model: the file of the model.
+        photographs: the photographs, or None if they are not known.
     """
     lines = [UNKNOWN]
     if photographs is not None:
         lines = sorted(photographs, key=lambda name: (len(name), name))
-    write_atomic(photographs_file(model), TITLE + "".join(f"{line}\n" for line in lines))
+    write_atomic(get_photographs_path(model), TITLE + "".join(f"{line}\n" for line in lines))
 
 
 def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
-    """Read the photographs that a model was trained on. Returns None if they are not known.
+    """Read the photographs on which a model was trained. Return None if they are not known.
 
     Raises:
         RequestError: If the list belongs to another model.
     """
     from superglue_sift.network.weights import BadCheckpoint, load_model_file
 
-    path = photographs_file(model)
+    path = get_photographs_path(model)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -201,12 +221,12 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
     photographs = frozenset(line for line in lines if line and not line.startswith("#"))
     if UNKNOWN in photographs:
         return None
-    # The model states the digest of its list.
+    # The model file has the digest of its list.
     try:
-        stated = load_model_file(model)[1].get(PHOTOGRAPHS_KEY)
-    except (FileNotFoundError, BadCheckpoint):  # this error is reported where the model is loaded
-        stated = None
-    if stated is not None and stated != photographs_digest(photographs):
+        digest = load_model_file(model)[1].get(PHOTOGRAPHS_KEY)
+    except (FileNotFoundError, BadCheckpoint):  # This error is reported where the model is loaded
+        digest = None
+    if digest is not None and digest != compute_photographs_digest(photographs):
         raise RequestError(
             f"{path}: is not the list of {model.name}; put the one back that was written with it"
         )
@@ -216,27 +236,29 @@ def read_photographs(model: Path) -> Optional[FrozenSet[str]]:
 def leave_out_photographs(
     model: Path, photographs: Sequence[str], keep: bool, title: str
 ) -> Tuple[List[int], str]:
-    """Leave out the photographs that a model was trained on.
+    """Leave out the photographs on which a model was trained.
 
     Args:
-        keep: whether to keep them, and only say how many there are.
+        model: the file of the model.
+        photographs: the photographs, as in the list of the model.
+        keep: whether to keep them all, and only say how many are from the training.
         title: name of the model in the message.
 
     Returns:
-        The indices of the photographs that stay, and a message. It is "" if the model was trained
-        on none of the photographs.
+        The indices of the photographs that stay, and a message. The message is "" if the model was
+        trained on none of the photographs.
     """
-    every = list(range(len(photographs)))
-    known = read_photographs(model)
-    if known is None:
-        listed = photographs_file(model).is_file()
-        why = "its training did not know either" if listed else "it has no list"
-        return every, f"what {model.name} was trained on is not known ({why}): none is left out"
-    # The photographs that the model has not seen.
-    left = [place for place in every if photographs[place] not in known]
-    count = f"{len(every) - len(left)} of {len(every)} photographs"
-    if len(left) == len(every):
-        return every, ""
+    indices = list(range(len(photographs)))
+    trained_on = read_photographs(model)
+    if trained_on is None:
+        has_list = get_photographs_path(model).is_file()
+        reason = "its training did not know either" if has_list else "it has no list"
+        message = f"what {model.name} was trained on is not known ({reason}): none is left out"
+        return indices, message
+    unseen = [index for index in indices if photographs[index] not in trained_on]
+    count = f"{len(indices) - len(unseen)} of {len(indices)} photographs"
+    if len(unseen) == len(indices):
+        return indices, ""
     if keep:
-        return every, f"{count} are from the training of {title}"
-    return left, f"{count} left out: {title} was trained on them"
+        return indices, f"{count} are from the training of {title}"
+    return unseen, f"{count} left out: {title} was trained on them"

@@ -31,7 +31,7 @@ PHOTOGRAPHS = "data/images"
 PROTOCOL = ("views", "evaluate")
 
 
-def next_steps() -> List[str]:
+def list_next_steps() -> List[str]:
     """Return lines that say where to look next."""
     lines = [
         "Where to look next",
@@ -52,39 +52,52 @@ def next_steps() -> List[str]:
     return lines
 
 
-def measured_on(lock: str) -> Dict[str, Any]:
-    """Return the photographs and the protocol of the evaluation in the text of a dvc.lock."""
+def read_evaluation_inputs(lock: str) -> Dict[str, Any]:
+    """Return the digest of the photographs and the protocol of an evaluation.
+
+    `lock` is the text of the dvc.lock that belongs to the evaluation.
+    """
     tree = YAML(typ="safe", pure=True).load(lock) or {}
     stage = tree.get("stages", {}).get("evaluate", {})
     # dvc.lock has the digest of the images, and the parameters with which the stage ran.
-    photographs = [each.get("md5") for each in stage.get("deps", []) if each["path"] == PHOTOGRAPHS]
+    dependencies = stage.get("deps", [])
+    photographs = [
+        dependency.get("md5") for dependency in dependencies if dependency["path"] == PHOTOGRAPHS
+    ]
     params = stage.get("params", {}).get("params.yaml", {})
     protocol = {key: value for key, value in params.items() if key.split(".")[0] in PROTOCOL}
     return {"photographs": photographs, "protocol": protocol}
 
 
-def what_differs(locks: Dict[str, str]) -> List[str]:
+def list_differences(locks: Dict[str, str]) -> List[str]:
     """Return a line for each evaluation whose photographs or protocol differ from the first.
 
     `locks` has the text of each dvc.lock by the name of its commit.
     """
     lines = []
-    first, *others = locks
-    known = measured_on(locks[first])
-    for name in others:
-        own = measured_on(locks[name])
-        kinds = " and another ".join(kind for kind in known if known[kind] != own[kind])
+    first, *later_names = locks
+    first_inputs = read_evaluation_inputs(locks[first])
+    for name in later_names:
+        inputs = read_evaluation_inputs(locks[name])
+        kinds = " and another ".join(
+            kind for kind in first_inputs if first_inputs[kind] != inputs[kind]
+        )
         if kinds:
             lines.append(f"{first} and {name} have other {kinds}: their metrics cannot be compared")
     return lines
 
 
-def compare(names: Sequence[str]) -> str:
-    """Return the metrics of experiments or commits side by side, and how they differ.
+def compare_experiments(names: Sequence[str]) -> str:
+    """Return a table of the metrics of experiments or commits, and how they differ.
 
-    Two have the change from the first to the second, with its sign. More have mean and range.
-    Lines below the table say what cannot be compared. The name `workspace` stands for this folder.
-    Raises RequestError for an unknown name.
+    The table of two has a column for the change from the first to the second, with its sign. That
+    of more has columns for mean and range. Lines below the table say what cannot be compared.
+
+    Args:
+        names: DVC experiments or commits. The name `workspace` stands for this folder.
+
+    Raises:
+        RequestError: If a name is unknown or has no metrics.
     """
     import dvc.api
     from dvc.exceptions import DvcException
@@ -105,12 +118,12 @@ def compare(names: Sequence[str]) -> str:
     table = values.round(2)
     if len(columns) == 2:
         before, after = values.columns
-        change = (values[after] - values[before]).round(2) + 0.0  # no negative zero
+        change = (values[after] - values[before]).round(2) + 0.0  # No negative zero
         table["change"] = [f"{value:+.2f}" for value in change]
     elif len(columns) > 2:
         table["mean"] = values.mean(axis=1).round(2)
         table["range"] = (values.max(axis=1) - values.min(axis=1)).round(2)
-    return "\n".join([table.to_string(), *what_differs(locks)])
+    return "\n".join([table.to_string(), *list_differences(locks)])
 
 
 def main(argv: Optional[List[str]] = None) -> int:
@@ -126,7 +139,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     )
     args = parser.parse_args(argv)
     if args.experiments:
-        print(compare(args.experiments))
+        print(compare_experiments(args.experiments))
         return 0
     try:
         print((EVALUATION / SUMMARY).read_text(encoding="utf-8"), flush=True)
@@ -134,11 +147,11 @@ def main(argv: Optional[List[str]] = None) -> int:
         raise RequestError(
             f"{EVALUATION / SUMMARY}: no evaluation here yet; `make repro` makes one"
         ) from None
-    print("\n".join(next_steps()))
+    print("\n".join(list_next_steps()))
     # A browser needs a screen.
     page = (EVALUATION / PAGE).resolve()
-    screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
-    if args.open and not (screen and webbrowser.open(page.as_uri())):
+    has_screen = sys.platform != "linux" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if args.open and not (has_screen and webbrowser.open(page.as_uri())):
         print(f"\nno browser here; open {page}")
     return 0
 

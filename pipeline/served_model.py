@@ -1,13 +1,13 @@
-"""Serve the matcher by MLflow, which copies this file into a model.
+"""The model that MLflow serves: it gets two images and returns their matches.
 
-The model gets two images and returns their matches.
+MLflow copies this file into the model.
 
     model = mlflow.pyfunc.load_model("models:/superglue-sift@champion")
     model.predict([{"image0": image0, "image1": image1}], params={"threshold": 0.5})
 
 An image is the base64 text of a JPEG, PNG, WebP, ... file, which is matched as by `Matcher.match`:
-rotated as its EXIF data say, and without keypoints where it is transparent. It may also be pixels,
-(H, W) gray or (H, W, 3) BGR, from 0 to 255.
+rotated as its EXIF data say, and without keypoints where it is transparent. An image may also be
+given as pixels from 0 to 255, (H, W) gray or (H, W, 3) BGR.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ from mlflow.types.schema import AnyType
 from superglue_sift import Matcher, RequestError
 from superglue_sift.features.features import Features
 
-WEIGHTS = "weights"  # name of the artifact that holds the weights
-MAX_KEYPOINTS = 4096  # largest number of keypoints of an image, in any request
-MAX_PIXELS = 50_000_000  # largest number of pixels of an image that is given as pixels
-IMAGES = ("image0", "image1")  # the columns of a request
-REFINED = ("aligned0", "aligned1", "deviations", "correlations")
-ANSWER = ("keypoints0", "keypoints1", "matches", "scores", *REFINED)  # keys of an answer
+WEIGHTS = "weights"  # Name of the artifact that has the weights
+MAX_KEYPOINTS = 4096  # Largest number of keypoints of an image, in any request
+MAX_PIXELS = 50_000_000  # Largest number of pixels of an image that is given as pixels
+IMAGES = ("image0", "image1")  # The columns of a request
+REFINED_FIELDS = ("aligned0", "aligned1", "deviations", "correlations")
+# The keys of the result of a request, which are attributes of MatchResult
+RESULT_FIELDS = ("keypoints0", "keypoints1", "matches", "scores", *REFINED_FIELDS)
 
 
-def signature(threshold: float) -> ModelSignature:
-    """Return the signature: the columns image0 and image1, and the parameters with their defaults.
+def make_signature(threshold: float) -> ModelSignature:
+    """Make MLflow's signature: the columns image0 and image1, and the parameters of a request.
 
-    `threshold` is the model's own threshold.
+    `threshold` is the default threshold, that of the model.
     """
     inputs = Schema([ColSpec(AnyType(), name) for name in IMAGES])
     params = [
@@ -50,45 +51,49 @@ def signature(threshold: float) -> ModelSignature:
     return ModelSignature(inputs=inputs, params=ParamSchema(params))
 
 
-def extract(matcher: Matcher, image: Any, name: str) -> Features:
-    """Extract features of the image of a request, in the column `name`.
+def extract_request_image(matcher: Matcher, image: Any, name: str) -> Features:
+    """Extract the features of an image of a request.
+
+    Args:
+        matcher: the matcher.
+        image: base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255.
+        name: the column of the request, for messages.
 
     Raises:
-        RequestError: Which names the column.
+        RequestError: If `image` is none of these, or if the file cannot be read.
     """
     if isinstance(image, str):
         try:
             data = base64.b64decode(image, validate=True)
-        except ValueError:  # also for letters that are not ASCII
+        except ValueError:  # Letters that are not ASCII raise this, too
             raise RequestError(f"{name}: neither base64 nor pixels") from None
         return matcher.extract_file(data, name)
     # Nested lists of a JSON request, or an array
     try:
         array = np.asarray(image)
-    except ValueError:  # rows of different lengths
+    except ValueError:  # Rows of different lengths raise this
         array = np.empty(0)
-    is_image = array.ndim == 2 or array.shape[2:] == (3,)
-    fits = array.dtype.kind in "iuf" and is_image and 0 < array.size <= 3 * MAX_PIXELS
-    if not fits or not (array.min() >= 0 and array.max() <= 255):  # both are False for NaN
+    has_image_shape = array.ndim == 2 or array.shape[2:] == (3,)
+    is_image = array.dtype.kind in "iuf" and has_image_shape and 0 < array.size <= 3 * MAX_PIXELS
+    if not is_image or not (array.min() >= 0 and array.max() <= 255):  # Both are False for NaN
         raise RequestError(
             f"{name}: must be base64 of an image file, or pixels (H, W) or (H, W, 3) from 0 to 255"
         )
     return matcher.extract(array.astype(np.uint8))
 
 
-def as_lists(values: Any) -> Any:
-    """Return an array as lists, with None in place of NaN, which JSON does not have."""
+def to_lists(values: Any) -> Any:
+    """Convert an array to lists, with None in place of NaN, which JSON does not have."""
     if values is None:
         return None
     array = np.asarray(values)
     return np.where(np.isfinite(array), array, None).tolist()  # pyright: ignore
 
 
-class Answers:
-    """Base of MatcherModel.
+class BaseMatcherModel:
+    """Base of MatcherModel, which does its work.
 
-    It is a class of its own, because MLflow warns about a `predict` without type hints in a
-    subclass of PythonModel.
+    MLflow warns about a `predict` without type hints in a direct subclass of PythonModel.
     """
 
     matcher: Matcher
@@ -96,16 +101,23 @@ class Answers:
     def load_context(self, context: Any) -> None:
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
-    # It has no type hints, because MLflow would read them as a signature.
+    # The method has no type hints, because MLflow would read them as a signature.
     def predict(self, context, model_input, params):
-        """Match each row, and return one dict of lists for each row.
+        """Match the two images of each row.
 
-        A dict has keypoints0 and keypoints1 (N, 2), matches (K, 2) and scores (K,). It also has
-        aligned0 and aligned1 (K, 2) px, deviations (K,) px and correlations (K,), with None where a
-        position was not refined. With refine=False, these four are None.
+        Args:
+            context: MLflow's context, which is not used.
+            model_input: a data frame with the columns image0 and image1.
+            params: all parameters of the signature, which MLflow completes by their defaults.
 
-        MLflow gives `params` all keys of the signature. Raises MlflowException (HTTP 400), which
-        gives the reason, for an invalid image or parameter.
+        Returns:
+            A dict of lists for each row: keypoints0 and keypoints1 (N, 2) px, matches (K, 2) and
+            scores (K,). It also has aligned0 and aligned1 (K, 2) px, deviations (K,) px and
+            correlations (K,), with None where a position was not refined. With refine=False, these
+            four are None.
+
+        Raises:
+            MlflowException: If an image or a parameter is invalid (HTTP 400), with the reason.
         """
         try:
             return [self._match(row, **params) for row in model_input.to_dict("records")]
@@ -117,19 +129,21 @@ class Answers:
     ) -> Dict[str, Any]:
         if not 1 <= max_keypoints <= MAX_KEYPOINTS:
             raise RequestError(f"max_keypoints: must be 1 to {MAX_KEYPOINTS}")
-        # Threads answer several requests at once. Their copies of the matcher share its network and
+        # Several threads may run this at once. Their copies of the matcher share its network and
         # take turns at it.
         matcher = dataclasses.replace(
             self.matcher, max_keypoints=max_keypoints, threshold=threshold, refine=refine
         )
         with ThreadPoolExecutor(len(IMAGES)) as pool:
-            features = list(pool.map(lambda name: extract(matcher, row[name], name), IMAGES))
+            features = list(
+                pool.map(lambda name: extract_request_image(matcher, row[name], name), IMAGES)
+            )
         result = matcher.match(*features)
-        return {name: as_lists(getattr(result, name)) for name in ANSWER}
+        return {name: to_lists(getattr(result, name)) for name in RESULT_FIELDS}
 
 
-class MatcherModel(Answers, PythonModel):
-    """`Matcher` behind MLflow's interface. It gives one answer for each row of the input."""
+class MatcherModel(BaseMatcherModel, PythonModel):
+    """`Matcher` behind MLflow's interface. It gives one result for each row of the input."""
 
 
 # MLflow loads this file from the model's copy.

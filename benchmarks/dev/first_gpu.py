@@ -162,7 +162,7 @@ def write_params(
 
 def write(folder: Path, preset: str, changes: Dict[str, Any]) -> None:
     """Write a preset with other values, such as `{"train.steps": 8}`, and check it."""
-    tree = YAML(typ="safe", pure=True).load(presets.read(preset))
+    tree = YAML(typ="safe", pure=True).load(presets.read_preset(preset))
     for name, value in changes.items():
         section, key = name.split(".")
         tree[section][key] = value

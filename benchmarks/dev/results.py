@@ -146,7 +146,7 @@ class Bench:
             The file of parameters, with the keys `evaluate`, and the folder of the images.
         """
         yaml = YAML()
-        parameters = yaml.load(presets.read("folder"))
+        parameters = yaml.load(presets.read_preset("folder"))
         paths = {"path": str(train), "val_path": str(held_out)}
         parameters["fetch"].update(paths)
         parameters["evaluate"].update(evaluate)

@@ -144,7 +144,7 @@ def check_options(args: argparse.Namespace) -> argparse.Namespace:
         raise RequestError("--short-side: only with --pairs or --poses")
     # Find the models, parameters and estimators that the options name.
     args.models, args.functions = find_models(args.model, args.also)
-    args.params = args.params or params.usual_file()
+    args.params = args.params or params.find_default_file()
     names = args.estimators.split(",") if args.estimators else estimators.DEFAULT
     for name in names:
         if name not in estimators.ESTIMATORS:
@@ -405,15 +405,15 @@ def send_to_mlflow(args: argparse.Namespace, results: Results, info: Mapping[str
     prefix = "/".join(filter(None, (tracking.EVALUATION, folder.resolve().stem if folder else "")))
     values = {f"{prefix}/{name}": value for name, value in report.select_headline(results).items()}
     with tracking.attach(args.mlflow_run, training=info.get("training")) as run:
-        run.log(values, int(info.get("step") or 0))
-        run.tags({f"{prefix}.processor": provenance.processor()})
+        run.log_metrics(values, int(info.get("step") or 0))
+        run.set_tags({f"{prefix}.processor": provenance.read_processor()})
         # Held-out images come from the data on which the model was trained.
         if folder is None:
             auc = report.compare_matchers(results)[-1]["ours"]["value"]
             run.describe(f"AUC@5 {report.format_percent(auc)}", report.make_note(results, prefix))
             # The champion may be an earlier version of this run, whose pairs.csv is replaced next.
             run.compare_with_champion(args.out / "pairs.csv")
-        run.artifact(args.out, prefix)
+        run.add_artifact(args.out, prefix)
 
 
 @contextlib.contextmanager

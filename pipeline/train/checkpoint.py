@@ -247,7 +247,7 @@ def publish_best(folder: Path, out: Path) -> None:
     """Copy the best model in `folder`, with the files that describe it, to `out`."""
     best = folder / BEST
     files = (
-        provenance.photographs_file(best),
+        provenance.get_photographs_path(best),
         get_origin_path(best),
         best.with_suffix(".json"),
         best,
@@ -469,7 +469,7 @@ def find_finished_training(args: argparse.Namespace, folder: Path, ours: Info) -
     path = get_origin_path(home / BEST)
     origin = json.loads(path.read_text()) if path.is_file() else {"code": {}, "curves": {}}
     again = "`python -m pipeline.launch pipeline.train --fresh` trains again"
-    files = list_changed_keys(origin["code"], provenance.code_digests("train"))
+    files = list_changed_keys(origin["code"], provenance.compute_code_digests("train"))
     if files:
         names = ", ".join(files[:3]) + (f" and {len(files) - 3} more" if len(files) > 3 else "")
         raise RequestError(

@@ -238,8 +238,8 @@ class TrainingLogger:
         self.curves: Curves = unpack_curves(*saved) if saved else {}
         self.sums: Metrics = dict(info.get("log_window", {})) if context.is_main else {}
         self._restart_clock()
-        data = params.data_name(sections.fetch)
-        preset = params.preset(args.params)
+        data = params.name_data(sections.fetch)
+        preset = params.read_preset_name(args.params)
         device = context.device.type
         # Only rank 0 has a run, in the local log and in MLflow.
         self.run = tracking.open_run(
@@ -257,7 +257,7 @@ class TrainingLogger:
 
     def __exit__(self, kind, error, trace) -> None:
         # Without an error the run is closed already.
-        self.run.close(tracking.ending(kind) if kind else "FAILED")
+        self.run.close(tracking.get_end_status(kind) if kind else "FAILED")
 
     def log_start(
         self,
@@ -281,7 +281,7 @@ class TrainingLogger:
                 f" {self.context.world_size} process(es) on {self.context.device.type}"
             )
             print(*messages, sep="\n")
-            self.run.tags({"data": store.digest})
+            self.run.set_tags({"data": store.digest})
         elif is_first_of_node():
             print(
                 f"rank {self.context.rank} of {self.context.world_size} trains from step"
@@ -320,7 +320,7 @@ class TrainingLogger:
             "train/pairs_per_s": self.pairs * self.timed_steps / seconds,
             "train/data_wait": self.waited / seconds,
         }
-        self.run.log(timing, step)
+        self.run.log_metrics(timing, step)
         self._restart_clock()
         self.sums = {}
 
@@ -373,8 +373,8 @@ class TrainingLogger:
         model = self.args.out / BEST
         write_metrics(reports, best)
         for name in (METRICS, PICTURE):
-            self.run.artifact(reports / name)
-        self.run.model(model, model.with_suffix(".json"), step=best["step"])
+            self.run.add_artifact(reports / name)
+        self.run.register_model(model, model.with_suffix(".json"), step=best["step"])
         percent = to_percent(best["validation"])
         print(
             f"best validation at step {best['step']}: {_describe_validation(percent)}"
@@ -398,4 +398,4 @@ class TrainingLogger:
         # Keep as many digits as the file of the curve has.
         row = {name: float(f"{value:.6g}") for name, value in point.items()}
         self.curves.setdefault(kind, []).append({"step": step, **row})
-        self.run.log({f"{kind}/{name}": value for name, value in point.items()}, step)
+        self.run.log_metrics({f"{kind}/{name}": value for name, value in point.items()}, step)

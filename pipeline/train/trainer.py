@@ -210,7 +210,7 @@ def get_device_name(device: torch.device) -> str:
     """Return the model of a GPU or of the processor, on which rounding depends."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return provenance.processor()
+    return provenance.read_processor()
 
 
 def align_and_check_replicas(state: TrainState, is_main: bool, alike: bool = True) -> None:
@@ -270,7 +270,7 @@ def train(
     data = open_data(args, sections, context)
     identity = fingerprint_training(sections, data, context.world_size)
     # All ranks must have the same request, and the same code.
-    request = {**identity, **sections.run.model_dump(), **provenance.code_digests("train")}
+    request = {**identity, **sections.run.model_dump(), **provenance.compute_code_digests("train")}
     checkpoint.check_ranks_agree(request, context.is_main)
     # One rank writes in each folder, and no other training does. Nodes may share a folder or not.
     seconds = distributed.START_SECONDS if checkpoint.is_restart() else 0
@@ -381,7 +381,7 @@ class Training:
         abilities = distributed.all_gather(detect_abilities(context.device))
         self.precision, self.reason = choose_precision(self.train.precision, abilities)
         self.versions = provenance.pin(provenance.COMPUTING)
-        self.code = provenance.code_digests("train")
+        self.code = provenance.compute_code_digests("train")
         computed_by = {
             "precision": self.precision,
             "processes": context.world_size,
@@ -657,7 +657,9 @@ class Training:
             "training": self.name,
             "versions": checkpoint.list_package_versions(self.history),
             "train": checkpoint.describe_parameters(self.train),
-            provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(self.data.photographs or ()),
+            provenance.PHOTOGRAPHS_KEY: provenance.compute_photographs_digest(
+                self.data.photographs or ()
+            ),
             **{k: v for k, v in self.identity.items() if k in decided},
         }
         if self.writes:

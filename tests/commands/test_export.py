@@ -17,7 +17,7 @@ def write_best(folder, **about):
     info = {
         "train": {"lr": 0.1},
         "validation": {"f1": 0.5},
-        "trained_on": provenance.photographs_digest(()),
+        "trained_on": provenance.compute_photographs_digest(()),
     }
     write_model(folder / "best.safetensors", about={**info, **about})
 

@@ -59,7 +59,7 @@ def test_every_preset_is_written_whole_and_explained(name, target, use, image_fo
     )
     assert explained == comments
     # so `dvc exp run -S` changes one line of params.yaml
-    text = presets.read(name)
+    text = presets.read_preset(name)
     target.write_text(text)
     dvc = pytest.importorskip("dvc.utils.serialize", reason="needs DVC")
     with dvc.modify_yaml(str(target)) as tree:
@@ -73,7 +73,7 @@ def test_a_preset_has_its_own_values_and_those_of_the_sample(name):
     """A file has no value that is the same in `sample`, so it shows what is special about it."""
     own = flatten(read_yaml(ROOT / f"presets/{name}.yaml"))
     sample = flatten(read_yaml(ROOT / "presets/sample.yaml"))
-    written = flatten(YAML(typ="safe", pure=True).load(presets.read(name)))
+    written = flatten(YAML(typ="safe", pure=True).load(presets.read_preset(name)))
     assert written == {**sample, **own}
     if name != "sample":
         assert [key for key, value in own.items() if sample.get(key, ...) == value] == []
@@ -94,16 +94,16 @@ def test_own_images_are_written_as_absolute_paths(target, use, tmp_path, image_f
 def test_a_changed_folder_changes_the_content(target, use, image_folder):
     assert use("--images", image_folder) == 0
     before = params.load(target).fetch
-    assert not presets.refresh(target)
+    assert not presets.refresh_content(target)
     shutil.copy(image_folder / "coffee.png", image_folder / "nested/again.png")
     (image_folder / "notes.txt").write_text("no image")
-    assert presets.refresh(target)
+    assert presets.refresh_content(target)
     after = params.load(target).fetch
     assert after.content != before.content
     assert after == before.model_copy(update={"content": after.content})
     assert target.read_text().startswith("# Preset folder: ")
     shutil.copy(ROOT / "params.yaml", target)
-    assert not presets.refresh(target)  # no folder
+    assert not presets.refresh_content(target)  # no folder
 
 
 def test_a_file_that_holds_the_preset_keeps_its_edits(target, use, tmp_path, image_folder):

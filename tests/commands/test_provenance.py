@@ -157,7 +157,7 @@ def test_a_model_without_a_list_is_named_and_nothing_left_out(work, capsys):
 
 
 def test_the_list_of_another_model_is_refused(work, capsys):
-    about = {provenance.PHOTOGRAPHS_KEY: provenance.photographs_digest(["139"])}
+    about = {provenance.PHOTOGRAPHS_KEY: provenance.compute_photographs_digest(["139"])}
     write_model(work / "model.safetensors", about)
     assert run(work) == 2
     assert "model.trained_on.txt: is not the list of model.safetensors" in capsys.readouterr().err
@@ -203,7 +203,7 @@ def test_a_training_records_its_photographs_and_those_of_its_initial_weights(
     seen = {*own, "7777", "101"}
     assert provenance.read_photographs(tmp_path / "run/best.safetensors") == seen
     metrics = read_json(tmp_path / "run/best.json")
-    assert metrics[provenance.PHOTOGRAPHS_KEY] == provenance.photographs_digest(
+    assert metrics[provenance.PHOTOGRAPHS_KEY] == provenance.compute_photographs_digest(
         {*own, "7777", "101"}
     )
 

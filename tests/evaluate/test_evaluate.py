@@ -271,7 +271,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     sent.__enter__.return_value = sent
     monkeypatch.setattr(evaluate.tracking, "attach", lambda path, training: sent)
     assert run(work, "--mlflow-run", "log.jsonl") == 0
-    values, step = sent.log.call_args[0]
+    values, step = sent.log_metrics.call_args[0]
     assert step == 7 and all(name.startswith("test/") for name in values)
     full = read_metrics(work)
     area = 100 * full["superglue.auc_ransac_5"]
@@ -281,7 +281,7 @@ def test_results_reach_the_run_of_the_training(work, monkeypatch):
     title, note = sent.describe.call_args[0]
     assert title == f"AUC@5 {area:.1f}"
     assert "\n| precision, correct matches | " in note and "test/index.html" in note
-    sent.artifact.assert_any_call(work / "out", "test")
+    sent.add_artifact.assert_any_call(work / "out", "test")
     sent.compare_with_champion.assert_called_once_with(work / "out/pairs.csv")
 
 

@@ -148,7 +148,7 @@ def test_a_coco_preset_from_a_server_to_a_model(tmp_path, root, monkeypatch):
     archive = coco.Archive("val2017.zip", md5, len(TEN), len(server.data))
     monkeypatch.setitem(coco.SOURCES, "coco2017-val", [archive])
     monkeypatch.setenv(coco.MIRROR, server.url)
-    tree = YAML(typ="safe", pure=True).load(presets.read("coco2017-val"))
+    tree = YAML(typ="safe", pure=True).load(presets.read_preset("coco2017-val"))
     tree["fetch"].update(val_fraction=0.4)
     tree["keypoints"].update(views_per_image=3, width=160, height=120, max_keypoints=64)
     few = {"steps": 4, "batch": 2, "val_every": 2, "val_pairs": 4, "max_keypoints": 64}

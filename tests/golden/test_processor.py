@@ -88,7 +88,7 @@ def compute_keypoints(values):
 def compute_stages(values, folder):
     """Hashes of the outputs of preset `ci`, by the commands of dvc.yaml, in a new folder."""
     folder.mkdir()
-    (folder / "params.yaml").write_text(presets.read("ci"))
+    (folder / "params.yaml").write_text(presets.read_preset("ci"))
     (folder / "pretrained").symlink_to(ROOT / "pretrained")
     stages = read_yaml(ROOT / "dvc.yaml")["stages"]
     hashes = {}
@@ -119,7 +119,7 @@ def describe_processor():
     about = dict(re.findall(r"(\S.*?)\s*: (.*)", environment.CPU_INFO.read_text()))
     wide = "with" if "avx512vl" in about["flags"] else "without"
     kind = f"family {about['cpu family']}, model {about['model']}, {wide} AVX-512"
-    return f"{provenance.processor()}, {kind}"
+    return f"{provenance.read_processor()}, {kind}"
 
 
 def versions():

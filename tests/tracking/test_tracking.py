@@ -20,7 +20,7 @@ from waiting import wait_until
 from pipeline import mlflow_store as stores
 from pipeline import tracking
 from pipeline.errors import RequestError
-from pipeline.provenance import main_root
+from pipeline.provenance import find_clone
 from pipeline.tracking import EventLog
 from pipeline.train import __main__ as train
 
@@ -91,7 +91,7 @@ def resend(folder, *more):
 
 def log_steps(run, start, stop):
     for step in range(start, stop):
-        run.log({"train/loss": 1.0 / (step + 1)}, step)
+        run.log_metrics({"train/loss": 1.0 / (step + 1)}, step)
 
 
 def test_a_run_has_params_curves_tags_files_and_model(mlflow_store, tmp_path, monkeypatch):
@@ -101,10 +101,10 @@ def test_a_run_has_params_curves_tags_files_and_model(mlflow_store, tmp_path, mo
     sections = {"views": views, "keypoints": {"views": views}, "evaluate": {"views": own}}
     with tracking.open_run(tmp_path / "reports", sections, "identity", name="identity") as run:
         log_steps(run, 0, 50)
-        run.log({"val/loss": float("nan")}, 10)
-        run.artifact(tmp_path / "matches.png", "pictures")
-        run.tags({"data": "ab" * 32})
-        run.model(write_weights(tmp_path / "best.safetensors"), step=50)
+        run.log_metrics({"val/loss": float("nan")}, 10)
+        run.add_artifact(tmp_path / "matches.png", "pictures")
+        run.set_tags({"data": "ab" * 32})
+        run.register_model(write_weights(tmp_path / "best.safetensors"), step=50)
         log = tmp_path / "reports/log.jsonl"
         wait_until(lambda: log.read_text().count("system/cpu") >= 2)
     stored = stored_run(mlflow_store)
@@ -153,14 +153,14 @@ def champion(mlflow_store, tmp_path):
     def train_and_evaluate(name, errors=(), keypoints=9, photographs=8, **columns):
         with open_run(folder, name, resume=True) as run:
             weights = write_weights(tmp_path / "best.safetensors", name)
-            run.model(weights, step=next(numbers))
+            run.register_model(weights, step=next(numbers))
         if errors:
             path = tmp_path / name / "pairs.csv"
             pairs = pairs_csv(path, errors, keypoints, photographs, **columns)
             with tracking.attach(folder / "log.jsonl", name) as run:
                 run.describe("AUC@5 60.0", "| a table |")
                 run.compare_with_champion(pairs)
-                run.artifact(pairs, "test")
+                run.add_artifact(pairs, "test")
         client = client_of(mlflow_store)
         return int(client.get_model_version_by_alias("superglue-sift", "champion").version)
 
@@ -281,7 +281,7 @@ def test_a_text_that_is_no_unicode_arrives_with_escapes(gate, mlflow_store, tmp_
     with tracking.open_run(tmp_path, params, "identity", name=name, tags={"data": name}) as run:
         log_steps(run, 0, 3)
         run.describe(name, name)
-        run.artifact(tmp_path / name, "folder")
+        run.add_artifact(tmp_path / name, "folder")
     stored = stored_run(mlflow_store, "caf")
     assert stored.data.params["fetch.path"] == "/data/caf\\udce9"
     assert stored.data.tags["superglue.data"] == "caf\\udce9"
@@ -310,12 +310,12 @@ def test_metrics_find_the_run_of_their_training_also_after_another_one(mlflow_st
         assert open_run(tmp_path, training).close("KILLED", patience=PATIENCE)
     for training in ("old", "unknown", None):
         with tracking.attach(tmp_path / "log.jsonl", training) as run:
-            run.log({f"test/{training}": 1.0}, 0)
+            run.log_metrics({f"test/{training}": 1.0}, 0)
     old = stored_run(mlflow_store, "old")
     assert old.data.metrics == {"test/old": 1.0} and old.info.status == "KILLED"
     assert stored_run(mlflow_store, "new").data.metrics == {}
     with open_run(tmp_path, "old", resume=True) as run:  # the newest run of this training
-        run.log({"train/loss": 1.0}, 1)
+        run.log_metrics({"train/loss": 1.0}, 1)
     assert stored_run(mlflow_store, "old").data.metrics == {"test/old": 1.0, "train/loss": 1.0}
 
 
@@ -325,7 +325,7 @@ def test_a_dead_server_gets_nothing_and_resend_sends_all(
     (tmp_path / "page.html").write_text("a report")
     run = open_run(tmp_path / "train")
     log_steps(run, 0, 1000)
-    run.artifact(tmp_path / "page.html", "test")
+    run.add_artifact(tmp_path / "page.html", "test")
     wait_until(lambda: run._sender.error)
     assert run.close() is False
     said = capfd.readouterr().err
@@ -470,11 +470,11 @@ def test_what_no_server_takes_holds_up_nothing_and_is_named(
     monkeypatch.setattr(tracking, "EVENTS_AT_ONCE", 1)
     (tmp_path / "torn.safetensors").write_bytes(b"weights")
     run = open_run(tmp_path / "reports")
-    run.artifact(tmp_path / "missing.png")
-    run.model(tmp_path / "torn.safetensors")
-    run.log({"a bad name!": 1.0, "train/loss": 2.0}, 1)
+    run.add_artifact(tmp_path / "missing.png")
+    run.register_model(tmp_path / "torn.safetensors")
+    run.log_metrics({"a bad name!": 1.0, "train/loss": 2.0}, 1)
     log_steps(run, 2, 3)
-    run.model(write_weights(tmp_path / "best.safetensors"))
+    run.register_model(write_weights(tmp_path / "best.safetensors"))
     assert run.close() is False
     stored = stored_run(mlflow_store)
     assert stored.info.status == "FINISHED" and steps(mlflow_store, "train/loss")[-1] == 2
@@ -507,23 +507,23 @@ def test_a_run_stays_where_it_arrived_else_the_current_address_counts(tmp_path, 
     log = EventLog(tmp_path / "log.jsonl")
     log.append({"run": "1"})
     monkeypatch.setenv("MLFLOW_TRACKING_URI", here)
-    assert tracking.tracking_uri() == tracking.tracking_uri(log) == here
+    assert tracking.choose_uri() == tracking.choose_uri(log) == here
     # the store of another container is not there
     log.append({"sent": 0, "place": "sqlite:////of/another/container.db"})
-    assert tracking.tracking_uri(log) == here
+    assert tracking.choose_uri(log) == here
     log.append({"sent": 0, "place": "http://mlflow:5000"})
-    assert tracking.tracking_uri(log) == "http://mlflow:5000"
+    assert tracking.choose_uri(log) == "http://mlflow:5000"
     # the password, which is stored nowhere, is the environment's
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:secret@mlflow:5000")
-    assert tracking.tracking_uri(log) == "http://me:secret@mlflow:5000"
+    assert tracking.choose_uri(log) == "http://me:secret@mlflow:5000"
     # without an address, the store is that of the clone, also in a copy that DVC makes
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
     copy = tmp_path / "clone/.dvc/tmp/exps/tmpabc"
     copy.mkdir(parents=True)
     (copy / "dvc.yaml").touch()
     monkeypatch.chdir(copy)
-    assert main_root() == tmp_path / "clone"
-    assert tracking.tracking_uri() == f"sqlite:///{tmp_path}/clone/mlflow.db"
+    assert find_clone() == tmp_path / "clone"
+    assert tracking.choose_uri() == f"sqlite:///{tmp_path}/clone/mlflow.db"
 
 
 @pytest.fixture
@@ -540,8 +540,8 @@ def clone(empty_mlflow_store, tmp_path, monkeypatch):
         from pathlib import Path
         from pipeline import tracking
         with tracking.open_run(Path("reports"), {}, "identity", name="identity") as run:
-            run.artifact(Path("dvc.yaml"), "old")
-            run.model(Path("best.safetensors"))"""
+            run.add_artifact(Path("dvc.yaml"), "old")
+            run.register_model(Path("best.safetensors"))"""
     # in a process of its own, because MLflow remembers the folder of a run
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", script], cwd=folder, env=environment, check=True)
@@ -555,7 +555,7 @@ def test_a_copied_clone_leaves_the_first_one_as_it_is(clone, tmp_path, monkeypat
     before = read_files(clone)
     monkeypatch.chdir(copy)
     with tracking.attach(copy / "reports/log.jsonl", "identity") as run:
-        run.artifact(copy / "dvc.yaml", "new")
+        run.add_artifact(copy / "dvc.yaml", "new")
     said = capfd.readouterr().err
     assert f"new runs are in the experiment superglue-sift in {copy}" in said
     assert f"made in {clone} are there" in said and "ln -s" not in said
@@ -590,7 +590,7 @@ def test_a_moved_clone_opens_its_runs_and_says_how_to_open_their_files(
     subprocess.run(command, shell=True, check=True)
     assert [file.path for file in client_of(store).list_artifacts(run_id)] == ["old"]
     with open_run(moved / "reports", "another") as run:
-        run.artifact(moved / "dvc.yaml", "new")
+        run.add_artifact(moved / "dvc.yaml", "new")
     assert (tmp_path / "first clone/mlartifacts").is_symlink()
     assert len(list(moved.glob("mlartifacts/superglue-sift/*/artifacts/new/dvc.yaml"))) == 1
     assert len(client_of(store).search_experiments()) == 2  # with MLflow's own
@@ -624,9 +624,9 @@ def test_a_user_without_a_home_gets_one_for_mlflow(monkeypatch):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.setattr(Path, "home", no_home)
-    stores.give_home()
+    stores.set_missing_home()
     assert Path(os.environ["HOME"]).is_dir()
     monkeypatch.undo()
     home = os.environ.get("HOME")
-    stores.give_home()
+    stores.set_missing_home()
     assert os.environ.get("HOME") == home

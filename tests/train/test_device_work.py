@@ -72,7 +72,7 @@ def path_of_a_gpu(monkeypatch):
 def sections_of(keys):
     """The sections `train` and `run` of a small training with these keys of either."""
     small = {"dim": 16, "heads": 2, "layers": 2, "precision": "float32", "batch": 6}
-    sections = params.load(params.usual_file())
+    sections = params.load(params.find_default_file())
     run = {name: keys[name] for name in set(keys) & set(params.RunParams.model_fields)}
     own = {name: value for name, value in keys.items() if name not in run}
     train = sections.train.model_copy(update={**small, **own})

@@ -268,8 +268,8 @@ class TestWhatMayChange:
 
 def change_code(monkeypatch, *names):
     """As if these files of code had been edited."""
-    changed = {**provenance.code_digests("train"), **dict.fromkeys(names, "0" * 16)}
-    monkeypatch.setattr(provenance, "code_digests", lambda stage: changed)
+    changed = {**provenance.compute_code_digests("train"), **dict.fromkeys(names, "0" * 16)}
+    monkeypatch.setattr(provenance, "compute_code_digests", lambda stage: changed)
 
 
 class TestFinished:
@@ -311,7 +311,7 @@ class TestFinished:
     def test_other_versions_are_said(self, output_of, monkeypatch):
         output_of("run")
         monkeypatch.setattr(
-            provenance, "pin", lambda names: {**provenance.versions(names), "torch": "9.0"}
+            provenance, "pin", lambda names: {**provenance.get_versions(names), "torch": "9.0"}
         )
         said = output_of("run")
         assert "nothing to do" in said
