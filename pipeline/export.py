@@ -26,6 +26,7 @@ PATH_KEYS = ("fetch.path", "fetch.val_path", "fetch.root", "train.init_from")
 
 
 def parse(argv: Optional[List[str]]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = errors.make_parser("pipeline.export", __doc__)
     add = parser.add_argument
     best = Path("checkpoints/best.safetensors")
@@ -83,6 +84,7 @@ def describe_weights(info: dict, sections: dict, metrics: dict, source: Path) ->
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    """Write the model and its description, and send the description to MLflow."""
     workers.end_with_dvc()
     args = parse(argv)
     sections = params.load(args.params).model_dump(exclude={"run"})

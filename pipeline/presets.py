@@ -165,6 +165,7 @@ def _flatten_text(text: str) -> List[str]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    """Write params.yaml as the command line says, and return the exit code."""
     parser = errors.make_parser("pipeline.presets", __doc__)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="the file written")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -127,6 +127,7 @@ def compare_experiments(names: Sequence[str]) -> str:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    """Print the last evaluation, or the comparison of experiments. Return the exit code."""
     parser = errors.make_parser("pipeline.report", __doc__)
     parser.add_argument(
         "experiments",

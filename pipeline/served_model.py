@@ -99,6 +99,7 @@ class BaseMatcherModel:
     matcher: Matcher
 
     def load_context(self, context: Any) -> None:
+        """Load the matcher from the artifact WEIGHTS of MLflow's context."""
         self.matcher = Matcher.load(Path(context.artifacts[WEIGHTS]))
 
     # The method has no type hints, because MLflow would read them as a signature.

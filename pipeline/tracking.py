@@ -82,6 +82,7 @@ class EventLog:
         self._stream.flush()
 
     def close(self) -> None:
+        """Close the file, and give its lock back."""
         if self._stream is not None:
             with contextlib.suppress(OSError):  # `append` has raised the error of a full disk
                 self._stream.close()
@@ -418,6 +419,7 @@ class Sender(threading.Thread):
         self._given_up = threading.Event()
 
     def run(self) -> None:
+        """Send the log again and again, until `stop` is called or the server refuses the run."""
         while not self._given_up.is_set():
             # Ask before reading the log, so that the run's last event is in it.
             is_last = self._stopping.is_set()
@@ -521,6 +523,7 @@ class Sender(threading.Thread):
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    """Send what servers have missed, or start MLflow's pages. Return the exit code."""
     parser = errors.make_parser("pipeline.tracking", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     send = commands.add_parser("resend", help="send what a server has missed")

@@ -432,6 +432,7 @@ def silence_warnings() -> Iterator[None]:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
+    """Evaluate, write the report, and send it to MLflow. Return the exit code."""
     workers.end_with_dvc()
     args = parse(argv)
     cv2.setNumThreads(1)  # The threads work on several images at a time

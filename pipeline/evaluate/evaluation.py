@@ -133,6 +133,7 @@ def match_and_score(
     starts = range(0, len(source), step)  # The first scene of each batch
 
     def load_pairs(start: int) -> List[LabeledPair]:
+        """Load the pairs of the batch that begins with the scene `start`."""
         labeled_pairs = []
         for index in range(len(source))[start : start + step]:
             try:
@@ -164,7 +165,14 @@ def score_with_indices(
     labeled_pair: LabeledPair,
     matches_by_matcher: MatchesByMatcher,
 ) -> PairScores:
-    """Score all matchers on one pair by `score_pair`. Return also the pair's indices."""
+    """Score all matchers on one pair by `score_pair`. Return also the pair's indices.
+
+    Args:
+        thresholds: the confidence above which a match counts, by matcher.
+        settings: what is computed.
+        labeled_pair: the pair and its ground truth.
+        matches_by_matcher: all matches of each matcher.
+    """
     rows, outcomes = score_pair(labeled_pair, matches_by_matcher, thresholds, settings)
     return labeled_pair.indices, rows, outcomes
 
@@ -172,7 +180,7 @@ def score_with_indices(
 def count_matches(
     matcher_set: MatcherSet, _: LabeledPair, matches_by_matcher: MatchesByMatcher
 ) -> Dict[str, int]:
-    """Return the number of matches above the threshold of each matcher, on a negative pair."""
+    """Return how many matches of each matcher count, on a pair of unrelated photographs."""
     counted_matches = matcher_set.apply_thresholds(matches_by_matcher)
     return {name: len(matches) for name, matches in counted_matches.items()}
 
@@ -319,7 +327,14 @@ def draw_pictures(
 def make_protocol(
     source: PairSource, title: str, matcher_set: MatcherSet, settings: ScoringSettings
 ) -> Dict[str, Any]:
-    """Make the content of protocol.json: everything that must be quoted with a metric."""
+    """Make the content of protocol.json: everything that must be quoted with a metric.
+
+    Args:
+        source: the pairs, which decide what is estimated.
+        title: where the pairs come from.
+        matcher_set: the compared matchers, whose model files are read.
+        settings: what is computed for each pair.
+    """
     has_poses = isinstance(source, PosePairs)
     functions = estimators.POSE_ESTIMATORS if has_poses else estimators.ESTIMATORS
     names = functions if has_poses else settings.estimators

@@ -159,6 +159,7 @@ def load_matcher_function(name: str) -> Callable[[Pair], Matches]:
         raise RequestError(f"--also {name}: {reason}") from error
 
     def match(pair: Pair) -> Matches:
+        """Call the user's function on a pair, and check what it returns."""
         count0 = len(pair.records0)
         count1 = len(pair.records1)
         if not count0 or not count1:

@@ -47,7 +47,8 @@ BINS = 10  # Number of ranges of the confidence, for its calibration
 def name_metric(metric: str, estimator: str = "", refined: bool = False) -> str:
     """Return the name of a metric in files, DVC and MLflow.
 
-    For example, `auc_5` of refined matches by RANSAC is `auc_ransac_refined_5`.
+    For example, `auc_5` of refined matches by RANSAC is `auc_ransac_refined_5`. The arguments are
+    the values of the columns KEY.
     """
     kind, *limit = re.split(r"_(?=\d+$)", metric)
     return "_".join(filter(None, (kind, estimator, "refined" if refined else "", *limit)))
@@ -258,7 +259,11 @@ def compare(values: pd.DataFrame, samples: pd.DataFrame, networks: Sequence[str]
 
 
 def judge(low: float, high: float, scenes: int) -> str:
-    """Judge a difference by its interval, which comes from this number of scenes.
+    """Judge a difference by its interval.
+
+    Args:
+        low, high: the ends of the 95 % interval, NaN without one.
+        scenes: number of scenes that were resampled.
 
     Returns:
         "better" or "worse" if the interval excludes 0. "equal" if the interval has 0 and lies

@@ -352,7 +352,13 @@ class ZoomedPairs(HeldOutPairs):
 
 
 def draw_zoom(rng: np.random.Generator, size: Tuple[int, int], zoom: float) -> np.ndarray:
-    """Draw H_0to1 (3, 3) that magnifies a part of a view to a view of the same (width, height)."""
+    """Draw H_0to1 (3, 3), which magnifies a part of a view to a view of the same size.
+
+    Args:
+        rng: the generator, from which the position of the part is drawn.
+        size: (width, height) of both views.
+        zoom: how many times the part is magnified.
+    """
     middle = (np.array(size) - 1) / 2
     # Half the size of the part is `middle / zoom`, and its centre may move by the rest of the view.
     centre = middle + rng.uniform(-1.0, 1.0, 2) * (middle - middle / zoom)
@@ -464,6 +470,7 @@ class FilePairs(PairSource):
         return images, maps
 
     def render_in_color(self, index: int, image_index: int, gray: np.ndarray) -> np.ndarray:
+        """Read an image of a scene in colour, and resize it to the size of `gray`."""
         path = self.files[index][image_index]
         photograph = decode_color(path.read_bytes(), path.name)
         return cv2.resize(photograph, get_image_size(gray), interpolation=cv2.INTER_AREA)
@@ -666,6 +673,7 @@ def name_scenes(pairs: List[Tuple[str, str]]) -> List[str]:
     roots = {name: name for link in links for name in link}
 
     def find_root(name: str) -> str:
+        """Return the name that stands for all names which belong together with this one."""
         while roots[name] != name:
             name = roots[name]
         return name

@@ -517,10 +517,12 @@ def make_csv_tables(results: Results) -> Dict[str, pd.DataFrame]:
 
 
 def write_files(out: Path, results: Results, page: str) -> None:
-    """Write all files of the report into the folder `out`.
+    """Write all files of the report. Remove the curves and pictures of an earlier evaluation.
 
-    The curves and pictures of an earlier evaluation are removed. `page` is the HTML text from
-    `render_page`.
+    Args:
+        out: the folder of the report.
+        results: the results of the evaluation.
+        page: the HTML text from `render_page`.
     """
     # Write the metrics for DVC and for programs.
     values = {
