@@ -18,7 +18,7 @@ import cv2
 import numpy as np
 
 from pipeline.evaluate.matchers import RATIO_TEST, RATIO_THRESHOLD, match_baselines
-from pipeline.evaluate.scoring import reprojection_errors
+from pipeline.evaluate.scoring import compute_reprojection_errors
 from superglue_sift import Matcher, drawing
 from superglue_sift.match_result import MatchResult
 from superglue_sift.network.batch import Pair, choose_pair_orientations
@@ -51,7 +51,7 @@ def views() -> Tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def make_panel(name: str, result: MatchResult, H_0to1: np.ndarray) -> drawing.Panel:
     """Draw the matches of a matcher. Those with an error of CORRECT_PX or more are wrong."""
-    wrong = reprojection_errors(result.points0, result.points1, H_0to1) >= CORRECT_PX
+    wrong = compute_reprojection_errors(result.points0, result.points1, H_0to1) >= CORRECT_PX
     heading = f"{name}: {int((~wrong).sum())} of {len(wrong)} matches right"
     return drawing.Panel(heading, result.points0, result.points1, result.scores, wrong)
 
