@@ -9,7 +9,7 @@ from made_scenes import SHIFT, TURN
 
 from pipeline.evaluate import estimators, matchers, scoring
 from pipeline.evaluate.matchers import OURS
-from pipeline.evaluate.pairs import LabeledPair
+from pipeline.evaluate.pairs import CameraPair, LabeledPair
 from superglue_sift.features.features import Features
 from superglue_sift.geometry.two_view import transform
 from superglue_sift.matches import Matches
@@ -61,6 +61,51 @@ def test_a_match_near_its_partner_is_correct_and_not_found(settings):
     known = pair_of(points0, points1, np.eye(3))
     found = score(known, Matches.from_dense(np.array([0, 4, 5, -1]), np.ones(4)), settings)
     assert found["precision"] == pytest.approx(2 / 3) and found["recall"] == 1 / 4
+
+
+def matches_of(count):
+    """A match of each keypoint with the one of its number."""
+    return Matches(np.stack([np.arange(count)] * 2, axis=1), np.ones(count))
+
+
+def test_a_match_is_right_below_3_px_in_the_image_where_it_is_off_more():
+    """As in the SuperGlue paper and the protocols of HPatches."""
+    points0 = np.float32([[0, 10], [0, 20], [0, 30]])
+    below, above = (np.nextafter(np.float32(3), np.float32(end)) for end in (0, 4))
+    points1 = points0 + np.float32([[below, 0], [3, 0], [above, 0]])
+    for one, other in ((points0, points1), (points1, points0)):
+        right = scoring.correct_matches(pair_of(one, other, np.eye(3)), matches_of(3))
+        assert right.tolist() == [True, False, False]
+    # 2 px in image 0 are 4 px in image 1, which is twice as large
+    enlarged = pair_of(points0[:2], 2 * points0[:2] + [[2.9, 0], [4, 0]], np.diag([2.0, 2, 1]))
+    assert scoring.correct_matches(enlarged, matches_of(2)).tolist() == [True, False]
+
+
+def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line():
+    """The camera moves to the side, so the lines are level. A match that is d px off has the
+    squared symmetric distance 2 (d / 1000)^2, which is below 5e-4 up to d = 15.811 px.
+    """
+    K = np.array([[1000.0, 0, 160], [0, 1000, 120], [0, 0, 1]])
+    T = np.eye(4)
+    T[0, 3] = 1.0
+    points0 = np.array([[60.0, 100], [80, 100], [100, 100]])
+    points1 = points0 - [[30, 0], [30, -15.80], [30, -15.82]]
+    known = pair_of(points0, points1, CameraPair(K, K, T))
+    assert scoring.correct_matches(known, matches_of(3)).tolist() == [True, True, False]
+
+
+def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_curves(settings):
+    points = np.array([[10.0, 10], [60, 10], [110, 10], [160, 10]])
+    known = pair_of(points, [*points, [300, 200]], np.eye(3))
+    scores = np.array([0.1, 0.2, 0.3, 0.9])
+    answer = Matches(np.array([[0, 0], [1, 1], [2, 2], [3, 4]]), scores)
+    rows, scored = scoring.score_pair(known, {OURS: answer}, {OURS: 0.2}, settings)
+    values = {metric: value for *_, metric, value in rows}
+    assert [values[name] for name in ("matches", "correct", "found")] == [2, 1, 1]
+    assert values["precision"] == 1 / 2 and values["recall"] == 1 / 4
+    confidences, right, hits, truth = scored[OURS]
+    assert confidences.tolist() == scores.tolist() and truth == 4
+    assert right.tolist() == hits.tolist() == [True, True, True, False]
 
 
 def test_pairs_without_keypoints_have_rows(settings):

@@ -83,6 +83,22 @@ def test_positions_of_other_programs_lie_in_the_image():
         Features.of_colmap(colmap, descriptors, (40, 60))
 
 
+def test_resizing_keeps_the_edges_of_the_image_together():
+    """A pixel centre is at a whole number, so the left edge of an image is at -0.5."""
+    features = sift_of([(-0.5, -0.5), (0, 0), (59, 39), (59.5, 39.5)], scale=4.0)
+    twice = features.resize((120, 80))
+    corners = [(-0.5, -0.5), (0.5, 0.5), (118.5, 78.5), (119.5, 79.5)]
+    np.testing.assert_array_equal(twice.keypoints, np.float32(corners))
+    assert twice.size == (120, 80) and set(twice.records["scale"]) == {8.0}
+    np.testing.assert_array_equal(twice.resize((60, 40)).keypoints, features.keypoints)
+    # Each side has its own factor, and scales have that of the longer side.
+    wide = features.resize((120, 40))
+    np.testing.assert_array_equal(wide.keypoints[:, 0], twice.keypoints[:, 0])
+    np.testing.assert_array_equal(wide.keypoints[:, 1], features.keypoints[:, 1])
+    assert set(wide.records["scale"]) == {8.0}
+    assert features.resize((60, 40)) is features and set(features.records["scale"]) == {4.0}
+
+
 def test_a_keypoint_is_given_once_but_may_have_several_angles():
     with pytest.raises(RequestError, match="keypoints: 4 of them have the position, scale and"):
         sift_of([(3, 3)] * 5)
