@@ -74,11 +74,11 @@ def test_a_match_is_right_below_3_px_in_the_image_where_it_is_off_more():
     below, above = (np.nextafter(np.float32(3), np.float32(end)) for end in (0, 4))
     points1 = points0 + np.float32([[below, 0], [3, 0], [above, 0]])
     for one, other in ((points0, points1), (points1, points0)):
-        right = scoring.correct_matches(pair_of(one, other, np.eye(3)), matches_of(3))
+        right = scoring.find_correct_matches(pair_of(one, other, np.eye(3)), matches_of(3))
         assert right.tolist() == [True, False, False]
     # 2 px in image 0 are 4 px in image 1, which is twice as large
     enlarged = pair_of(points0[:2], 2 * points0[:2] + [[2.9, 0], [4, 0]], np.diag([2.0, 2, 1]))
-    assert scoring.correct_matches(enlarged, matches_of(2)).tolist() == [True, False]
+    assert scoring.find_correct_matches(enlarged, matches_of(2)).tolist() == [True, False]
 
 
 def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line():
@@ -91,7 +91,7 @@ def test_a_match_of_two_cameras_is_right_up_to_a_distance_from_its_epipolar_line
     points0 = np.array([[60.0, 100], [80, 100], [100, 100]])
     points1 = points0 - [[30, 0], [30, -15.80], [30, -15.82]]
     known = pair_of(points0, points1, CameraPair(K, K, T))
-    assert scoring.correct_matches(known, matches_of(3)).tolist() == [True, True, False]
+    assert scoring.find_correct_matches(known, matches_of(3)).tolist() == [True, True, False]
 
 
 def test_only_matches_above_a_matchers_threshold_count_and_all_are_kept_for_the_curves(settings):

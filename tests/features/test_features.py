@@ -4,6 +4,7 @@ features that are kept on disk.
 
 import io
 import re
+from dataclasses import replace
 
 import cv2
 import numpy as np
@@ -14,6 +15,7 @@ from superglue_sift import Features, Matcher
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
 from superglue_sift.features.features import extract, gray_of
+from superglue_sift.features.images import ORIENTATION
 from superglue_sift.features.sift import positions
 from superglue_sift.features.store import FeatureStore, PhotoFile
 
@@ -151,6 +153,25 @@ def test_kept_features_follow_their_mask(matcher, photo, half, tmp_path):
     cv2.imwrite(str(tmp_path / "masks/sub/a.png.png"), 255 - half)
     assert left_most() < 290
     assert len(list((tmp_path / "kept").iterdir())) == 3
+
+
+def test_kept_features_are_those_of_their_settings(matcher, photo, tmp_path):
+    """Of a photograph that is stored lying, in one folder for all settings."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    path = tmp_path / "a.png"
+    Image.fromarray(photo[:200, :300]).save(path, exif=exif)
+    settings = {"max_keypoints": 100, "resize": 150, "frame": "stored"}
+    changed = [replace(matcher, **{name: value}) for name, value in settings.items()]
+    for other in (matcher, *changed):
+        for _ in range(2):  # extracted, and read
+            kept = FeatureStore(other, tmp_path / "kept")(PhotoFile("a", path))
+            expected = other.extract(path)
+            np.testing.assert_array_equal(kept.records, expected.records)
+            assert kept._replace(records=None) == expected._replace(
+                records=None, gray=None, image=None
+            )
+    assert len(list((tmp_path / "kept").iterdir())) == 1 + len(changed)
 
 
 def test_a_picture_without_keypoints_or_with_few_gray_levels_gives_a_line(photo, caplog):

@@ -350,6 +350,21 @@ def test_upright_pixels_are_those_of_opencv(color_photo, kind, orientation):
 
 
 @pytest.mark.parametrize("orientation", ALL)
+def test_the_mask_of_a_transparent_picture_turns_with_its_pixels(photo, orientation):
+    """All pixels of one half are white and transparent."""
+    picture = np.minimum(photo, 200)
+    picture[:, 300:] = 255
+    alpha = np.where(picture == 255, 0, 255).astype(np.uint8)
+    exif = Image.Exif()
+    exif[images.ORIENTATION] = orientation
+    data = saved(Image.fromarray(np.dstack([picture, alpha]), "LA"), "PNG", exif=exif)
+    stored, upright = (decode(data, "a", True, frame) for frame in (STORED, UPRIGHT))
+    np.testing.assert_array_equal(stored.mask == 0, alpha == 0)
+    np.testing.assert_array_equal(upright.mask, images.turn_upright(stored.mask, orientation))
+    assert upright.mask.shape == upright.pixels.shape
+
+
+@pytest.mark.parametrize("orientation", ALL)
 def test_positions_move_as_pixels_do(orientation):
     stored = np.arange(40 * 60, dtype=np.int32).reshape(40, 60)  # each pixel has its own number
     shown = images.turn_upright(stored, orientation)

@@ -36,6 +36,22 @@ KNOWN = {
     # (41, 50) lands 4 px from a keypoint, but outside. That keypoint, seen from its side, is
     # ignored.
     "outside": ([(41, 50), (5, 5)], [(97, 50), (65, 5)], SHIFT, [UNMATCHED, 1], [IGNORED, 1]),
+    # A view ends half a pixel beyond its last pixel centre, at 99 px: a keypoint that lands
+    # at 99.4 px, and 4 px from another one, is in it; at 99.6 px it is not. So it is at the left.
+    "edges": (
+        [(39.4, 10), (39.6, 30)],
+        [(95.4, 10), (95.6, 30)],
+        SHIFT,
+        [IGNORED, UNMATCHED],
+        [IGNORED, IGNORED],
+    ),
+    "left edge": (
+        [(3.6, 10), (3.4, 30)],
+        [(59.6, 10), (59.4, 30)],
+        SHIFT,
+        [IGNORED, IGNORED],
+        [IGNORED, UNMATCHED],
+    ),
     # The error is the larger one of both directions: 2 px in view 1 match, 4 px there do not.
     "directions": ([(10, 10), (40, 40)], [(22, 20), (84, 80)], DOUBLE, [0, IGNORED], [0, IGNORED]),
     # Image 1 shows the photograph of image 0 in its left half alone.

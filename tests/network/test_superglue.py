@@ -109,6 +109,8 @@ def test_mutual_matches():
     assert matches0.tolist() == [[0, -1, -1]]
     assert matches1.tolist() == [[0, -1]]
     assert scores0[0, 0] == pytest.approx(0.9)
+    # a match exceeds the threshold
+    assert mutual_matches(P.log()[None], float(scores0[0, 0]))[0].tolist() == [[-1, -1, -1]]
 
 
 @torch.no_grad()
@@ -165,6 +167,22 @@ def test_known_features_of_neighbours():
     expected = torch.tensor(expected, dtype=torch.float64)
     assert torch.allclose(found[[0, 1, 5], :4], expected, atol=1e-12)
     assert found[2:5, 2:4].tolist() == [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
+
+
+def test_a_neighbour_is_described_by_its_scale_and_its_turn():
+    """From a scale of 2 px and 30 degrees to one of 8 px and 100 degrees, and back."""
+    rows = [[math.log(2.0), 30.0], [math.log(8.0), 100.0]]
+    scales, angles = torch.tensor(rows, dtype=torch.float64).T
+    directions = torch.stack([angles.deg2rad().cos(), angles.deg2rad().sin()], 1)
+    geometry = torch.cat([torch.zeros(2, 3).double(), scales[:, None], directions], 1)
+    images = Images([masks([1], 1)] * 2, [False] * 2)
+    features = superglue.compute_neighbour_features(torch.ones(2, 1).double(), geometry, images)
+    turn = math.radians(70)
+    expected = [
+        [math.log(4), math.cos(turn), math.sin(turn)],
+        [-math.log(4), math.cos(turn), -math.sin(turn)],
+    ]
+    assert torch.allclose(features[:, 5:], torch.tensor(expected).double(), atol=1e-6)
 
 
 def test_padding_is_no_neighbour():
