@@ -26,13 +26,13 @@ RED = (40, 40, 240)  # BGR
 DARK = (40, 40, 40)
 # Hues in degrees at the left and right edge of the first image. Red is left for wrong matches.
 HUES = (50.0, 300.0)
-LINES = 100  # maximum number of matches of a pair that are lines
-CELLS = (8, 6)  # cells across and down the first image, from which lines are taken in turn
-OPACITY = 0.75  # opacity of lines, whose ends are opaque
-SIDE = 1280  # maximum longer side of each image in the picture, pixels
-GAP = 8  # pixels between the two images
-LETTERS = 50  # a letter's height is this part of the picture's width, to be read on a phone
-SMALLEST = 12  # minimum height of a letter in pixels
+LINES = 100  # Maximum number of matches of a pair that are lines
+CELLS = (8, 6)  # Cells across and down the first image, from which lines are taken in turn
+OPACITY = 0.75  # Opacity of lines, whose ends are opaque
+SIDE = 1280  # Maximum longer side of each image in the picture, pixels
+GAP = 8  # Pixels between the two images
+LETTERS = 50  # A letter's height is this part of the picture's width, to be read on a phone
+SMALLEST = 12  # Minimum height of a letter in pixels
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Picture:
         except cv2.error:
             raise RequestError(f"a picture ending in {ending!r}: name it .png or .jpg") from None
 
-    _repr_jpeg_ = encode  # a notebook shows these bytes
+    _repr_jpeg_ = encode  # A notebook shows these bytes
 
     def save(self, path: FileName) -> None:
         """Write the picture in the format of its extension.
@@ -130,7 +130,7 @@ def spread(points: np.ndarray, scores: np.ndarray, size: Size) -> np.ndarray:
     across, down = np.clip(scaled.astype(int), 0, np.array(CELLS) - 1).T
     cells = down * CELLS[0] + across
     by_cell = np.lexsort((-scores, cells))
-    firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # where the cell of each match begins
+    firsts = np.searchsorted(cells[by_cell], cells[by_cell])  # Where the cell of each match begins
     turns = np.empty(len(cells), int)
     turns[by_cell] = np.arange(len(cells)) - firsts
     return np.lexsort((-scores, turns))
@@ -185,7 +185,7 @@ def text_bar(width: int, text: str) -> np.ndarray:
     for row, line in enumerate(lines):
         place = (size // 2, int(1.4 * size * row + size))
         ImageDraw.Draw(bar).text(place, line, fill="white", font=font, anchor="lm")
-    return np.array(bar)  # white and gray are the same in RGB and BGR
+    return np.array(bar)  # White and gray are the same in RGB and BGR
 
 
 def legend(panels: Sequence[Panel]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from superglue_sift.drawing import Panel, Picture, draw, legend
 from superglue_sift.errors import RequestError, warn_deprecated
-from superglue_sift.features.features import Features, Image, photo_of
+from superglue_sift.features.features import Features, Image, load_photo
 from superglue_sift.features.images import STORED, UPRIGHT, Photo
 from superglue_sift.features.sift import positions
 from superglue_sift.geometry import refinement, two_view
@@ -23,7 +23,7 @@ from superglue_sift.geometry.pose import POSE_PX, Pose, estimate_relative_pose
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
 
-FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # names of `fits` in pictures
+FIT_NAMES = {"homography": "plane", "fundamental": "camera motion"}  # Names of `fits` in pictures
 # Attributes that are None unless the positions of the matches were refined
 REFINED = ("aligned0", "aligned1", "deviations", "correlations")
 # A match is an inlier of a homography or a fundamental matrix up to this distance, in pixels of an
@@ -489,4 +489,4 @@ class MatchResult:
         image1 = self.images[1] if image1 is None else image1
         if image0 is None or image1 is None:
             raise RequestError("the images are not known: pass them, show(image0, image1)")
-        return photo_of(image0, self.frame), photo_of(image1, self.frame)
+        return load_photo(image0, self.frame), load_photo(image1, self.frame)

@@ -32,10 +32,9 @@ import torch
 from superglue_sift import __version__, environment
 from superglue_sift.errors import RequestError, check_range, warn_deprecated
 from superglue_sift.features import nearest
-from superglue_sift.features.extractors import DEFAULT, Extractor, kind_of
-from superglue_sift.features.extractors import load as load_extractor
-from superglue_sift.features.features import Features, Image, extract, gray_of, mask_of
-from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode, read
+from superglue_sift.features.extractors import SIFT, Extractor, descriptor_kind, load_extractor
+from superglue_sift.features.features import Features, Image, extract_features, load_mask, to_gray
+from superglue_sift.features.images import FRAMES, STORED, UPRIGHT, decode_photo, read_bytes
 from superglue_sift.features.sift import positions
 from superglue_sift.files import FileName, file_sha256, json_digest
 from superglue_sift.geometry import verification
@@ -57,7 +56,7 @@ from superglue_sift.torch_compat import describe_missing_compiler
 
 MAX_KEYPOINTS = 4096
 NETWORK_KEYPOINTS = 1024
-RESIZE = 1024  # px, longer side to which images are reduced
+RESIZE = 1024  # Longer side in px to which images are reduced
 SIZES_OF_SCENES = {
     "max_keypoints": verification.MAX_KEYPOINTS,
     "network_keypoints": verification.NETWORK_KEYPOINTS,
@@ -67,8 +66,8 @@ SIZES_OF_SCENES = {
 SETTINGS = (
     "max_keypoints", "network_keypoints", "resize", "threshold", "refine", "rules", "frame",
 )  # fmt: skip
-ImageOrFeatures = Union[Image, Features]  # what is matched
-PRECISIONS = ("float32", "bfloat16", "float16")  # number types of the layers
+ImageOrFeatures = Union[Image, Features]  # What is matched
+PRECISIONS = ("float32", "bfloat16", "float16")  # Number types of the layers
 
 
 @dataclasses.dataclass(eq=False)
@@ -110,7 +109,7 @@ class Matcher:
     network_keypoints: int = NETWORK_KEYPOINTS
     resize: int = RESIZE
     threshold: float = THRESHOLD
-    extractor: Optional[Extractor] = dataclasses.field(default=DEFAULT, repr=False)
+    extractor: Optional[Extractor] = dataclasses.field(default=SIFT, repr=False)
     refine: Optional[bool] = None
     rules: Optional[verification.Rules] = None
     frame: str = UPRIGHT
@@ -218,7 +217,7 @@ class Matcher:
         """
         tensors = self.model.state_dict()
         wide = {name: tensor.float() for name, tensor in tensors.items()}
-        extractor = self.extractor or DEFAULT
+        extractor = self.extractor or SIFT
         return json_digest(
             {
                 "versions": (__version__, cv2.__version__),
@@ -255,10 +254,10 @@ class Matcher:
             ((512, 512), (200, 2))
         """
         if isinstance(image, (str, Path)):
-            return self.extract_file(read(image), image, mask)
+            return self.extract_file(read_bytes(image), image, mask)
         # Pixels in memory are upright, so their masks need no rotation.
-        gray, transparent = gray_of(image)
-        given = None if mask is None else mask_of(mask, gray.shape[1::-1], 1)
+        gray, transparent = to_gray(image)
+        given = None if mask is None else load_mask(mask, gray.shape[1::-1], 1)
         return self._extract(gray, (transparent, given), "an image")._replace(image=image)
 
     def extract_file(
@@ -269,9 +268,9 @@ class Matcher:
         Args:
             path: the name of the file in messages. Features keep it as their image.
         """
-        photo = decode(data, str(path), True, self.frame)
+        photo = decode_photo(data, str(path), True, self.frame)
         turned = photo.turned if self.frame == UPRIGHT else 1
-        given = None if mask is None else mask_of(mask, photo.size, turned)
+        given = None if mask is None else load_mask(mask, photo.size, turned)
         features = self._extract(photo.pixels, (photo.mask, given), str(path))
         # A file of very many pixels was read at a smaller scale.
         return features.resize(photo.size)._replace(image=path, turned=turned)
@@ -295,8 +294,10 @@ class Matcher:
             raise RequestError(f"{reason}: extractor='{source}' (--extractor {source})")
         # A keypoint must lie inside every mask.
         used = [mask for mask in masks if mask is not None]
-        found = extract(gray, self.max_keypoints, self.resize, self.extractor, used, name)
-        return found._replace(frame=self.frame)
+        features = extract_features(
+            gray, self.max_keypoints, self.resize, self.extractor, used, name
+        )
+        return features._replace(frame=self.frame)
 
     def extract_gray(self, gray: np.ndarray) -> Features:
         """Call `extract`. This name is deprecated."""
@@ -380,7 +381,7 @@ class Matcher:
             batch = list(zip(features[::2], features[1::2]))
             if self.workers == 1:
                 yield from self._match(batch, refine)
-            else:  # side by side, each pair is a batch of its own
+            else:  # Side by side, each pair is a batch of its own
                 yield from self._map(lambda pair: self._match([pair], refine)[0], batch)
 
     def refine_batch(
@@ -496,7 +497,7 @@ class Matcher:
         )
         pairs = [Pair(one.records, other.records, one.size, other.size) for one, other in seen]
         # Select the keypoints of each pair that have a likely partner.
-        mutual = [nearest.ratio_matches(*pair[:2], ratio=1.0) for pair in pairs]
+        mutual = [nearest.match_by_ratio(*pair[:2], ratio=1.0) for pair in pairs]
         selected = [
             nearest.select_keypoints(*pair[:2], self.network_keypoints, matches)
             for pair, matches in zip(pairs, mutual)
@@ -571,8 +572,8 @@ def _extractor_of(of_model: str, allowed: Optional[str]) -> Optional[Extractor]:
     """
     if allowed not in (None, of_model):
         raise RequestError(f"extractor {allowed}: the model matches keypoints of {of_model}")
-    if of_model == DEFAULT.name:
-        return DEFAULT
+    if of_model == SIFT.name:
+        return SIFT
     return load_extractor(of_model) if allowed else None
 
 
@@ -589,7 +590,7 @@ def check_features(config: SuperGlueConfig, *pair: Features) -> None:
             "features of stored and of upright pixels: use Matcher.load(frame='stored')"
         )
     for each in pair:
-        kind = kind_of(each.records.dtype)
+        kind = descriptor_kind(each.records.dtype)
         if kind != (config.descriptor, config.descriptor_dim):
             matched = f"{config.extractor}, {config.descriptor} of {config.descriptor_dim}"
             given = f"keypoints with {kind[0]} descriptors of {kind[1]} entries"

@@ -16,8 +16,8 @@ import numpy as np
 class Matches:
     """K matches of two images with M and N keypoints.
 
-    Each keypoint has at most one match. Only in the matches of `nearest.neighbours` a keypoint of
-    image 1 may have several.
+    Each keypoint has at most one match. Only in the result of `nearest.match_nearest`, a keypoint
+    of image 1 may have several.
 
     Attributes:
         indices: (K, 2) int64, the keypoint in image 0 and its match in image 1.
@@ -48,10 +48,10 @@ class Matches:
         return self.only(np.argsort(self.indices[:, 0], kind="stable"))
 
     def renumber(self, index0: np.ndarray, index1: np.ndarray) -> Matches:
-        """Return matches of selected keypoints as matches of all keypoints.
+        """Convert matches of selected keypoints to matches of all keypoints.
 
         Args:
-            index0 (m,), index1 (n,): which keypoints of each image were selected.
+            index0, index1: (m,) and (n,), indices of the keypoints that were selected.
         """
         row0, row1 = self.indices.T  # (K,), rows of index0 and index1
         return Matches(np.stack([index0[row0], index1[row1]], axis=1), self.scores)
@@ -69,16 +69,20 @@ class Matches:
             matches0: (M,), the index of the match in image 1, or -1 for a keypoint without a match.
             scores0: (M,), the confidence of each match.
         """
-        # (M,) with -1 -> (K, 2) without
+        # (M,) with -1 -> (K, 2) without -1
         index0 = np.flatnonzero(matches0 >= 0)
         indices = np.stack([index0, matches0[index0]], axis=1).astype(np.int64)
         return cls(indices, np.asarray(scores0)[index0].astype(np.float32))
 
     def to_dense(self, count0: int) -> Tuple[np.ndarray, np.ndarray]:
-        """Return `matches0` (M,) int64 and `scores0` (M,) float32, as `from_dense` takes them.
+        """Convert to the form of the paper's code, which `from_dense` takes.
 
         Args:
-            count0: number M of keypoints of image 0. Keypoints without a match get -1 and 0.
+            count0: number M of keypoints of image 0.
+
+        Returns:
+            The indices (M,) int64 of the matches in image 1, and their scores (M,) float32. A
+            keypoint without a match has -1 and 0.
         """
         matches0 = np.full(count0, -1, np.int64)
         scores0 = np.zeros(count0, np.float32)

@@ -24,7 +24,7 @@ from superglue_sift import (
     onnx,
     torch_compat,
 )
-from superglue_sift.features.features import extract
+from superglue_sift.features.features import extract_features
 from superglue_sift.features.sift import KEYPOINT
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.network.superglue import TYPICAL_SCORE
@@ -129,7 +129,7 @@ def two_views(photo, keypoints, width):
     """SIFT of a photograph and of a view of it, both `width` px wide."""
     views = (photo, cv2.warpPerspective(photo, TURN, (600, 400)))
     size = (width, width * 2 // 3)
-    return [extract(cv2.resize(view, size), keypoints) for view in views]
+    return [extract_features(cv2.resize(view, size), keypoints) for view in views]
 
 
 def test_inputs_of_a_large_file_are_in_pixels_of_the_reduced_image(photo):

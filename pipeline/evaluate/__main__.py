@@ -260,7 +260,7 @@ def load_networks(
                 f"{args.models[OURS]}: matches keypoints of {extractor}, code that is run only when"
                 f" asked for: set keypoints.extractor: {extractor} in {args.params}"
             )
-        matcher.extractor = extractors.load(extractor)
+        matcher.extractor = extractors.load_extractor(extractor)
     return networks
 
 

@@ -186,6 +186,6 @@ def match_baselines(pair: Pair) -> Dict[str, Matches]:
     Its threshold selects those that count, as the threshold of a network does.
     """
     # All three baselines share one product of the descriptors.
-    neighbours, is_mutual = nearest.neighbours(*map(nearest.unit_rows, pair[:2]))
+    neighbours, is_mutual = nearest.match_nearest(*map(nearest.unit_descriptors, pair[:2]))
     mutual = neighbours.only(is_mutual)
     return {"nn": neighbours, "mutual_nn": mutual, RATIO_TEST: mutual}

@@ -33,7 +33,7 @@ from pipeline.keypoints.store import ImageViews, Row
 from pipeline.params import KeypointsParams
 from pipeline.workers import end_with_parent, yield_in_order
 from superglue_sift.features import extractors
-from superglue_sift.features.images import STORED, BadImage, decode
+from superglue_sift.features.images import STORED, BadImage, decode_photo
 from superglue_sift.files import write_atomic, write_json
 
 SHARD_IMAGES = 64  # a kill loses at most the current shard of each process
@@ -76,7 +76,7 @@ def plan_shards(folder: Path, entries: Sequence[Entry], settings: KeypointsParam
         "settings": values,
         "version": views.VERSION,
         "opencv": cv2.__version__,
-        "extractor": extractors.load(settings.extractor).code,
+        "extractor": extractors.load_extractor(settings.extractor).code,
     }
     shards = []
     for index, start in enumerate(range(0, len(entries), SHARD_IMAGES)):
@@ -141,7 +141,7 @@ def write_index_and_delete_others(
         row = shard.read_row()
         used = [entry for entry in shard.entries if entry.name in row["images"]]
         rows.append({**row, "photographs": [images.identify_photograph(entry) for entry in used]})
-    extractor = extractors.load(settings.extractor)
+    extractor = extractors.load_extractor(settings.extractor)
     write_json(folder / store.INDEX, store.make_index(rows, settings.views_per_image, extractor))
     # What is left are notes, shards of other parameters, and partial files after a kill.
     known = {store.INDEX, *(shard.path.name for shard in shards)}
@@ -157,7 +157,7 @@ def read_and_extract(images: ImageSet, settings: KeypointsParams, work: decoders
     """Return the views of an image, or the BadImage that says why it cannot be used."""
     try:
         if isinstance(work, Entry):
-            photo = decode(images.read(work), work.name, True, STORED)
+            photo = decode_photo(images.read(work), work.name, True, STORED)
             return views.make_image_views(photo.pixels, work.name, settings, photo.mask)
         # A decoder has read it already: a JPEG, which has no transparent pixels.
         return views.make_image_views(work[1], work[0].name, settings)

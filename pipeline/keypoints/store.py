@@ -112,7 +112,7 @@ def write_shard(path: Path, images: Sequence[ImageViews]) -> Row:
 
 
 def make_index(
-    shards: Sequence[Row], views: int, extractor: Extractor = extractors.DEFAULT
+    shards: Sequence[Row], views: int, extractor: Extractor = extractors.SIFT
 ) -> Dict[str, Any]:
     """Return the content of store.json for these rows of `write_shard`.
 
@@ -123,7 +123,7 @@ def make_index(
     return {
         "format": FORMAT,
         "version": VERSION,
-        **(others if extractor is not extractors.DEFAULT else {}),
+        **(others if extractor is not extractors.SIFT else {}),
         "views_per_image": views,
         "record": [
             [name, dtype[name].base.str, list(dtype[name].shape)] for name in dtype.names or ()
@@ -166,9 +166,9 @@ class KeypointStore:
         about = read_index(self.path)
         self.views_per_image: int = about["views_per_image"]
         self.digest: str = about["digest"]
-        self.extractor: str = about.get("extractor", extractors.DEFAULT.name)
+        self.extractor: str = about.get("extractor", extractors.SIFT.name)
         self.scale_angle: bool = about.get("scale_angle", True)
-        self.min_scale = MIN_SCALE if self.extractor == extractors.DEFAULT.name else 0.0
+        self.min_scale = MIN_SCALE if self.extractor == extractors.SIFT.name else 0.0
         self.dtype = np.dtype([(name, kind, tuple(shape)) for name, kind, shape in about["record"]])
         # Every shard must exist and have its size. Some of the shards, or all, are hashed.
         step = 1 if verify == "all" else max(len(about["shards"]) // SAMPLED_SHARDS, 1)

@@ -69,7 +69,7 @@ def make_image_views(
     """
     size = (gray.shape[1], gray.shape[0])
     require_size(name, size, (settings.width, settings.height))
-    extractor = extractors.load(settings.extractor)
+    extractor = extractors.load_extractor(settings.extractor)
     homographies = []
     records = []
     view_sizes = []

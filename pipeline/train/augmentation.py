@@ -16,7 +16,7 @@ import numpy as np
 
 from pipeline.keypoints.store import EVERYWHERE, View
 from pipeline.params import TrainParams
-from superglue_sift.features.sift import rank
+from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.superglue import TYPICAL_SCORE
 
@@ -219,7 +219,7 @@ def make_mosaic(
     for name, length in zip("xy", canvas):
         inside &= (joined[name] >= -0.5) & (joined[name] <= length - 0.5)
     seen = _select_records(joined, inside)
-    order = np.argsort(-rank(seen), kind="stable")
+    order = np.argsort(-rank_keypoints(seen), kind="stable")
     # Make homographies (3, 3) from the image to the canvas, and from the canvas to the unit square.
     shrink = map_to_resized((1, 1), (1 / factor, 1 / factor))
     shrink[:2, 2] += corner

@@ -25,7 +25,7 @@ from pipeline.keypoints.store import KeypointStore
 from pipeline.params import TrainParams
 from pipeline.train.augmentation import NO_CHANGE, Augmentation
 from pipeline.train.data import Sample, draw_validation_pairs, load_batch, slice_for_rank
-from superglue_sift.features.nearest import neighbours
+from superglue_sift.features.nearest import match_nearest
 from superglue_sift.network.batch import PairBatch, choose_orientations, normalize_descriptors
 from superglue_sift.network.ground_truth import IGNORED, UNMATCHED, Truth, find_true_matches
 from superglue_sift.network.superglue import SuperGlue, mutual_matches
@@ -287,7 +287,7 @@ def compute_ratio_test_sums(objective: MatchingObjective, batch: PairBatch) -> S
     scores = torch.zeros(matches.shape, dtype=torch.float32, device=batch.device)
     for i, (m, n) in enumerate(batch.counts.tolist()):
         # M and n are the numbers of real keypoints of this pair. The rest is padding.
-        nearest, mutual = neighbours(units[0][i, :m], units[1][i, :n])
+        nearest, mutual = match_nearest(units[0][i, :m], units[1][i, :n])
         dense = nearest.only(mutual).to_dense(m)
         matches[i, :m], scores[i, :m] = map(torch.from_numpy, dense)
     return count_matches(matches, scores, truth)

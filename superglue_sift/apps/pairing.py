@@ -21,7 +21,7 @@ import numpy as np
 
 from superglue_sift.errors import RequestError, check_range
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import root_sift_of
+from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import PhotoFile
 from superglue_sift.files import FileName, read_lines, spelled_as_file
 from superglue_sift.matcher import groups
@@ -253,9 +253,9 @@ def nearest_pairs(
     for image in images:
         rows = descriptors(image)
         count = min(SAMPLE // len(images) + 1, len(rows))
-        samples.append(root_sift_of(rows[np.linspace(0, len(rows) - 1, count).astype(int)]))
+        samples.append(to_root_sift(rows[np.linspace(0, len(rows) - 1, count).astype(int)]))
     words = vocabulary(samples)
-    described = np.stack([vlad(root_sift_of(descriptors(image)), words) for image in images])
+    described = np.stack([vlad(to_root_sift(descriptors(image)), words) for image in images])
     # Take the k largest cosines of each image, but not the image itself.
     pairs = set()
     for i, vector in enumerate(described):

@@ -49,69 +49,83 @@ class Extractor:
     def __call__(
         self, gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None
     ) -> np.ndarray:
-        """Extract (n,) keypoints, n <= max_keypoints, highest rank first, positions distinct.
+        """Extract the keypoints of an image.
+
+        Args:
+            gray: (H, W) uint8.
+            max_keypoints: maximum number of keypoints, 1 or more.
+            mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
+
+        Returns:
+            (n,) keypoints of `dtype` at distinct positions, highest rank first.
 
         Raises:
             RequestError: If descriptors are not like those of other images.
         """
         # SIFT takes the mask itself, and its keypoints need no checks.
-        if self.name == DEFAULT.name:
+        if self.name == SIFT.name:
             return self.function(gray, max_keypoints, mask)
         values = self.function(gray, max_keypoints)
         if not len(values["keypoints"]):
             return np.empty(0, self.dtype)  # OpenCV's descriptors are then None
-        found = records_of(f"extractor {self.name}", values)
+        records = make_records(f"extractor {self.name}", values)
         # A store has one dtype, and a network one length of descriptors.
-        if found.dtype != self.dtype or bool(found["scale"][0]) != self.scale_angle:
+        if records.dtype != self.dtype or bool(records["scale"][0]) != self.scale_angle:
             raise RequestError(f"extractor {self.name}: its descriptors change from image to image")
         if mask is not None:
             # The function knows no masks, so keypoints at masked pixels are dropped here.
-            x, y = np.rint(sift.positions(found).T).astype(int)
+            x, y = np.rint(sift.positions(records).T).astype(int)
             height, width = mask.shape
-            found = found[mask[y.clip(0, height - 1), x.clip(0, width - 1)] > 0]
-        return sift.strongest(found, max_keypoints)
+            records = records[mask[y.clip(0, height - 1), x.clip(0, width - 1)] > 0]
+        return sift.keep_strongest(records, max_keypoints)
 
 
-DEFAULT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
+SIFT = Extractor("sift", sift.ORIENTED, True, sift.extract, sift.VERSION)
 
 
 @functools.lru_cache(maxsize=4)
-def load(name: str) -> Extractor:
+def load_extractor(name: str) -> Extractor:
     """Load an extractor by name, and run it on a test pattern to learn the size of a descriptor.
 
     Raises:
         RequestError: If there is no such module or function, or if it returns a wrong value.
     """
-    if name == DEFAULT.name:
-        return DEFAULT
+    if name == SIFT.name:
+        return SIFT
     # The user has named this code, so it may run.
     module, _, attribute = name.partition(":")
     try:
-        home = importlib.import_module(module)
-        function = getattr(home, attribute)
-        values = function(test_pattern(), 512)
-    except Exception as error:  # code of the user may raise any error
+        imported = importlib.import_module(module)
+        function = getattr(imported, attribute)
+        values = function(draw_test_pattern(), 512)
+    except Exception as error:  # Code of the user may raise any error
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        meant = "a module that Python finds, a colon, a function: see docs/features.md"
-        raise RequestError(f"extractor {name}: {reason} ({meant})") from error
-    records = records_of(f"extractor {name}", values)
+        fix = "a module that Python finds, a colon, a function: see docs/features.md"
+        raise RequestError(f"extractor {name}: {reason} ({fix})") from error
+    records = make_records(f"extractor {name}", values)
     if not len(records):
         raise RequestError(f"extractor {name}: finds no keypoint on a pattern full of them")
     return Extractor(
-        name, records.dtype, bool(records["scale"][0]), function, file_sha256(home.__file__ or "")
+        name,
+        records.dtype,
+        bool(records["scale"][0]),
+        function,
+        file_sha256(imported.__file__ or ""),
     )
 
 
-def test_pattern() -> np.ndarray:
+def draw_test_pattern() -> np.ndarray:
     """Draw smooth blobs, for any detector; return (480, 640) uint8, always the same."""
     noise = np.random.default_rng(0).integers(0, 256, (48, 64)).astype(np.uint8)
     return cv2.resize(noise, (640, 480), interpolation=cv2.INTER_CUBIC)
 
 
 def record_dtype(kind: str, dim: int) -> np.dtype:
-    """Return the dtype of keypoints whose descriptors have `dim` entries.
+    """Return the dtype of keypoint records.
 
-    The kind of the descriptors is "sift" or "float".
+    Args:
+        kind: kind of the descriptors, "sift" or "float".
+        dim: number of entries of a float descriptor.
     """
     if kind == "sift":
         return sift.ORIENTED
@@ -119,8 +133,12 @@ def record_dtype(kind: str, dim: int) -> np.dtype:
     return np.dtype([*geometry, ("descriptor", "<f4", (dim,))])
 
 
-def kind_of(dtype: np.dtype) -> Tuple[str, int]:
-    """Return (kind, dim) of a dtype from `record_dtype`. Raises ValueError for any other dtype."""
+def descriptor_kind(dtype: np.dtype) -> Tuple[str, int]:
+    """Return the kind of the descriptors of a dtype, "sift" or "float", and their length.
+
+    Raises:
+        ValueError: If the dtype is not one of `record_dtype`.
+    """
     if dtype in (sift.KEYPOINT, sift.ORIENTED):
         return "sift", 128
     shape = dtype["descriptor"].shape if "descriptor" in (dtype.names or ()) else ()
@@ -129,21 +147,27 @@ def kind_of(dtype: np.dtype) -> Tuple[str, int]:
     raise ValueError(f"{dtype}: not a dtype of keypoints")
 
 
-def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
-    """Convert the return value of an extractor to (n,) keypoints with float descriptors.
+def make_records(name: str, values: Mapping[str, Any]) -> np.ndarray:
+    """Convert the return value of an extractor to keypoint records.
 
     Args:
-        name: what messages begin with. Raises RequestError for a wrong value.
+        name: what messages begin with.
+        values: arrays by name, as the docstring of this module lists them.
+
+    Returns:
+        (n,) keypoints with float descriptors.
+
+    Raises:
+        RequestError: For a wrong value.
     """
 
-    def wrong(reason: str) -> RequestError:
-        """Create the error for a wrong value."""
+    def make_error(reason: str) -> RequestError:
         return RequestError(f"{name}: {reason} (see docs/features.md)")
 
     keys = ["keypoints", "scores", "descriptors"]
     keys += [key for key in ("scales", "angles") if key in values]
     if len(keys) == 4:
-        raise wrong("must return scales and angles, or neither")
+        raise make_error("must return scales and angles, or neither")
     try:
         columns = {key: np.asarray(values[key]) for key in keys}
         kind = columns["descriptors"].dtype
@@ -154,14 +178,14 @@ def records_of(name: str, values: Mapping[str, Any]) -> np.ndarray:
             records[key[:-1]] = column.reshape(records[key[:-1]].shape)  # "scores" -> "score"
     except (KeyError, TypeError, ValueError) as error:
         shapes = "keypoints (n, 2), scores (n,) and descriptors (n, D)"
-        raise wrong(f"must return a dictionary with {shapes}: {error}") from error
+        raise make_error(f"must return a dictionary with {shapes}: {error}") from error
     # Bits in bytes, such as ORB's, would look like numbers.
     if kind.kind != "f":
-        raise wrong(f"descriptors of {kind}: must be float32")
+        raise make_error(f"descriptors of {kind}: must be float32")
     # Check what was copied. Without scales and angles, their columns are 0.
     for field in records.dtype.names or ():
         if not np.isfinite(records[field]).all():
-            raise wrong(f"{field} must be finite")
+            raise make_error(f"{field} must be finite")
     if (records["score"] < 0).any() or ("scales" in values and (records["scale"] <= 0).any()):
-        raise wrong("scores must be 0 or more, and scales above 0")
+        raise make_error("scores must be 0 or more, and scales above 0")
     return records

@@ -17,19 +17,19 @@ import torch
 
 from superglue_sift.errors import RequestError, warn_deprecated
 from superglue_sift.features import sift
-from superglue_sift.features.extractors import kind_of, records_of
+from superglue_sift.features.extractors import descriptor_kind, make_records
 from superglue_sift.features.images import (
     FEW_LEVELS,
     STORED,
     UPRIGHT,
     Photo,
+    convert_pil,
     count_levels,
     read_mask,
     read_photo,
-    read_pil,
     reduce_image,
 )
-from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, whole_sift
+from superglue_sift.features.sift import KEYPOINT, TYPICAL_SCORE, to_sift
 from superglue_sift.files import FileName
 from superglue_sift.geometry import two_view
 
@@ -40,7 +40,6 @@ REFINED_AT = 2
 # Images that are smaller are enlarged to this longer side for SIFT, at most ENLARGED_MOST times.
 ENLARGED_TO = 768
 ENLARGED_MOST = 2
-
 # A keypoint of another program may lie outside of the image by this part of its size, since some
 # programs store positions as floats of 16 bits.
 OUTSIDE = 1e-3
@@ -53,11 +52,12 @@ logger = logging.getLogger(__name__)
 
 
 class Features(NamedTuple):
-    """Features of one image of `size` (width, height).
+    """Features of one image: its keypoints with descriptors.
 
     Attributes:
-        records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.records_of`, in
+        records: (n,) of dtype `sift.ORIENTED` or `KEYPOINT`, or from `extractors.make_records`, in
             pixels of the image.
+        size: (width, height) of the image in px.
         gray: (H, W) uint8, the pixels for refinement, which may be reduced. None if there are none.
         image: the image, to draw matches on it. None if it is not known.
         frame: whether pixels are upright or stored (`images`).
@@ -96,7 +96,7 @@ class Features(NamedTuple):
             return self.resize(self.detected_size)
         factor = two_view.reduction_factor(self.size, resize)
         scales = self.records["scale"]
-        if len(scales) and kind_of(self.records.dtype)[0] == "sift":
+        if len(scales) and descriptor_kind(self.records.dtype)[0] == "sift":
             factor = max(1.0, min(factor, float(scales.min()) / sift.MIN_SCALE))
         return self.resize(two_view.reduced_size(self.size, factor))
 
@@ -106,13 +106,13 @@ class Features(NamedTuple):
         return self.as_detected(resize)
 
     def resize(self, size: Tuple[int, int]) -> Features:
-        """Return the keypoints in pixels of the image resized to `size` (width, height)."""
+        """Return the keypoints in pixels of the image resized to `size` (width, height) px."""
         if tuple(size) == tuple(self.size):
             return self
         records = self.records.copy()
-        for name, side, before in zip(("x", "y"), size, self.size):
+        for name, after, before in zip(("x", "y"), size, self.size):
             # Pixel centres are at whole numbers, so the edge of the image is at -0.5.
-            records[name] = (records[name] + 0.5) * (side / before) - 0.5
+            records[name] = (records[name] + 0.5) * (after / before) - 0.5
         records["scale"] *= max(size) / max(self.size)
         return self._replace(records=records, size=size)
 
@@ -143,18 +143,18 @@ class Features(NamedTuple):
     ) -> Features:
         """Create features from your own SIFT, in the same order.
 
-        A place may have several keypoints, as in OpenCV, if their scales or angles differ.
+        Several keypoints may have one position, as in OpenCV, if their scales or angles differ.
 
         Args:
-            keypoints: (n, 2) pixels, in the image.
-            scales: (n,) diameters in pixels, OpenCV's `size`.
+            keypoints: (n, 2) px of the image.
+            scales: (n,) diameters in px, OpenCV's `size`.
             angles: (n,) degrees, OpenCV's `angle`.
             scores: (n,), OpenCV's `response`.
             descriptors: (n, 128) SIFT with entries from 0 to 255, as from OpenCV.
-            size: (width, height) of the image.
+            size: (width, height) of the image in px.
 
         Raises:
-            RequestError: a wrong shape or range, or a keypoint that occurs twice.
+            RequestError: For a wrong shape or range, or a keypoint that occurs twice.
 
         Example:
             >>> keypoints = np.array([[10.0, 20.0], [30.0, 5.0]])
@@ -164,7 +164,7 @@ class Features(NamedTuple):
             >>> features.keypoints.tolist()
             [[10.0, 20.0], [30.0, 5.0]]
         """
-        features = cls._of_sift(keypoints, scales, angles, scores, descriptors, size)
+        features = cls._from_sift(keypoints, scales, angles, scores, descriptors, size)
         geometry = np.stack([features.records[name] for name in ("x", "y", "scale", "angle")])
         repeated = len(features.records) - np.unique(geometry, axis=1).shape[1]
         if repeated:
@@ -173,7 +173,7 @@ class Features(NamedTuple):
         return features
 
     @classmethod
-    def _of_sift(
+    def _from_sift(
         cls,
         keypoints: np.ndarray,
         scales: np.ndarray,
@@ -192,21 +192,20 @@ class Features(NamedTuple):
             "scores": scores,
             "descriptors": np.asarray(descriptors, np.float32),
         }
-        given = records_of("SIFT features", values)
-        if not len(given):
+        float_records = make_records("SIFT features", values)
+        if not len(float_records):
             return cls(np.empty(0, KEYPOINT), size)
-        # The dtype of SIFT has integers.
-        whole = given["descriptor"]
-        if whole.shape[1:] != KEYPOINT["descriptor"].shape:
-            raise RequestError(f"descriptors of {whole.shape[1]} entries: SIFT has 128")
-        if not (whole.min() >= 0 and 1 < whole.max() <= 255):
+        rows = float_records["descriptor"]
+        if rows.shape[1:] != KEYPOINT["descriptor"].shape:
+            raise RequestError(f"descriptors of {rows.shape[1]} entries: SIFT has 128")
+        if not (rows.min() >= 0 and 1 < rows.max() <= 255):
             raise RequestError("descriptors must be whole numbers from 0 to 255, not normalised")
-        _check_positions(given, size)
-        # Copy the columns to records of SIFT.
-        records = np.empty(len(given), KEYPOINT)
-        records["descriptor"] = np.rint(whole)
+        _check_positions(float_records, size)
+        # The records of SIFT have descriptors of integers.
+        records = np.empty(len(float_records), KEYPOINT)
+        records["descriptor"] = np.rint(rows)
         for name in sift.GEOMETRY:
-            records[name] = given[name]
+            records[name] = float_records[name]
         return cls(records, size)
 
     @classmethod
@@ -216,15 +215,17 @@ class Features(NamedTuple):
         """Create features from those of a COLMAP database, in the same order, in stored pixels.
 
         COLMAP's SIFT is the same as OpenCV's except for rounding. It stores no response, so all
-        keypoints get the typical one. Two orientations of a point are two keypoints. Raises
-        RequestError for a wrong shape or range, such as a keypoint outside of the image.
+        keypoints get the typical one. Two orientations of a point are two keypoints.
 
         Args:
             keypoints: (n, 4) x, y, sigma, radians, or (n, 6) x, y and the affine shape, from the
                 corner of the first pixel, as `pycolmap.Database.read_keypoints` returns them.
             descriptors: (n, 128) uint8, RootSIFT times 512, as `read_descriptors(...).data` returns
                 them.
-            size: (width, height) of the image.
+            size: (width, height) of the image in px.
+
+        Raises:
+            RequestError: For a wrong shape or range, such as a keypoint outside of the image.
         """
         keypoints = np.asarray(keypoints, np.float32)
         if keypoints.ndim != 2 or keypoints.shape[1] not in (4, 6):
@@ -232,16 +233,16 @@ class Features(NamedTuple):
         if keypoints.shape[1] == 4:
             sigma, angle = keypoints[:, 2:].T
         else:
-            # An affine shape: its scale is the mean length of its columns.
+            # The scale of an affine shape is the mean length of its columns.
             a11, a12, a21, a22 = keypoints[:, 2:].T
             sigma = (np.hypot(a11, a21) + np.hypot(a12, a22)) / 2
             angle = np.arctan2(a21, a11)
-        features = cls._of_sift(
+        features = cls._from_sift(
             keypoints[:, :2] - 0.5,  # COLMAP's coordinates start at a corner
             2 * sigma,  # OpenCV's size is a diameter
             np.rad2deg(angle) % 360,
             np.full(len(keypoints), TYPICAL_SCORE, np.float32),
-            whole_sift(np.asarray(descriptors) / np.float32(512)),
+            to_sift(np.asarray(descriptors) / np.float32(512)),
             size,
         )
         return features._replace(frame=STORED)
@@ -266,7 +267,7 @@ def _check_positions(records: np.ndarray, size: Tuple[int, int]) -> None:
         raise RequestError(f"keypoints: {outside.sum()} lie {reason}, as ({x:g}, {y:g}); {fix}")
 
 
-def extract(
+def extract_features(
     gray: np.ndarray,
     max_keypoints: int,
     resize: int = 0,
@@ -274,12 +275,14 @@ def extract(
     masks: Sequence[np.ndarray] = (),
     name: str = "an image",
 ) -> Features:
-    """Extract keypoints of gray pixels (H, W) uint8, in these pixels.
+    """Extract the keypoints of an image, in its pixels.
 
     Args:
-        resize: longer side to which a larger image is reduced for the extractor. An image below
-            ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as it
-            is.
+        gray: (H, W) uint8.
+        max_keypoints: maximum number of keypoints.
+        resize: longer side in px to which a larger image is reduced for the extractor. An image
+            below ENLARGED_TO is enlarged for it, but not above `resize`. With 0, the image stays as
+            it is.
         extractor: a function that is called as `sift.extract`.
         masks: (H, W) uint8 each, of any size. No keypoint lies where one of them is 0.
         name: name of the image, for the warning about a picture without keypoints or with few gray
@@ -287,32 +290,39 @@ def extract(
     """
     size = gray.shape[1::-1]
     # The extractor sees a smaller or a larger image. The masks are resized to it.
-    seen = enlarge(reduce_image(gray, resize), min(ENLARGED_TO, resize))
+    seen = enlarge_image(reduce_image(gray, resize), min(ENLARGED_TO, resize))
     detected_size = seen.shape[1::-1]
-    small = [cv2.resize(mask, detected_size, interpolation=cv2.INTER_NEAREST) for mask in masks]
-    every = [np.minimum.reduce(small)] if small else []
-    records = extractor(seen, max_keypoints, *every)
-    found = Features(records, detected_size, detected_size=detected_size)
+    resized = [cv2.resize(mask, detected_size, interpolation=cv2.INTER_NEAREST) for mask in masks]
+    joined_mask = [np.minimum.reduce(resized)] if resized else []
+    records = extractor(seen, max_keypoints, *joined_mask)
+    features = Features(records, detected_size, detected_size=detected_size)
     # Warn about a picture in which little can be found.
     levels = count_levels(seen)
     if min(detected_size) < SLIM_PX and min(detected_size) <= min(size) / 2:
         sizes = f"{size[0]}x{size[1]} px are reduced to {detected_size[0]}x{detected_size[1]}"
         longer = math.ceil(max(size) * min(1.0, ENOUGH_PX / min(size)))
         fix = f"use --resize {longer} (in Python resize={longer})"
-        logger.warning("%s: %d keypoints, since %s; %s", name, len(found.records), sizes, fix)
-    elif not len(found.records) or levels < FEW_LEVELS:
-        counts = f"{len(found.records)} keypoints, {levels} of 256 gray levels in use"
+        logger.warning("%s: %d keypoints, since %s; %s", name, len(records), sizes, fix)
+    elif not len(records) or levels < FEW_LEVELS:
+        counts = f"{len(records)} keypoints, {levels} of 256 gray levels in use"
         logger.warning("%s: %s%s", name, counts, ", a mask" if masks else "")
-    return found.resize(size)._replace(gray=reduce_image(gray, REFINED_AT * resize))
+    return features.resize(size)._replace(gray=reduce_image(gray, REFINED_AT * resize))
 
 
-def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
-    """Return the mask that the caller gave, (H, W) uint8, for an image of `size`.
+def load_mask(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: int) -> np.ndarray:
+    """Read or check the mask of an image.
 
     Args:
         mask: a file with the mask of the stored pixels (`images.read_mask`), or an array (H, W)
-            that is 0 or False where pixels are left out. Raises RequestError for a mask of another
-            size.
+            that is 0 or False where pixels are left out.
+        size: (width, height) of the image in px.
+        turned: the EXIF orientation that was undone.
+
+    Returns:
+        (H, W) uint8, 0 where pixels are left out.
+
+    Raises:
+        RequestError: If the mask has another size, or cannot be read.
     """
     # A file belongs to the stored pixels, and an array to those of the caller.
     if isinstance(mask, (str, Path)):
@@ -323,8 +333,8 @@ def mask_of(mask: Union[FileName, np.ndarray], size: Tuple[int, int], turned: in
     return (mask != 0).astype(np.uint8)
 
 
-def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
-    """Enlarge gray pixels (H, W) to a longer side of `longer`, at most ENLARGED_MOST times."""
+def enlarge_image(gray: np.ndarray, longer: int) -> np.ndarray:
+    """Enlarge gray pixels (H, W) to a longer side of `longer` px, at most ENLARGED_MOST times."""
     times = min(longer / max(gray.shape), ENLARGED_MOST)
     # A large image stays as it is.
     if times <= 1:
@@ -333,14 +343,19 @@ def enlarge(gray: np.ndarray, longer: int) -> np.ndarray:
     return cv2.resize(gray, size, interpolation=cv2.INTER_CUBIC)
 
 
-def gray_of(
+def to_gray(
     image: Union[np.ndarray, torch.Tensor, PIL.Image.Image],
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert an `Image` to (H, W) uint8 gray, and its mask. Raises RequestError for other pixels.
+    """Convert an image in memory to gray.
 
-    The mask is (H, W) uint8, and 0 where a PIL image is transparent. Other images have None.
+    Returns:
+        The pixels (H, W) uint8, and the mask (H, W) uint8, which is 0 where a PIL image is
+        transparent. Other images have no mask, but None.
+
+    Raises:
+        RequestError: For pixels of another type or shape.
     """
-    pixels, mask = _pixels_and_mask(image)
+    pixels, mask = _convert_to_opencv(image)
     # Arrays of the user are checked here. The other types are right by now.
     is_gray = pixels.ndim == 2
     is_color = pixels.ndim == 3 and pixels.shape[-1] == 3
@@ -350,17 +365,20 @@ def gray_of(
     return pixels if is_gray else cv2.cvtColor(pixels, cv2.COLOR_BGR2GRAY), mask
 
 
-def photo_of(image: Image, frame: str) -> Photo:
-    """Return an image to draw coordinates of `frame` on.
+def load_photo(image: Image, frame: str) -> Photo:
+    """Read or convert an image, to draw coordinates of `frame` on it.
 
     Arrays and tensors are assumed to be upright.
+
+    Raises:
+        RequestError: If it cannot be read.
     """
     if isinstance(image, (str, Path)):
         return read_photo(image, frame)
-    return Photo(_pixels_and_mask(image)[0], np.eye(3))
+    return Photo(_convert_to_opencv(image)[0], np.eye(3))
 
 
-def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+def _convert_to_opencv(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert an `Image` to pixels in the layout of OpenCV, and to its mask.
 
     Only a transparent PIL image has a mask.
@@ -372,7 +390,7 @@ def _pixels_and_mask(image: Any) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     if isinstance(image, np.ndarray):
         return image, None
     if isinstance(image, PIL.Image.Image):
-        return read_pil(image)
+        return convert_pil(image)
     if not isinstance(image, torch.Tensor):
         allowed = "a file, a PIL image, an array or a tensor"
         raise RequestError(f"an image of type {type(image).__name__}: must be {allowed}")

@@ -4,7 +4,7 @@ Pillow reads a file by its content, whatever its extension. OpenCV reads colours
 tifffile the TIFF layouts that Pillow reads wrong or not at all. An animation gives its first
 picture. Only the formats of `FORMATS` are tried, since Pillow knows some that run other programs.
 
-Pixels of more than 8 bits are scaled by the range that is in use (`range_in_use`). Transparent
+Pixels of more than 8 bits are scaled by the range that is in use (`find_range_in_use`). Transparent
 pixels and pixels without data are masked: an extractor finds no keypoint there.
 
 A camera held on its side stores rotated pixels, and EXIF tag 0x0112 (Exif 2.32, section 4.6.4) says
@@ -50,17 +50,17 @@ SYSTEM_FOLDERS = {
     "lost+found", "network trash folder", "system volume information", "temporary items",
 }  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
-MAX_PIXELS = 200_000_000  # more could exceed a worker's memory
+MAX_PIXELS = 200_000_000  # More could exceed a worker's memory
 # Letters with which brands of HEIC files begin (ISO 23008-12): heic, hevc, mif1, msf1 and others
 HEIC = (b"he", b"mi", b"ms")
 
-INNER = (0.1, 99.9)  # percentiles: dust and glints beyond them do not set the range
-SAMPLED = 1 << 18  # the range is computed from about so many pixels
-FEW_LEVELS = 16  # with fewer gray levels, a picture is nearly flat or a drawing
+INNER = (0.1, 99.9)  # Percentiles: dust and glints beyond them do not set the range
+SAMPLED = 1 << 18  # The range is computed from about so many pixels
+FEW_LEVELS = 16  # With fewer gray levels, a picture is nearly flat or a drawing
 
 UPRIGHT = "upright"
 STORED = "stored"
-FRAMES = (UPRIGHT, STORED)  # pixels rotated according to EXIF, or as in the file
+FRAMES = (UPRIGHT, STORED)  # Pixels rotated according to EXIF, or as in the file
 ORIENTATION = 0x0112  # EXIF tag
 
 
@@ -129,7 +129,7 @@ def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
     for place, folders, files in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         if real in entered:
-            folders[:] = []  # which `os.walk` then does not enter
+            folders[:] = []  # So that `os.walk` enters none of them
             continue
         entered.add(real)
         folders[:] = sorted(name for name in folders if not _is_hidden(name))
@@ -168,17 +168,17 @@ def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.nda
 
     Raises BadImage with the reason if it is damaged.
     """
-    return decode(data, name, True, frame).pixels
+    return decode_photo(data, name, True, frame).pixels
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
     """Decode the bytes of a file to (H, W, 3) uint8 BGR. Raises BadImage as `decode_gray`."""
-    return decode(data, name, False, frame).pixels
+    return decode_photo(data, name, False, frame).pixels
 
 
 def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
     """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
-    return decode_gray(read(path), str(path), frame)
+    return decode_gray(read_bytes(path), str(path), frame)
 
 
 def read_photo(path: FileName, frame: str) -> Photo:
@@ -187,8 +187,8 @@ def read_photo(path: FileName, frame: str) -> Photo:
     Raises:
         RequestError: If it cannot be read.
     """
-    photo = decode(read(path), str(path), False, UPRIGHT)
-    turn = to_upright(photo.turned, turn_size(photo.size, photo.turned))
+    photo = decode_photo(read_bytes(path), str(path), False, UPRIGHT)
+    turn = map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
     to_shown = turn if frame == STORED else np.eye(3)
     return photo._replace(
         to_shown=compose(map_to_resized(photo.size, photo.pixels.shape[1::-1]), to_shown)
@@ -208,7 +208,7 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     Raises:
         RequestError: If the mask cannot be read or has another size than the stored pixels.
     """
-    image = open_image(read(path), str(path))
+    image = open_image(read_bytes(path), str(path))
     stored = turn_size(size, turned)
     if image.size != stored:
         own, needed = ("x".join(map(str, each)) for each in (image.size, stored))
@@ -218,16 +218,16 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     return turn_upright(np.where(black, 0, 255).astype(np.uint8), turned)
 
 
-def read(path: FileName) -> bytes:
+def read_bytes(path: FileName) -> bytes:
     """Read the bytes of a file. Raises RequestError if it cannot be read."""
     try:
         return Path(path).read_bytes()
-    except (OSError, ValueError) as error:  # a name with a null byte is a ValueError
+    except (OSError, ValueError) as error:  # A name with a null byte is a ValueError
         reason = getattr(error, "strerror", None) or error
         raise RequestError(f"{path}: cannot be read: {reason}") from None
 
 
-def decode(data: bytes, name: str, gray: bool, frame: str) -> Photo:
+def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     """Decode the bytes of a file to gray or BGR pixels in `frame`.
 
     Raises:
@@ -272,19 +272,19 @@ def _decode_by_pillow(
     try:
         values = _read_deep_colours(image, data)
         if image.format == "PNG":
-            image.load()  # the EXIF data of a PNG may follow its pixels
-        turn = _orientation(image)  # a decoded TIFF would have none any more
+            image.load()  # The EXIF data of a PNG may follow its pixels
+        turn = _orientation(image)  # A decoded TIFF would have none any more
         # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two gray
         # levels closer.
         image.draft("L" if gray else None, (width // factor, height // factor))
         if values is not None:
             pixels, mask = _pixels_of_values(values, gray, None)
         else:
-            pixels, mask = pixels_of(image, gray)
+            pixels, mask = convert_image(image, gray)
             if image.format == "TIFF":  # Pillow has rotated it upright
-                pixels = turn_upright(pixels, inverse(turn))
-                mask = None if mask is None else turn_upright(mask, inverse(turn))
-    except Exception as error:  # decoders of damaged data raise any type of error
+                pixels = turn_upright(pixels, invert_orientation(turn))
+                mask = None if mask is None else turn_upright(mask, invert_orientation(turn))
+    except Exception as error:  # Decoders of damaged data raise any type of error
         raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
     if factor == 1:
         return pixels, mask, pixels.shape[1::-1], turn
@@ -321,11 +321,11 @@ def open_image(data: bytes, name: str) -> Image.Image:
     is_heic = data[4:8] == b"ftyp" and data[8:10] in HEIC
     if is_heic and not _register_heic():
         reason = "HEIC needs one more package: pip install 'superglue-sift[heic]'"
-    Image.init()  # the first call fills Image.OPEN
+    Image.init()  # The first call fills Image.OPEN
     for kind in [kind for kind in FORMATS if kind in Image.OPEN]:
         factory, accept = Image.OPEN[kind]
         accepts = accept is not None and accept(data[:16])
-        if isinstance(accepts, str):  # the format is known, but this Pillow lacks its library
+        if isinstance(accepts, str):  # The format is known, but this Pillow lacks its library
             reason = accepts
         elif accepts:
             try:
@@ -352,7 +352,7 @@ def _orientation(image: Image.Image) -> int:
         image.info.pop(key, None)  # Pillow would use XMP where EXIF has no orientation
     try:
         return image.getexif().get(ORIENTATION, 1)
-    except Exception:  # damaged EXIF data
+    except Exception:  # Damaged EXIF data
         return 1
 
 
@@ -366,8 +366,8 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
     )
 
 
-def read_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert a PIL image of the user as `pixels_of`, to gray if it has no colours.
+def convert_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+    """Convert a PIL image of the user as `convert_image`, to gray if it has no colours.
 
     Raises:
         RequestError: If it has no pixels, if its file is cut off or closed, or if Pillow cannot
@@ -377,13 +377,13 @@ def read_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     if 0 in image.size:
         raise RequestError(f"{file}: has no pixels")
     try:
-        return pixels_of(image, gray=image.mode[0] in "1LIF")
-    except Exception as error:  # decoders of damaged data raise any type of error
+        return convert_image(image, gray=image.mode[0] in "1LIF")
+    except Exception as error:  # Decoders of damaged data raise any type of error
         fix = "open the file again, or convert the image to RGB"
         raise RequestError(f"{file}: cannot be read: {_line(error)}; {fix}") from None
 
 
-def pixels_of(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
+def convert_image(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Convert a PIL image to pixels and a mask.
 
     Returns:
@@ -456,12 +456,12 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
     """
     bits = set(tags.get(258, (1,)))
     layout = (tags.get(262, 1), tags.get(277, 1))
-    if set(tags.get(339, (1,))) != {1}:  # signed numbers or floats
+    if set(tags.get(339, (1,))) != {1}:  # Signed numbers or floats
         return False
     if bits == {16}:
         # One plane for each band is read as noise.
         return layout in {(1, 1), (2, 3), (2, 4)} and tags.get(284, 1) == 1
-    # gray, RGB(A), palette, CMYK, YCbCr
+    # Gray, RGB(A), palette, CMYK, YCbCr
     known = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
     if tags.get(284, 1) == 2:
         # Pillow mixes the planes of YCbCr, and refuses some RGBA that is not compressed.
@@ -486,7 +486,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
         tifffile = import_extra("tifffile", "tiff")
         with tifffile.TiffFile(io.BytesIO(data)) as file:
             values = file.pages[0].asarray()
-    except Exception as error:  # tifffile or a decoder is missing, or the data are damaged
+    except Exception as error:  # A decoder or tifffile itself is missing, or the data are damaged
         values = _decompress_tiff(data, tags)
         if values is None:
             reason = _line(error)
@@ -520,7 +520,7 @@ def _decompress_tiff(data: bytes, tags: ImageFileDirectory_v2) -> Optional[np.nd
     is_wide = kind in {(3, 32), (3, 64), (2, 32)} and bands in (1, 3, 4)
     if in_planes or not (is_wide or (kind == (2, 16) and is_gray_or_rgb)):
         return None
-    with contextlib.suppress(Exception):  # decoders of damaged data raise any type of error
+    with contextlib.suppress(Exception):  # Decoders of damaged data raise any type of error
         values = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_UNCHANGED)
         if values is not None:
             return values if values.ndim == 2 else values[..., [2, 1, 0, 3][: values.shape[2]]]
@@ -548,14 +548,14 @@ def _pixels_of_values(
         nodata: value of pixels without data, or None.
 
     Returns:
-        Pixels and mask, as `pixels_of`.
+        Pixels and mask, as `convert_image`.
     """
     colours = values[..., :3] if values.ndim == 3 else values
     known = np.isfinite(colours)
     if nodata is not None:
         known &= colours != nodata
     # Map `low` to 0 and `high` to 256. float32 holds all numbers of 24 bits.
-    low, high = range_in_use(colours, known)
+    low, high = find_range_in_use(colours, known)
     levels = np.where(known, colours, low).astype(np.float32).clip(low, high)
     levels = (levels - np.float32(low)) * np.float32(256.0 / max(high - low, 1e-30))
     # Values at the upper end of the range give 256, which is cut to 255.
@@ -566,7 +566,7 @@ def _pixels_of_values(
     return _gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
 
 
-def range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
+def find_range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
     """Find the range (low, high) of the values that become the gray levels 0 and 256.
 
     The range is between the percentiles `INNER` of the medians of 3x3 values, so that single hot
@@ -646,12 +646,12 @@ def turn_size(size: Size, orientation: int) -> Size:
     return size if orientation < 5 else (size[1], size[0])
 
 
-def inverse(orientation: int) -> int:
+def invert_orientation(orientation: int) -> int:
     """Return the orientation that undoes another one."""
     return {6: 8, 8: 6}.get(orientation, orientation)
 
 
-def to_upright(orientation: int, size: Size) -> np.ndarray:
+def map_to_upright(orientation: int, size: Size) -> np.ndarray:
     """Return the map (3, 3) float64 from stored to upright pixel coordinates.
 
     Args:

@@ -1,13 +1,13 @@
 """Find nearest neighbours by descriptor, and run the ratio test (Lowe 2004).
 
-The keypoints that the network gets are selected here, too.
+The keypoints that the network gets are selected here, too (`select_keypoints`).
 
 The confidence of a match is one minus the ratio of its distance to that of the second nearest
-neighbour. `neighbours` compares some hundreds of keypoints: the baselines of training and
-evaluation. `ratio_matches` compares thousands. It keeps mutual nearest neighbours that pass the
-test in both directions and are nearer than MAX_DISTANCE. It searches the second nearest in the
-whole other image: within an epipolar band the test loses its meaning, wrong matches slide along the
-line, and errors of the cameras triple.
+neighbour. `match_nearest` compares some hundreds of keypoints, for the baselines of training and
+evaluation. `match_by_ratio` compares thousands, and keeps mutual nearest neighbours that pass the
+test in both directions and are nearer than MAX_DISTANCE. The second nearest neighbour is searched
+in the whole other image. Within an epipolar band the test would lose its meaning: wrong matches
+slide along the line, and errors of the cameras triple.
 """
 
 from __future__ import annotations
@@ -17,135 +17,149 @@ from typing import Tuple
 import numpy as np
 import torch
 
-from superglue_sift.features.extractors import kind_of
-from superglue_sift.features.sift import ORIENTED, rank, root_sift_of
+from superglue_sift.features.extractors import descriptor_kind
+from superglue_sift.features.sift import ORIENTED, rank_keypoints, to_root_sift
 from superglue_sift.matches import Matches
 
-RATIO = 0.8  # maximum ratio of the distances to the nearest and the second nearest
-MAX_DISTANCE = 0.8  # maximum distance of matched descriptors of unit length
-BLOCK = 256  # rows of a product, which take 8 MiB at 8,192 keypoints and stay in the cache
-ROUNDING = 1e-6  # error of 1 - cosine, so that two copies of a descriptor are equally near
+RATIO = 0.8  # Maximum ratio of the distances to the nearest and the second nearest
+MAX_DISTANCE = 0.8  # Maximum distance of matched descriptors of unit length
+BLOCK = 256  # Rows of a product, which take 8 MiB at 8,192 keypoints and stay in the cache
+ROUNDING = 1e-6  # Error of 1 - cosine, so that two copies of a descriptor are equally near
 # When keypoints are selected, a keypoint counts as matched up to this ratio of distances. With a
 # ratio of 1, the network gets only keypoints with something similar in the other image, and finds
 # 20 times as many matches in photographs that have nothing in common.
 SELECTING_RATIO = 0.95
 
 
-def unit_rows(records: np.ndarray) -> np.ndarray:
-    """Return the (first) descriptors of records (n,) as (n, D) float32 of length 1.
+def unit_descriptors(records: np.ndarray) -> np.ndarray:
+    """Return the first descriptor of each keypoint, scaled to length 1.
 
-    For SIFT they are RootSIFT.
-    """
-    rows = records["descriptor"]
-    if kind_of(records.dtype)[0] == "sift":
-        return root_sift_of(rows)
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)
-
-
-def neighbours(rows: np.ndarray, others: np.ndarray) -> Tuple[Matches, np.ndarray]:
-    """Match each of `rows` (n, D) float32 with the nearest of `others` (m, D).
-
-    All are unit vectors. Several rows may have the same neighbour. Without a second neighbour the
-    score is 0.
+    Args:
+        records: (n,) keypoints.
 
     Returns:
-        N matches, or none if m is 0, and an array (n,) bool. It says whether the row is also the
-        nearest one of its neighbour.
+        (n, D) float32. For SIFT it is RootSIFT.
     """
-    if len(rows) == 0 or len(others) == 0:
+    descriptors = records["descriptor"]
+    if descriptor_kind(records.dtype)[0] == "sift":
+        return to_root_sift(descriptors)
+    return descriptors / np.maximum(np.linalg.norm(descriptors, axis=1, keepdims=True), 1e-12)
+
+
+def match_nearest(descriptors0: np.ndarray, descriptors1: np.ndarray) -> Tuple[Matches, np.ndarray]:
+    """Match each descriptor of image 0 with the nearest descriptor of image 1.
+
+    Several keypoints of image 0 may have the same neighbour. Without a second neighbour the score
+    is 0.
+
+    Args:
+        descriptors0, descriptors1: (m, D) and (n, D) float32 of length 1.
+
+    Returns:
+        The m matches, or none if n is 0, and an array (m,) bool. It says whether the match is also
+        the nearest neighbour in the other direction.
+    """
+    if len(descriptors0) == 0 or len(descriptors1) == 0:
         return Matches.none(), np.zeros(0, bool)
-    nearest, cosine, second, rival = compare(rows, others)
-    ratio = ratio_of(cosine, second) if len(others) > 1 else np.ones(len(rows), np.float32)
-    indices = np.stack([np.arange(len(rows)), nearest], axis=1)
+    nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
+    ratio = np.ones(len(descriptors0), np.float32)
+    if len(descriptors1) > 1:
+        ratio = distance_ratio(cosine, second)
+    indices = np.stack([np.arange(len(descriptors0)), nearest], axis=1)
     return Matches(indices, 1.0 - ratio), cosine >= rival
 
 
-def compare(
-    rows: np.ndarray, others: np.ndarray
+def find_two_nearest(
+    descriptors0: np.ndarray, descriptors1: np.ndarray
 ) -> Tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Find the nearest of `others` (m, D) for each of `rows` (n, D), unit vectors, by one product.
+    """Find the two nearest descriptors of image 1 for each of image 0, by one matrix product.
 
-    The rival is infinite where another row is nearer to the neighbour. If several rows are equally
-    near, only the first has a finite rival.
+    Args:
+        descriptors0, descriptors1: (m, D) and (n, D) float32 of length 1.
 
     Returns:
-        Four arrays (n,):
+        Four arrays (m,):
         - the index of the nearest neighbour, int64,
-        - the cosine of the row and this neighbour,
-        - the second largest cosine of the row,
-        - the rival, the largest cosine of this neighbour with any other row.
+        - the cosine with this neighbour, float32,
+        - the second largest cosine, float32,
+        - the rival, float32: the largest cosine of this neighbour with any other descriptor of
+          image 0. It is infinite where another one is nearer to the neighbour. If several are
+          equally near, only the first has a finite rival.
     """
-    nearest = np.empty(len(rows), np.int64)
-    cosine, second = np.empty((2, len(rows)), np.float32)
+    nearest = np.empty(len(descriptors0), np.int64)
+    cosine, second = np.empty((2, len(descriptors0)), np.float32)
     # The largest cosine of each column, in rows whose nearest is another column
-    rest = np.full(len(others), -1.0, np.float32)
-    product = torch.empty((BLOCK, len(others)), dtype=torch.float32, device="cpu")
-    right = torch.from_numpy(others).T
-    for start in range(0, len(rows), BLOCK):
-        # (BLOCK, D) and (D, m) -> (BLOCK, m) cosines, in memory that all blocks share
-        left = torch.from_numpy(rows[start : start + BLOCK])
-        values = torch.mm(left, right, out=product[: len(left)]).numpy()
-        here = slice(start, start + len(left))
-        at = np.arange(len(left))
-        nearest[here] = best = values.argmax(axis=1)
-        cosine[here] = values[at, best]
-        # Take out each row's nearest. The maximum of a row is then its second largest cosine.
-        values[at, best] = -1.0
-        second[here] = values.max(axis=1)
-        np.maximum(rest, values.max(axis=0), out=rest)
+    best_other = np.full(len(descriptors1), -1.0, np.float32)
+    product = torch.empty((BLOCK, len(descriptors1)), dtype=torch.float32, device="cpu")
+    right = torch.from_numpy(descriptors1).T
+    for start in range(0, len(descriptors0), BLOCK):
+        # (BLOCK, D) and (D, n) -> (BLOCK, n) cosines, in memory that all blocks share
+        left = torch.from_numpy(descriptors0[start : start + BLOCK])
+        cosines = torch.mm(left, right, out=product[: len(left)]).numpy()
+        block = slice(start, start + len(left))
+        rows = np.arange(len(left))
+        nearest[block] = columns = cosines.argmax(axis=1)
+        cosine[block] = cosines[rows, columns]
+        # Take out the nearest of each row. The maximum of a row is then its second largest cosine.
+        cosines[rows, columns] = -1.0
+        second[block] = cosines.max(axis=1)
+        np.maximum(best_other, cosines.max(axis=0), out=best_other)
     # Where several rows have one nearest neighbour, all but the nearest of these rows are beaten.
     order = np.lexsort((-cosine, nearest))
     beaten = order[1:][np.diff(nearest[order]) == 0]
-    np.maximum.at(rest, nearest[beaten], cosine[beaten])
-    rival = rest[nearest]
+    np.maximum.at(best_other, nearest[beaten], cosine[beaten])
+    rival = best_other[nearest]
     rival[beaten] = np.inf
     return nearest, cosine, second, rival
 
 
-def ratio_of(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Compute the ratio (n,) of two distances from the cosines of unit vectors.
+def distance_ratio(cosine: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Compute the ratio (n,) of the distances to the two nearest neighbours from their cosines.
 
-    |a - b|^2 = 2 - 2 cos.
+    For unit vectors, |a - b|^2 = 2 - 2 cos.
     """
     nearer, farther = ((1.0 - values).clip(0) + ROUNDING for values in (cosine, second))
     return np.sqrt(nearer / farther)
 
 
-def ratio_matches(records0: np.ndarray, records1: np.ndarray, ratio: float = RATIO) -> Matches:
-    """Match two images' keypoint records, (m,) and (n,), by the ratio test in both directions.
+def match_by_ratio(records0: np.ndarray, records1: np.ndarray, ratio: float = RATIO) -> Matches:
+    """Match the keypoints of two images by the ratio test in both directions.
 
     The score is one minus the larger ratio of both directions, so the order of the images does not
     matter. A keypoint with two orientations is matched by either.
 
     Args:
+        records0, records1: (M,) and (N,) keypoints of the images.
         ratio: the maximum ratio. With 1, all mutual nearest neighbours within MAX_DISTANCE are
             returned.
     """
-    rows, owner = _describe(records0)
-    others, other_owner = _describe(records1)
-    if min(len(rows), len(others)) < 2:
+    descriptors0, keypoint0 = _describe_orientations(records0)
+    descriptors1, keypoint1 = _describe_orientations(records1)
+    if min(len(descriptors0), len(descriptors1)) < 2:
         return Matches.none()
-    nearest, cosine, second, rival = compare(rows, others)
-    ratios = ratio_of(cosine, np.maximum(second, rival))
-    # A row that is not the nearest of its neighbour has an infinite rival and fails.
-    kept = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
+    nearest, cosine, second, rival = find_two_nearest(descriptors0, descriptors1)
+    ratios = distance_ratio(cosine, np.maximum(second, rival))
+    # A row that is not the nearest of its neighbour has an infinite rival, so its ratio is large.
+    passes = (cosine > 1.0 - MAX_DISTANCE**2 / 2) & (ratios < ratio)
     # Convert rows, one for each orientation, to keypoints.
-    indices = np.stack([owner[kept], other_owner[nearest[kept]]], axis=1)
-    return keep_one_to_one(Matches(indices, 1.0 - ratios[kept]))
+    indices = np.stack([keypoint0[passes], keypoint1[nearest[passes]]], axis=1)
+    return keep_one_to_one(Matches(indices, 1.0 - ratios[passes]))
 
 
-def _describe(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
-    """Return the unit descriptors of records (n,), a row for each orientation, and their owners.
+def _describe_orientations(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+    """Return a unit descriptor for each orientation of the keypoints (n,).
 
-    The rows are (m, D) float32. The owner of a row, (m,) int64, is the index of its keypoint.
+    Returns:
+        The descriptors (m, D) float32, and the index (m,) int64 of the keypoint of each.
     """
-    rows = unit_rows(records)
-    owner = np.arange(len(records))
+    descriptors = unit_descriptors(records)
+    keypoint = np.arange(len(records))
     if records.dtype == ORIENTED:
-        two = np.flatnonzero(records["second_descriptor"].any(axis=1))
-        rows = np.concatenate([rows, root_sift_of(records["second_descriptor"][two])])
-        owner = np.concatenate([owner, two])
-    return rows, owner
+        has_two = np.flatnonzero(records["second_descriptor"].any(axis=1))
+        second = to_root_sift(records["second_descriptor"][has_two])
+        descriptors = np.concatenate([descriptors, second])
+        keypoint = np.concatenate([keypoint, has_two])
+    return descriptors, keypoint
 
 
 def keep_one_to_one(matches: Matches) -> Matches:
@@ -155,11 +169,16 @@ def keep_one_to_one(matches: Matches) -> Matches:
 
 
 def one_to_one_rows(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) -> np.ndarray:
-    """Find the matches that share neither end with a better one; return indices by falling score.
+    """Find the matches that share neither end with a more confident one.
+
+    The order of the images does not matter.
 
     Args:
-        ends0, ends1: (K,) keypoints or (K, 2) positions. scores: (K,). The order of the images does
-            not matter.
+        ends0, ends1: (K,) keypoints or (K, 2) positions of the matches.
+        scores: (K,).
+
+    Returns:
+        The indices of these matches, by falling score.
     """
     order = np.argsort(-scores, kind="stable")
     # `np.unique` returns the first match of each end, which is the best one in this order.
@@ -168,26 +187,30 @@ def one_to_one_rows(ends0: np.ndarray, ends1: np.ndarray, scores: np.ndarray) ->
 
 
 def select_keypoints(
-    records0: np.ndarray, records1: np.ndarray, most: int, mutual: Matches
+    records0: np.ndarray, records1: np.ndarray, max_keypoints: int, mutual_matches: Matches
 ) -> Tuple[np.ndarray, np.ndarray]:
-    """Select the keypoints of a pair that the network gets, at most `most` of each image.
+    """Select the keypoints of a pair that the network gets.
 
     A match needs its keypoint in both images. Which keypoints are in both depends on the other
     image, above all on its scale. So keypoints are selected for each pair: first those that the
     ratio test matches with a generous limit (Lowe 2004, section 7.1), then those of highest rank.
 
     Args:
-        records0, records1: (M,) and (N,) keypoints. mutual: their `ratio_matches` with ratio 1.
-            Returns indices (m,) and (n,), ascending.
+        records0, records1: (M,) and (N,) keypoints.
+        max_keypoints: maximum number of keypoints that are selected in each image.
+        mutual_matches: the matches of `match_by_ratio` with ratio 1.
+
+    Returns:
+        The indices (m,) and (n,) of the selected keypoints, ascending.
     """
-    if max(len(records0), len(records1)) <= most:
+    if max(len(records0), len(records1)) <= max_keypoints:
         return np.arange(len(records0)), np.arange(len(records1))
-    likely = mutual.above(1.0 - SELECTING_RATIO)
-    first = likely.indices[np.argsort(-likely.scores, kind="stable")[:most]]
+    likely = mutual_matches.above(1.0 - SELECTING_RATIO)
+    first = likely.indices[np.argsort(-likely.scores, kind="stable")[:max_keypoints]]
     selected = []
-    for records, ends in zip((records0, records1), first.T):
-        order = np.argsort(-rank(records), kind="stable")
+    for records, matched in zip((records0, records1), first.T):
+        order = np.argsort(-rank_keypoints(records), kind="stable")
         # Fill up with the keypoints of highest rank.
-        others = order[~np.isin(order, ends)]
-        selected.append(np.sort(np.concatenate([ends, others])[:most]))
+        unmatched = order[~np.isin(order, matched)]
+        selected.append(np.sort(np.concatenate([matched, unmatched])[:max_keypoints]))
     return selected[0], selected[1]

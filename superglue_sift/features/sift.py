@@ -10,8 +10,9 @@ Choices and the measurements behind them:
   matching need distinct points. If a point had one orientation, the two views would choose
   different ones in 15 % of the true matches of COCO views (22 % in oxford_affine), and their
   descriptors would have nothing in common. With `choose_orientations` it is 5 % and 13 %.
-- The keypoints of highest `rank` are kept, not those of highest response: 52 % of the right matches
-  of COCO views then have both keypoints among the 512 that are kept, in place of 47 %.
+- The keypoints of highest rank (`rank_keypoints`) are kept, not those of highest response: 52 % of
+  the right matches of COCO views then have both keypoints among the 512 that are kept, in place of
+  47 %.
 - Descriptors are integers from 0 to 255 in OpenCV, so uint8 loses nothing.
 """
 
@@ -36,17 +37,19 @@ ORIENTED = np.dtype([*KEYPOINT.descr, ("second_angle", "<f4"), ("second_descript
 # half a layer below it.
 MIN_SCALE = 1.6 * 2 ** (1 / 6)
 
-TYPICAL_SCORE = 0.03  # contrast of a typical keypoint, for keypoints whose contrast is not known
-CONTRAST = 0.0133  # minimum contrast of a keypoint, a third of OpenCV's default
+TYPICAL_SCORE = 0.03  # Contrast of a typical keypoint, for keypoints whose contrast is not known
+CONTRAST = 0.0133  # Minimum contrast of a keypoint, a third of OpenCV's default
 # Increase this number when the same image gives other keypoints. Features and stores made with
 # another number are then made again.
 VERSION = "2"
 
 
 def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = None) -> np.ndarray:
-    """Extract the `max_keypoints` (1 or more) keypoints of highest `rank` of an image (H, W) uint8.
+    """Extract the SIFT keypoints of highest rank (`rank_keypoints`) of an image.
 
     Args:
+        gray: (H, W) uint8.
+        max_keypoints: maximum number of keypoints, 1 or more.
         mask: (H, W) uint8. No keypoint lies at a pixel where it is 0.
 
     Returns:
@@ -54,33 +57,33 @@ def extract(gray: np.ndarray, max_keypoints: int, mask: Optional[np.ndarray] = N
         rank. The first orientation of a keypoint has the smaller angle. An image without structure
         gives (0,). Equal input gives equal bytes.
     """
-    points = detector().detect(gray, mask)
-    values = values_of(points)
+    points = make_detector().detect(gray, mask)
+    values = geometry_of(points)
     # Keep one keypoint for each position. In this order the orientations of a point follow each
     # other, so a second orientation is the next entry, if that has the same geometry.
-    order, first = _by_position(values)
+    order, first = _sort_by_position(values)
     second = order[np.minimum(first + 1, max(len(order) - 1, 0))]
     first = order[first]
     same = [values[name][first] == values[name][second] for name in ("x", "y", "scale", "score")]
-    shared = np.logical_and.reduce([*same, first != second])
+    has_second = np.logical_and.reduce([*same, first != second])
     # Keep the best keypoints, and describe both their orientations at once.
     best = values[first]
-    kept = _highest(best["score"] * best["scale"], best, max_keypoints)
-    first = first[kept]
-    shared = shared[kept]
-    second = second[kept][shared]
+    rows = _find_highest(best["score"] * best["scale"], best, max_keypoints)
+    first = first[rows]
+    has_second = has_second[rows]
+    second = second[rows][has_second]
 
-    records = np.zeros(len(kept), ORIENTED)
+    records = np.zeros(len(rows), ORIENTED)
     for name in GEOMETRY:
         records[name] = values[name][first]
-    records["second_angle"][shared] = values["angle"][second]
+    records["second_angle"][has_second] = values["angle"][second]
     descriptors = _describe(gray, [points[index] for index in [*first, *second]])
     records["descriptor"] = descriptors[: len(first)]
-    records["second_descriptor"][shared] = descriptors[len(first) :]
+    records["second_descriptor"][has_second] = descriptors[len(first) :]
     return records
 
 
-def rank(records: np.ndarray) -> np.ndarray:
+def rank_keypoints(records: np.ndarray) -> np.ndarray:
     """Return the rank of keypoints, (n,) float32. Those of highest rank are kept, and come first.
 
     For SIFT it is response times scale, since large keypoints are found again more often. For other
@@ -91,14 +94,18 @@ def rank(records: np.ndarray) -> np.ndarray:
     return records["score"] * records["scale"] if is_sift else records["score"]
 
 
-def strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
-    """Keep the `max_keypoints` of (n,) keypoints with the highest `rank`, in this order.
+def keep_strongest(records: np.ndarray, max_keypoints: int) -> np.ndarray:
+    """Keep the keypoints of highest rank (`rank_keypoints`), in this order.
 
     If several keypoints have one position, only the keypoint with the highest score is kept.
+
+    Args:
+        records: (n,) keypoints.
+        max_keypoints: how many are kept at most.
     """
-    order, first = _by_position(records)
+    order, first = _sort_by_position(records)
     distinct = records[order[first]]
-    return distinct[_highest(rank(distinct), distinct, max_keypoints)]
+    return distinct[_find_highest(rank_keypoints(distinct), distinct, max_keypoints)]
 
 
 def positions(records: np.ndarray) -> np.ndarray:
@@ -106,17 +113,18 @@ def positions(records: np.ndarray) -> np.ndarray:
     return np.stack([records["x"], records["y"]], axis=-1)
 
 
-def root_sift_of(descriptors: np.ndarray) -> np.ndarray:
-    """Compute RootSIFT (Arandjelovic 2012) of (n, 128): float32 of unit length.
+def to_root_sift(descriptors: np.ndarray) -> np.ndarray:
+    """Convert SIFT descriptors (n, 128) to RootSIFT (Arandjelovic 2012).
 
-    Zeros stay zeros. The result is bitwise equal on every machine.
+    Returns:
+        (n, 128) float32 of length 1. Zeros stay zeros. The bytes are the same on every machine.
     """
     values = descriptors.astype(np.float32)
     return np.sqrt(values / np.maximum(values.sum(axis=1, keepdims=True), 1.0))
 
 
-def whole_sift(descriptors: np.ndarray) -> np.ndarray:
-    """Convert RootSIFT (N, 128), from 0 to 1, to SIFT from 0 to 255. Return SIFT unchanged.
+def to_sift(descriptors: np.ndarray) -> np.ndarray:
+    """Convert RootSIFT (n, 128), from 0 to 1, to SIFT from 0 to 255. Return SIFT unchanged.
 
     RootSIFT is the square root of SIFT divided by its sum. OpenCV scales SIFT to a length of 512.
     """
@@ -129,14 +137,14 @@ def whole_sift(descriptors: np.ndarray) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=1)
-def detector() -> cv2.SIFT:
-    """Return OpenCV's detector of all keypoints above CONTRAST."""
+def make_detector() -> cv2.SIFT:
+    """Create OpenCV's detector of all keypoints above CONTRAST, once for a process."""
     return cv2.SIFT.create(contrastThreshold=CONTRAST, enable_precise_upscale=True)
 
 
-def values_of(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
+def geometry_of(points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     """Return the GEOMETRY of OpenCV's keypoints as records (n,)."""
-    values = [(*p.pt, p.size, p.angle, p.response) for p in points]
+    values = [(*point.pt, point.size, point.angle, point.response) for point in points]
     return np.array(values, [(name, np.float32) for name in GEOMETRY])
 
 
@@ -148,18 +156,18 @@ def _describe(gray: np.ndarray, points: Sequence[cv2.KeyPoint]) -> np.ndarray:
     # descriptor is dropped. Its lowest byte is the octave, where 255 means -1, and the next byte is
     # the layer 1.
     doubled = cv2.KeyPoint(0.0, 0.0, MIN_SCALE, 0.0, 0.0, 255 | 1 << 8)
-    return detector().compute(gray, [*points, doubled])[1][:-1]
+    return make_detector().compute(gray, [*points, doubled])[1][:-1]
 
 
-def _highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
-    """Return the indices of the `count` highest ranks (n,).
+def _find_highest(ranks: np.ndarray, records: np.ndarray, count: int) -> np.ndarray:
+    """Find the `count` highest ranks (n,); return their indices.
 
-    Scale and position decide between equal ranks.
+    The scales and positions of `records` (n,) decide between equal ranks.
     """
     return np.lexsort((records["x"], records["y"], -records["scale"], -ranks))[:count]
 
 
-def _by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
+def _sort_by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     """Sort (n,) records by position, and at each position by falling score.
 
     Returns:
@@ -167,7 +175,7 @@ def _by_position(records: np.ndarray) -> Tuple[np.ndarray, np.ndarray]:
     """
     falling = -records["scale"], -records["score"]
     order = np.lexsort((records["angle"], *falling, records["x"], records["y"]))
-    place = positions(records[order])
+    sorted_positions = positions(records[order])
     begins = np.ones(len(order), bool)
-    begins[1:] = (place[1:] != place[:-1]).any(axis=1)
+    begins[1:] = (sorted_positions[1:] != sorted_positions[:-1]).any(axis=1)
     return order, np.flatnonzero(begins)

@@ -17,20 +17,20 @@ import numpy as np
 
 from superglue_sift import __version__
 from superglue_sift.errors import RequestError
-from superglue_sift.features.extractors import DEFAULT
+from superglue_sift.features.extractors import SIFT
 from superglue_sift.features.features import REFINED_AT, Features
-from superglue_sift.features.images import decode_gray, find_mask, read, reduce_image
+from superglue_sift.features.images import decode_gray, find_mask, read_bytes, reduce_image
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
-MAX_FEATURES = 256  # number of photographs whose features stay in memory
-MAX_GRAYS = 32  # number of photographs whose pixels stay in memory
+MAX_FEATURES = 256  # Number of photographs whose features stay in memory
+MAX_GRAYS = 32  # Number of photographs whose pixels stay in memory
 ARRAYS = (
     "records",
     "size",
     "turned",
     "detected_size",
-)  # attributes of `Features` that a file holds
+)  # Attributes of `Features` that a file holds
 
 
 def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
@@ -38,7 +38,7 @@ def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
     try:
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
-    except Exception:  # the bits of a damaged file can also ask for a password, for instance
+    except Exception:  # The bits of a damaged file can also ask for a password, for instance
         return None
 
 
@@ -68,8 +68,8 @@ class FeatureStore:
         self.folder = folder
         self.masks = Path(masks) if masks else None
         self.root = root
-        extractor = matcher.extractor or DEFAULT
-        self.is_sift = extractor.name == DEFAULT.name
+        extractor = matcher.extractor or SIFT
+        self.is_sift = extractor.name == SIFT.name
         self._dtype = extractor.dtype
         self._settings = (
             f"{matcher.max_keypoints} {matcher.resize} {matcher.frame}"
@@ -125,11 +125,11 @@ class FeatureStore:
             RequestError: If the photograph or the mask changed since they were first read. Their
                 features and their results would be of two different photographs.
         """
-        content = read(photo.path)
+        content = read_bytes(photo.path)
         digest = hashlib.sha256(content)
         mask = self.masks and find_mask(self.masks, name_below(photo.path, self.root))
         if mask:
-            digest.update(b"mask" + read(mask))
+            digest.update(b"mask" + read_bytes(mask))
         if self._digests.setdefault(photo, digest.hexdigest()) != digest.hexdigest():
             changed = "the photograph or its mask was replaced while it was matched"
             raise RequestError(f"{photo.path}: {changed}; match it again")
@@ -147,7 +147,7 @@ class FeatureStore:
         return features._replace(frame=self.matcher.frame, turned=int(arrays["turned"]))
 
     def _read_pixels(self, photo: PhotoFile) -> np.ndarray:
-        """Read the gray pixels (H, W) uint8, reduced as `features.extract` does for refinement."""
+        """Read the gray pixels (H, W) uint8 for refinement, reduced as in `extract_features`."""
         content, _ = self._read(photo)
         gray = decode_gray(content, str(photo.path), self.matcher.frame)
         return reduce_image(gray, REFINED_AT * self.matcher.resize)

@@ -22,14 +22,14 @@ from superglue_sift.geometry.two_view import (
     transform,
 )
 
-MIN_ESSENTIAL = 5  # minimum number of matches for an essential matrix
+MIN_ESSENTIAL = 5  # Minimum number of matches for an essential matrix
 # Maximum distance of an inlier. From 0.3 to 0.8 px, poses are equally exact, whether positions are
 # refined or not. From 1 px on, they are less exact.
 POSE_PX = 0.6
 # A match lies on its epipolar line up to this many standard deviations, of at least MIN_NOISE_PX.
 NOISE_DEVIATIONS = 3.0
 MIN_NOISE_PX = 0.02
-ROTATION_ROUNDS = 30  # a rotation is fitted so many times, with weights from the last fit
+ROTATION_ROUNDS = 30  # A rotation is fitted so many times, with weights from the last fit
 
 
 class Pose(NamedTuple):

@@ -40,30 +40,30 @@ from superglue_sift.torch_compat import sqrt
 Device = Union[str, torch.device]
 
 # Patches
-RADIUS = 10  # a patch has SIDE^2 samples
+RADIUS = 10  # A patch has SIDE^2 samples
 SIDE = 2 * RADIUS + 1
-WIDTH = 5.0  # deviation of the Gaussian that weighs the samples
+WIDTH = 5.0  # Deviation of the Gaussian that weighs the samples
 SMOOTHING_PX = 0.7  # Gaussian blur of images before they are sampled
-CORRELATED = 6.0  # so many samples of a smoothed image say as much as an independent one
-FLAT = 0.5  # a patch below this standard deviation in gray levels has no structure
+CORRELATED = 6.0  # So many samples of a smoothed image say as much as an independent one
+FLAT = 0.5  # A patch below this standard deviation in gray levels has no structure
 # A direction has no structure if its eigenvalue of the Hessian is below this part of the larger
 # eigenvalue.
 EDGE = 0.02
 # The search
-MAX_ZOOM = 8.0  # maximum magnification between the images
-COARSE_PX = 6.0  # a keypoint of twice this diameter starts one level up
-COARSER = 3  # maximum number of coarser levels
-ITERATIONS = 8  # maximum number of steps of Gauss-Newton
+MAX_ZOOM = 8.0  # Maximum magnification between the images
+COARSE_PX = 6.0  # A keypoint of twice this diameter starts one level up
+COARSER = 3  # Maximum number of coarser levels
+ITERATIONS = 8  # Maximum number of steps of Gauss-Newton
 # These lengths are in samples of a patch, which are a pixel apart without magnification.
-LONGEST = 1.0  # longer steps are cut to this length
-SETTLED = 0.003  # a match with a shorter step has converged
+LONGEST = 1.0  # Longer steps are cut to this length
+SETTLED = 0.003  # A match with a shorter step has converged
 # A match is rejected if it moves farther than this on one level, has a larger deviation, or
 # correlates less.
 FARTHEST = 3.0
 MAX_DEVIATION = 0.5
 MIN_CORRELATION = 0.6
-MAX_BLUR = 8.0  # maximum deviation of the added blur
-BLURRED = 0.35  # one image counts as blurred more above this log ratio of gradient energies
+MAX_BLUR = 8.0  # Maximum deviation of the added blur
+BLURRED = 0.35  # One image counts as blurred more above this log ratio of gradient energies
 # The result with equal sharpness is kept if its deviations are below this part of the others.
 SHARPER = 0.85
 
@@ -511,7 +511,7 @@ class Template:
                 common in the whole patch is not in the residual, since its mean was made 0. Without
                 added blur, the covariance is CORRELATED times that of independent samples.
         """
-        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # mean square difference
+        residual = (2.0 - 2.0 * correlation).clamp(min=0)  # Mean square difference
         weighted = self.rows[:, :2]
         smoothed = weighted
         factor = CORRELATED
@@ -576,7 +576,7 @@ def _invert_hessians(hessian: Tensor) -> Tuple[Tensor, Tensor]:
         The inverses (n, 2, 2), and how many directions of each have no structure, (n,) in the dtype
         of the Hessians.
     """
-    values, vectors = torch.linalg.eigh(hessian)  # eigenvalues ascend
+    values, vectors = torch.linalg.eigh(hessian)  # Eigenvalues ascend
     has_structure = values > (EDGE * values[:, 1:]).clamp(min=1e-6)
     inverse = (1.0 / values.clamp(min=1e-6)).masked_fill(~has_structure, 0.0)
     inverses = (vectors * inverse[:, None]) @ vectors.transpose(1, 2)

@@ -27,10 +27,10 @@ from superglue_sift.geometry.two_view import (
 from superglue_sift.geometry.verification import RESIZE
 from superglue_sift.match_result import MatchResult
 
-DIRECT = 500_000  # a direct solver is used up to this number of matched keypoints
+DIRECT = 500_000  # A direct solver is used up to this number of matched keypoints
 # Equations are weighted anew so many times. Equations that others contradict lose weight.
 ROUNDS = 4
-MIN_DEVIATION_PX = 0.03  # smaller deviations of refined matches are raised to this
+MIN_DEVIATION_PX = 0.03  # Smaller deviations of refined matches are raised to this
 
 
 def refine_tracks(
@@ -128,12 +128,12 @@ def _solve(
         target = np.concatenate([right * scale, np.zeros(size)])
         if len(used) > DIRECT:
             x = lsmr(whole, target, atol=1e-4, btol=1e-4)[0]
-        else:  # this takes a quarter of the time: short, separate tracks cause little fill-in
+        else:  # This takes a quarter of the time: short, separate tracks cause little fill-in
             normal = (whole.T @ whole).tocsc()
             factors = splu(normal, permc_spec="MMD_AT_PLUS_A", options={"SymmetricMode": True})
             x = factors.solve(whole.T @ target)
         # Weight the equations anew by their residuals.
         residual = ((system @ x - right).reshape(-1, 2) ** 2).sum(1) / deviation**2
-        weight = 1.0 / (1.0 + residual / 9.0)  # half the weight at three deviations
+        weight = 1.0 / (1.0 + residual / 9.0)  # Half the weight at three deviations
     corrections[used] = x.reshape(-1, 2)
     return corrections

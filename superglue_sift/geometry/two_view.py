@@ -24,8 +24,8 @@ from superglue_sift.errors import warn_deprecated
 Size = Tuple[int, int]  # (width, height) of an image in px
 
 TINY = np.finfo(np.float64).tiny
-REFERENCE_PX = 1024  # longer side of images in which lengths in pixels were chosen
-MIN_POINTS = 4  # a homography has eight degrees of freedom, two per point
+REFERENCE_PX = 1024  # Longer side of images in which lengths in pixels were chosen
+MIN_POINTS = 4  # A homography has eight degrees of freedom, two per point
 CONFIDENCE = 0.995  # RANSAC stops early at this confidence, the default of findHomography
 # Scatter of true matches: the best value from 0.25 to 2 px on validation pairs, for every matcher
 SCATTER_PX = 0.5
@@ -35,22 +35,22 @@ SCATTER_PX = 0.5
 MODEL_PX = 0.25  # First guess
 MODEL_SCATTER = 1.5
 MODEL_LIMITS_PX = (0.05, 0.5)
-MAD_TO_DEVIATION = 1.4826  # deviation over median distance, for a normal distribution
+MAD_TO_DEVIATION = 1.4826  # Deviation over median distance, for a normal distribution
 # Image 1 is a mirror image if more than this many times the inliers fit after it is mirrored.
 MIRRORED = 2.0
-MIN_FUNDAMENTAL = 8  # minimum number of matches for a fundamental matrix
-FUNDAMENTAL_SAMPLE = 7  # number of matches that determine a fundamental matrix
+MIN_FUNDAMENTAL = 8  # Minimum number of matches for a fundamental matrix
+FUNDAMENTAL_SAMPLE = 7  # Number of matches that determine a fundamental matrix
 # A model is supported if at least this part of the matches are inliers, and if wrong matches alone
 # have so many inliers in at most one of 1,000 pairs.
 SUPPORTED_PART = 0.5
 SUPPORTED_DIGITS = 3.0
 # Local maps
-MAP_NEIGHBOURS = 10  # a map is fitted to so many matches
-NEAR_PX = 30.0  # a neighbour at this distance has half the weight
-PRIOR_PX = 5.0  # neighbours that scatter by this weigh as much as the map of all
-GEOMETRY_PX = 3.0  # maximum distance of an inlier of the geometry
-PLANAR = 0.6  # a homography's derivatives are used if at least this part are inliers
-MIN_AGREEING = 6  # with fewer inliers, maps come from scale and angle
+MAP_NEIGHBOURS = 10  # A map is fitted to so many matches
+NEAR_PX = 30.0  # A neighbour at this distance has half the weight
+PRIOR_PX = 5.0  # Neighbours that scatter by this weigh as much as the map of all
+GEOMETRY_PX = 3.0  # Maximum distance of an inlier of the geometry
+PLANAR = 0.6  # A homography's derivatives are used if at least this part are inliers
+MIN_AGREEING = 6  # With fewer inliers, maps come from scale and angle
 
 
 def transform(points, H):
@@ -81,7 +81,7 @@ def compose(*homographies: np.ndarray) -> np.ndarray:
 
     H_0to1 = compose(H_image_to_1, inverse(H_image_to_0)).
     """
-    product = functools.partial(np.einsum, "...ij,...jk->...ik")  # without BLAS
+    product = functools.partial(np.einsum, "...ij,...jk->...ik")  # Without BLAS
     return normalize(functools.reduce(product, homographies))
 
 
@@ -422,7 +422,7 @@ def _weigh_distances(deviations: np.ndarray, model_px: float = MODEL_PX) -> np.n
 
 def _minimize(H: np.ndarray, p0: np.ndarray, p1: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Find the homography near H that minimizes the Cauchy loss of distances with weights (N,)."""
-    from scipy.optimize import least_squares  # imported here, since this takes 0.3 s
+    from scipy.optimize import least_squares  # Imported here, since this takes 0.3 s
 
     # (N,) -> (2 N,), one weight for x and for y
     weights = np.repeat(weights, 2)

@@ -48,7 +48,7 @@ import numpy as np
 from superglue_sift.errors import check_range
 from superglue_sift.features import nearest
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import rank
+from superglue_sift.features.sift import rank_keypoints
 from superglue_sift.geometry import two_view
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.matches import Matches
@@ -59,44 +59,44 @@ ACCEPT = 0.9
 # The network runs if at least this many ratio matches agree on one geometry. Any eight may agree by
 # chance.
 LIKELY = 9
-SKIPPED = 0.0  # score of a pair for which the network was not run; all other scores are higher
-FIRST_KEYPOINTS = 2048  # how many keypoints of an image `preview_pair` matches
+SKIPPED = 0.0  # Score of a pair for which the network was not run; all other scores are higher
+FIRST_KEYPOINTS = 2048  # How many keypoints of an image `preview_pair` matches
 MAX_KEYPOINTS = 8192
-NETWORK_KEYPOINTS = 512  # results are as good as with 1,024, in two thirds of the time
-RESIZE = 1600  # px, longer side to which photographs are reduced
+NETWORK_KEYPOINTS = 512  # Results are as good as with 1,024, in two thirds of the time
+RESIZE = 1600  # Longer side in px to which photographs are reduced
 
 # Distances from epipolar lines, in both images, px
-INLIER_PX = 1.5  # limit for an inlier
-BAND_PX = 2.0  # limit for a match that is kept
+INLIER_PX = 1.5  # Limit for an inlier
+BAND_PX = 2.0  # Limit for a match that is kept
 # Limit for keypoints that were refined by the pixels of all pairs. It holds in images reduced to
 # RESIZE, since the image that SIFT saw is not known any more.
 EXACT_PX = 0.8
 
-COUNTED = 0.2  # a match of the network counts if its confidence is above this
-NEIGHBOURS = 10  # so many nearest matches in an image are the neighbours of a match
-FEW = 5  # added to both numbers of matches that `lead` compares, since a few agree by chance
+COUNTED = 0.2  # A match of the network counts if its confidence is above this
+NEIGHBOURS = 10  # So many nearest matches in an image are the neighbours of a match
+FEW = 5  # Added to both numbers of matches that `lead` compares, since a few agree by chance
 # Few matches of the ratio test say little. Support is therefore computed as if ADDED more matches
 # agreed with the geometry, which have USUAL_SUPPORT.
 ADDED = 20
 USUAL_SUPPORT = 0.75
-WEIGHTS = np.array([2.5, 4.5])  # weights of lead and support
+WEIGHTS = np.array([2.5, 4.5])  # Weights of lead and support
 BIAS = -6.0
 
 # Watermarks, in pixels of an image reduced to `two_view.REFERENCE_PX`
-SAME_PX = 1.5  # translations of one watermark differ by at most this
-EXPECTED_PX = 10.0  # a watermark has one of the expected translations, up to this distance
-AROUND_PX = 16.0  # keypoints up to this far from its matches belong to a watermark
-FEWEST = 4  # minimum number of matches of a watermark
-BORDER = 0.12  # width of the border, as a part of the shorter side
+SAME_PX = 1.5  # Translations of one watermark differ by at most this
+EXPECTED_PX = 10.0  # A watermark has one of the expected translations, up to this distance
+AROUND_PX = 16.0  # Keypoints up to this far from its matches belong to a watermark
+FEWEST = 4  # Minimum number of matches of a watermark
+BORDER = 0.12  # Width of the border, as a part of the shorter side
 # Maximum ratio of a watermark's area to that of all keypoints. The ratio is 0.16 for a plate in the
 # middle, and 0.42 for a copy of the photograph as JPEG of quality 10.
 SPREAD = 0.28
 # True motion is smooth. Where a few matches share a translation, many more have similar ones.
-ALONE = 2.0  # minimum ratio of a watermark's matches to those with similar translations
-SIMILAR = 4.0  # limit of similar translations, times SAME_PX
+ALONE = 2.0  # Minimum ratio of a watermark's matches to those with similar translations
+SIMILAR = 4.0  # Limit of similar translations, times SAME_PX
 
 # Guided matching
-GUIDES = 8  # so many matches around a keypoint give a map
+GUIDES = 8  # So many matches around a keypoint give a map
 # Maps shrink by half where the squared distances of the matches add up to the square of this.
 MAP_PRIOR_PX = 5.0
 # The matches around a guided match say where it is. It may be away from that place by AWAY times
@@ -104,7 +104,7 @@ MAP_PRIOR_PX = 5.0
 AWAY = 0.1
 AWAY_PX = 3.0
 
-Points = Tuple[np.ndarray, np.ndarray]  # positions (M, 2) and (N, 2) px in both images
+Points = Tuple[np.ndarray, np.ndarray]  # Positions (M, 2) and (N, 2) px in both images
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,9 @@ def preview_pair(
         the indices (m,) of the keypoints that lie on no watermark, by falling rank.
     """
     # Match the first keypoints by the ratio test.
-    orders = [np.argsort(-rank(features.records), kind="stable") for features in pair]
+    orders = [np.argsort(-rank_keypoints(features.records), kind="stable") for features in pair]
     first = [features.select(order[:FIRST_KEYPOINTS]) for features, order in zip(pair, orders)]
-    matches = nearest.ratio_matches(first[0].records, first[1].records)
+    matches = nearest.match_by_ratio(first[0].records, first[1].records)
     # Count the matches of one geometry that lie on no watermark.
     is_marked = find_watermarks(first, matches)
     keypoints0, keypoints1 = (

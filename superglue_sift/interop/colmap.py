@@ -24,10 +24,10 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, Optio
 import numpy as np
 
 from superglue_sift.errors import RequestError, import_extra
-from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.extractors import descriptor_kind
 from superglue_sift.features.features import Features
-from superglue_sift.features.images import inverse, to_upright
-from superglue_sift.features.sift import root_sift_of
+from superglue_sift.features.images import invert_orientation, map_to_upright
+from superglue_sift.features.sift import to_root_sift
 from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import name_below, real_path, replace_file
 from superglue_sift.geometry import tracks, two_view, verification
@@ -150,14 +150,14 @@ def _write_keypoints(database: Any, name: str, features: Features) -> Entry:
     """Write the keypoints of an image, and its descriptors if they are SIFT; return its entry."""
     image = database.read_image_with_name(name)
     # Rotate the positions back to stored pixels.
-    to_stored = to_upright(inverse(features.turned), features.size)
+    to_stored = map_to_upright(invert_orientation(features.turned), features.size)
     points = two_view.transform(features.keypoints.astype(np.float64), to_stored)
     # The centre of the first pixel is (0, 0) here, and (0.5, 0.5) in COLMAP.
     points = points.astype(np.float32) + np.float32(CENTRE)
     database.write_keypoints(image.image_id, points)
-    if kind_of(features.records.dtype)[0] == "sift":
+    if descriptor_kind(features.records.dtype)[0] == "sift":
         # COLMAP keeps its own SIFT as RootSIFT in bytes.
-        roots = root_sift_of(features.records["descriptor"])
+        roots = to_root_sift(features.records["descriptor"])
         rows = np.minimum(np.rint(512.0 * roots), 255).astype(np.uint8)
         sift = _pycolmap().FeatureExtractorType.SIFT
         descriptors = _pycolmap().FeatureDescriptors(sift, rows)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.extractors import descriptor_kind
 from superglue_sift.features.features import Features
-from superglue_sift.features.sift import GEOMETRY, TYPICAL_SCORE, root_sift_of, whole_sift
+from superglue_sift.features.sift import GEOMETRY, TYPICAL_SCORE, to_root_sift, to_sift
 from superglue_sift.match_result import MatchResult
 from superglue_sift.matches import Matches
 
@@ -56,7 +56,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
         RequestError: For other features than SIFT.
     """
     records = features.records
-    if kind_of(records.dtype)[0] != "sift":
+    if descriptor_kind(records.dtype)[0] != "sift":
         raise RequestError(
             "LightGlue and hloc: only SIFT features can be converted, these are others"
         )
@@ -64,7 +64,7 @@ def to_lightglue(features: Features) -> Dict[str, Tensor]:
     values = {
         "keypoints": features.keypoints,
         "keypoint_scores": records["score"],
-        "descriptors": root_sift_of(records["descriptor"]),
+        "descriptors": to_root_sift(records["descriptor"]),
         "scales": records["scale"],
         "oris": np.deg2rad(records["angle"]),
         "image_size": np.array(features.size),
@@ -90,7 +90,7 @@ def from_lightglue(data: Mapping[str, Any]) -> Features:
         values["scales"],
         np.mod(np.rad2deg(values["oris"]), 360.0),
         np.where(scores > 0, scores, np.float32(TYPICAL_SCORE)),
-        whole_sift(values["descriptors"]),
+        to_sift(values["descriptors"]),
         (int(width), int(height)),
     )
 

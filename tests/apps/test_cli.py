@@ -155,7 +155,7 @@ def lying(work, photo):
     for name, view, orientation in zip(("a", "b"), views, (6, 3)):
         exif = Image.Exif()
         exif[images.ORIENTATION] = orientation
-        pixels = images.turn_upright(view, images.inverse(orientation))
+        pixels = images.turn_upright(view, images.invert_orientation(orientation))
         Image.fromarray(pixels).save(f"lying/{name}.png", exif=exif)
     return work
 

@@ -9,7 +9,7 @@ from pipeline.evaluate.matchers import OURS
 from pipeline.evaluate.pairs import LabeledPair
 from superglue_sift import Matcher
 from superglue_sift.features import nearest, sift
-from superglue_sift.features.sift import root_sift_of
+from superglue_sift.features.sift import to_root_sift
 from superglue_sift.network.batch import Pair
 from superglue_sift.network.superglue import SuperGlue, SuperGlueConfig
 
@@ -27,7 +27,7 @@ def known_pair(matcher, *views):
 
 def test_ratio_and_mutual_agree_with_opencv(photo):
     pair = pair_of(photo, photo[20:, 30:])
-    descriptors = [root_sift_of(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
+    descriptors = [to_root_sift(keys["descriptor"]) for keys in (pair.records0, pair.records1)]
     matches = matchers.match_baselines(pair)
     matches["ratio_test"] = matches["ratio_test"].above(matchers.RATIO_THRESHOLD)
     partners = {name: dict(of_one.indices.tolist()) for name, of_one in matches.items()}
@@ -42,7 +42,7 @@ def test_ratio_and_mutual_agree_with_opencv(photo):
 def test_one_keypoint_or_two_equal_ones_do_not_pass_the_ratio_test():
     rows = np.eye(1, 128, dtype=np.float32)
     for others in (rows, np.concatenate([rows, rows])):
-        assert nearest.neighbours(rows, others)[0].scores.tolist() == [0.0]
+        assert nearest.match_nearest(rows, others)[0].scores.tolist() == [0.0]
 
 
 def test_the_size_of_batches_does_not_matter(photo):

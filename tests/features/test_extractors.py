@@ -20,7 +20,7 @@ from pipeline.keypoints import __main__ as keypoints
 from pipeline.keypoints.store import KeypointStore
 from pipeline.train import __main__ as train
 from superglue_sift.features import extractors, sift
-from superglue_sift.features.extractors import kind_of
+from superglue_sift.features.extractors import descriptor_kind
 from superglue_sift.features.features import Features
 from superglue_sift.interop.convert import to_lightglue
 from superglue_sift.matcher import Matcher
@@ -49,9 +49,9 @@ def upright(gray, max_keypoints):
     ("name", "kind", "scale_angle"), [(KAZE, ("float", 64), True), (UPRIGHT, ("float", 9), False)]
 )
 def test_records_are_strongest_first_and_of_distinct_places(name, kind, scale_angle, photo):
-    extractor = extractors.load(name)
+    extractor = extractors.load_extractor(name)
     records = extractor(photo, 200)
-    assert kind_of(extractor.dtype) == kind == kind_of(records.dtype)
+    assert descriptor_kind(extractor.dtype) == kind == descriptor_kind(records.dtype)
     assert extractor.scale_angle == scale_angle == bool(records["scale"].all())
     assert 100 < len(records) <= 200
     assert (np.diff(records["score"]) <= 0).all()
@@ -84,7 +84,7 @@ def found(count=3, **changes):
 )
 def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
     with pytest.raises(RequestError, match="x:y"):
-        extractors.records_of("x:y", found(**changes))
+        extractors.make_records("x:y", found(**changes))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_wrong_answer_is_refused_by_the_extractors_name(changes):
 )
 def test_an_extractor_that_cannot_be_run_is_refused_in_one_line(name):
     with pytest.raises(RequestError, match=name) as caught:
-        extractors.load(name)
+        extractors.load_extractor(name)
     assert "\n" not in str(caught.value)
 
 
@@ -101,13 +101,13 @@ def test_no_keypoint_lies_under_a_mask(photo):
     mask = np.zeros_like(photo)
     mask[:, 300:] = 1
     for name in (KAZE, "sift"):
-        found = extractors.load(name)(photo, 200, mask)
+        found = extractors.load_extractor(name)(photo, 200, mask)
         assert 50 < len(found) <= 200 and found["x"].min() > 299.4
-        assert len(extractors.load(name)(photo, 200, np.zeros_like(photo))) == 0
+        assert len(extractors.load_extractor(name)(photo, 200, np.zeros_like(photo))) == 0
 
 
 def untrained(path, name, **changes):
-    kind, dim = kind_of(extractors.load(name).dtype)
+    kind, dim = descriptor_kind(extractors.load_extractor(name).dtype)
     config = SuperGlueConfig(
         dim=16, layers=1, extractor=name, descriptor=kind, descriptor_dim=dim, **changes
     )
@@ -123,7 +123,7 @@ def test_a_model_file_does_not_run_the_code_it_names(tmp_path, photo):
         matcher.match(photo, photo)
     with pytest.raises(RequestError, match="sift"):
         Matcher.load(path, "cpu", extractor="sift")
-    features = Features(extractors.load(KAZE)(photo, 100), (600, 400))
+    features = Features(extractors.load_extractor(KAZE)(photo, 100), (600, 400))
     assert len(matcher.match(features, features).matches)
     assert len(Matcher.load(path, "cpu", extractor=KAZE, threshold=0.0).match(photo, photo).matches)
 
@@ -146,7 +146,7 @@ def test_keypoints_of_other_descriptors_are_refused(tmp_path, photo):
 @needs_kaze
 def test_other_tools_get_features_of_sift_alone(photo):
     with pytest.raises(RequestError, match="only SIFT features"):
-        to_lightglue(Features(extractors.load(KAZE)(photo, 10), (600, 400)))
+        to_lightglue(Features(extractors.load_extractor(KAZE)(photo, 10), (600, 400)))
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_from_photographs_to_matches(tmp_path, make_params, monkeypatch, photo, 
     fetch.main([])
     keypoints.main(["--workers", "1"])
     store = KeypointStore("data/keypoints/train")
-    assert (store.extractor, store.dtype) == (UPRIGHT, extractors.load(UPRIGHT).dtype)
+    assert (store.extractor, store.dtype) == (UPRIGHT, extractors.load_extractor(UPRIGHT).dtype)
     assert train.main([]) == 0
     shipped = root / "pretrained/superglue-sift.safetensors"
     words = ["--model", "checkpoints/best.safetensors", "--also", f"sift={shipped}"]

@@ -14,7 +14,7 @@ from PIL import Image
 from superglue_sift import Features, Matcher
 from superglue_sift.errors import RequestError
 from superglue_sift.features import sift
-from superglue_sift.features.features import extract, gray_of
+from superglue_sift.features.features import extract_features, to_gray
 from superglue_sift.features.images import ORIENTATION
 from superglue_sift.features.sift import positions
 from superglue_sift.features.store import FeatureStore, PhotoFile
@@ -39,27 +39,27 @@ def test_a_pil_image_that_cannot_be_read_is_one_line(photo, kind, tmp_path):
     Image.fromarray(photo).save(path, kind)
     data = path.read_bytes()
     with pytest.raises(RequestError, match="cannot be read"):
-        gray_of(Image.open(io.BytesIO(data[: int(0.9 * len(data))])))
+        to_gray(Image.open(io.BytesIO(data[: int(0.9 * len(data))])))
     closed = Image.open(path)
     closed.close()
     with pytest.raises(RequestError, match="cannot be read"):
-        gray_of(closed)
+        to_gray(closed)
     path.write_bytes(data[: len(data) // 2])
     with pytest.raises(RequestError, match=f"^{re.escape(str(path))}: cannot be read"):
-        gray_of(Image.open(path))
+        to_gray(Image.open(path))
 
 
 def test_pil_images_of_every_mode_are_gray(photo):
     gray = Image.fromarray(photo)
     for mode in ("L", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LA", "I", "F"):
-        pixels, mask = gray_of(gray.convert(mode))
+        pixels, mask = to_gray(gray.convert(mode))
         # Conversions to colours round by a few levels.
         assert np.abs(pixels.astype(int) - photo).max() <= 4, mode
         assert mask is None
     for straight, multiplied in (("LA", "La"), ("RGBA", "RGBa")):
-        np.testing.assert_array_equal(gray_of(gray.convert(straight).convert(multiplied))[0], photo)
+        np.testing.assert_array_equal(to_gray(gray.convert(straight).convert(multiplied))[0], photo)
     with pytest.raises(RequestError, match="has no pixels"):
-        gray_of(Image.new("RGB", (0, 0)))
+        to_gray(Image.new("RGB", (0, 0)))
 
 
 def sift_of(positions, size=(60, 40), scale=2.0, angles=0.0):
@@ -175,10 +175,10 @@ def test_kept_features_are_those_of_their_settings(matcher, photo, tmp_path):
 
 
 def test_a_picture_without_keypoints_or_with_few_gray_levels_gives_a_line(photo, caplog):
-    extract(photo, 100, name="good.png")
+    extract_features(photo, 100, name="good.png")
     assert caplog.messages == []
-    extract(np.full((200, 300), 7, np.uint8), 100, name="flat.png")
-    extract(photo // 64 * 64, 100, name="poster.png")
+    extract_features(np.full((200, 300), 7, np.uint8), 100, name="flat.png")
+    extract_features(photo // 64 * 64, 100, name="poster.png")
     assert caplog.messages[0] == "flat.png: 0 keypoints, 1 of 256 gray levels in use"
     assert caplog.messages[1] == "poster.png: 100 keypoints, 4 of 256 gray levels in use"
 
@@ -195,7 +195,7 @@ def test_a_picture_without_keypoints_or_with_few_gray_levels_gives_a_line(photo,
     ],
 )
 def test_a_slim_picture_that_is_reduced_too_far_gives_a_line(photo, caplog, size, resize, named):
-    extract(cv2.resize(photo, size), 100, resize, name="panorama.png")
+    extract_features(cv2.resize(photo, size), 100, resize, name="panorama.png")
     if named is None:
         assert caplog.messages == []
         return
@@ -222,7 +222,7 @@ def test_small_images_are_enlarged_for_sift_and_for_the_network(photo, size, res
         return sift.extract(gray, max_keypoints)
 
     gray = cv2.resize(photo, size)
-    found = extract(gray, 256, resize, detect)
+    found = extract_features(gray, 256, resize, detect)
     assert shapes == [seen] and found.as_detected(resize).size == seen
     assert found.size == size and found.gray is gray
     np.testing.assert_allclose(  # in pixels of the file

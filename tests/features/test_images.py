@@ -19,8 +19,8 @@ from superglue_sift.features.images import (
     STORED,
     UPRIGHT,
     BadImage,
-    decode,
     decode_gray,
+    decode_photo,
     list_photos,
 )
 from superglue_sift.geometry.two_view import transform
@@ -288,7 +288,7 @@ def test_values_that_gdal_notes_as_no_data_are_masked(photo):
     noted = {"extratags": [(42113, "s", 0, "77", True)]}
     # Pillow reads the first, tifffile the other.
     for kind in (np.uint16, np.int16):
-        mask = decode(tiff_of(values.astype(kind), **noted), "a.tif", True, STORED).mask
+        mask = decode_photo(tiff_of(values.astype(kind), **noted), "a.tif", True, STORED).mask
         np.testing.assert_array_equal(mask == 0, values == 77)
 
 
@@ -309,7 +309,7 @@ def test_transparent_pixels_are_masked_in_every_mode(photo):
         (saved(indexed.convert("P"), "PNG", transparency=100), photo == 100),
         (encode(rgba.astype(np.uint16) * 257, ".png"), alpha == 0),
     ):
-        decoded = decode(data, "a.png", True, STORED)
+        decoded = decode_photo(data, "a.png", True, STORED)
         np.testing.assert_array_equal(decoded.mask == 0, hidden)
         np.testing.assert_array_equal(decoded.pixels[~hidden], photo[~hidden])
 
@@ -340,12 +340,12 @@ def test_upright_pixels_are_those_of_opencv(color_photo, kind, orientation):
     exif[images.ORIENTATION] = orientation
     options = {"tiffinfo": {images.ORIENTATION: orientation}} if kind == "TIFF" else {"exif": exif}
     data = saved(Image.fromarray(color_photo), kind, **options)
-    upright = decode(data, "a", False, UPRIGHT)
+    upright = decode_photo(data, "a", False, UPRIGHT)
     np.testing.assert_array_equal(
         upright.pixels, cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
     )
     assert upright.size == upright.pixels.shape[1::-1] and upright.turned == orientation
-    stored = decode(data, "a", True, STORED)
+    stored = decode_photo(data, "a", True, STORED)
     assert stored.size == (451, 300) == stored.pixels.shape[::-1]
 
 
@@ -369,16 +369,18 @@ def test_positions_move_as_pixels_do(orientation):
     stored = np.arange(40 * 60, dtype=np.int32).reshape(40, 60)  # each pixel has its own number
     shown = images.turn_upright(stored, orientation)
     y, x = (each.ravel() for each in np.mgrid[:40, :60])
-    H = images.to_upright(orientation, (60, 40))
+    H = images.map_to_upright(orientation, (60, 40))
     moved = transform(np.stack([x, y], axis=1).astype(float), H)
     np.testing.assert_array_equal(shown[tuple(moved.astype(int).T[::-1])], stored.ravel())
-    np.testing.assert_array_equal(images.turn_upright(shown, images.inverse(orientation)), stored)
+    np.testing.assert_array_equal(
+        images.turn_upright(shown, images.invert_orientation(orientation)), stored
+    )
 
 
 def test_orientation_in_xmp_does_not_count_as_in_opencv(photo):
     xmp = b'<x:xmpmeta><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     data = saved(Image.fromarray(photo), "JPEG", xmp=xmp)
-    decoded = decode(data, "a.jpg", True, UPRIGHT)
+    decoded = decode_photo(data, "a.jpg", True, UPRIGHT)
     assert decoded.turned == 1 and decoded.pixels.shape == photo.shape
 
 
@@ -447,7 +449,7 @@ def test_a_larger_jpeg_is_read_at_a_smaller_scale(monkeypatch, size):
     monkeypatch.setattr(images, "MAX_PIXELS", 200_000)
     whole = np.rint(waves(*np.meshgrid(*map(np.arange, size)))).astype(np.uint8)
     data = encode(whole, ".jpg", cv2.IMWRITE_JPEG_QUALITY, 98)
-    decoded = decode(data, "a.jpg", True, STORED)
+    decoded = decode_photo(data, "a.jpg", True, STORED)
     height, width = decoded.pixels.shape
     assert decoded.size == size and 50_000 < width * height <= 200_000
     x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
@@ -473,4 +475,4 @@ def test_a_tiff_of_huge_tiles_is_refused_before_they_need_memory():
 
 def test_a_name_with_a_null_byte_cannot_be_read():
     with pytest.raises(RequestError, match="cannot be read: embedded null byte"):
-        images.read("a\0.png")
+        images.read_bytes("a\0.png")

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from superglue_sift.features import nearest, sift
-from superglue_sift.features.nearest import ratio_matches, select_keypoints
-from superglue_sift.features.sift import KEYPOINT, root_sift_of
+from superglue_sift.features.nearest import match_by_ratio, select_keypoints
+from superglue_sift.features.sift import KEYPOINT, to_root_sift
 
 
-def records_of(descriptors, second=None):
+def make_records(descriptors, second=None):
     """SIFT records with these descriptors (n, 128), at distinct positions."""
     records = np.zeros(len(descriptors), sift.ORIENTED)
     records["x"] = records["y"] = np.arange(len(descriptors))
@@ -40,10 +40,10 @@ def test_classical_matches_are_those_of_the_definition(seed, count0, count1):
     one = rng.gamma(0.6, 40, (count0, 128)).clip(0, 255).astype(np.uint8)
     copied = one[rng.integers(0, count0, count1)].astype(float)
     other = (copied + rng.normal(0, rng.uniform(0, 40), copied.shape)).clip(0, 255).astype(np.uint8)
-    sides = [records_of(each) for each in (one, other)]
-    found = nearest.ratio_matches(*sides)
+    sides = [make_records(each) for each in (one, other)]
+    found = nearest.match_by_ratio(*sides)
     indices, scores = found.indices, found.scores
-    rows = root_sift_of(one).astype(float), root_sift_of(other).astype(float)
+    rows = to_root_sift(one).astype(float), to_root_sift(other).astype(float)
     matches = set(map(tuple, indices.tolist()))
     # a ratio within rounding of the limit may fall on either side
     least, most = (plain_matches(*rows, limit) for limit in (0.8 - 1e-4, 0.8 + 1e-4))
@@ -57,10 +57,10 @@ def test_the_second_orientation_matches_too():
     one, other = rng.gamma(0.6, 40, (2, 50, 128)).clip(0, 255).astype(np.uint8)
     second = np.zeros_like(other)
     second[7] = one[3]
-    sides = records_of(one), records_of(other, second)
-    assert nearest.ratio_matches(*sides).indices.tolist() == [[3, 7]]
-    alone = records_of(one[:1])
-    assert len(nearest.ratio_matches(alone, alone)) == 0  # no ratio
+    sides = make_records(one), make_records(other, second)
+    assert nearest.match_by_ratio(*sides).indices.tolist() == [[3, 7]]
+    alone = make_records(one[:1])
+    assert len(nearest.match_by_ratio(alone, alone)) == 0  # no ratio
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), unique=True, max_size=30))
@@ -88,7 +88,7 @@ def one_entry(entries, ranks):
 
 
 def select(sides, most):
-    return select_keypoints(*sides, most, ratio_matches(*sides, ratio=1.0))
+    return select_keypoints(*sides, most, match_by_ratio(*sides, ratio=1.0))
 
 
 def test_matched_keypoints_come_first_and_others_by_rank():

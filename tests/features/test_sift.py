@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from superglue_sift.features.extractors import record_dtype
-from superglue_sift.features.sift import CONTRAST, GEOMETRY, ORIENTED, extract, rank, root_sift_of
+from superglue_sift.features.sift import (
+    CONTRAST,
+    GEOMETRY,
+    ORIENTED,
+    extract,
+    rank_keypoints,
+    to_root_sift,
+)
 
 
 @pytest.mark.parametrize("limit", [1, 7, 200, 100_000])
@@ -17,7 +24,7 @@ def test_those_of_highest_rank_are_kept_in_order_and_positions_are_distinct(phot
     everything = extract(photo, 100_000)
     assert records.dtype == ORIENTED and len(records) == min(limit, len(everything))
     assert np.array_equal(records, everything[:limit])
-    assert (np.diff(rank(records)) <= 0).all()
+    assert (np.diff(rank_keypoints(records)) <= 0).all()
     assert len({(record["x"], record["y"]) for record in records}) == len(records)
 
 
@@ -69,7 +76,7 @@ def test_rank_is_response_times_scale_for_sift_and_else_the_score():
         records = np.zeros(2, kind)
         records["score"] = [0.1, 0.05]
         records["scale"] = [2.0, 8.0]
-        assert rank(records) == pytest.approx(ranks)
+        assert rank_keypoints(records) == pytest.approx(ranks)
 
 
 def test_small_pictures_are_described_in_the_doubled_image_too():
@@ -96,4 +103,4 @@ def test_root_sift_of_known_descriptors():
     descriptors[0, [0, 127]] = 4, 12
     expected = np.zeros((2, 128), np.float32)
     expected[0, [0, 127]] = np.sqrt([0.25, 0.75])  # zeros stay zeros
-    np.testing.assert_allclose(root_sift_of(descriptors), expected, rtol=2**-23)
+    np.testing.assert_allclose(to_root_sift(descriptors), expected, rtol=2**-23)

@@ -15,8 +15,8 @@ from reading import read_error
 from superglue_sift import Features, RequestError, errors
 from superglue_sift.apps import cli
 from superglue_sift.features import sift
-from superglue_sift.features.nearest import ratio_matches
-from superglue_sift.features.sift import root_sift_of
+from superglue_sift.features.nearest import match_by_ratio
+from superglue_sift.features.sift import to_root_sift
 from superglue_sift.geometry import two_view
 from superglue_sift.interop.colmap import CENTRE
 
@@ -68,13 +68,13 @@ def test_its_keypoints_are_those_of_opencv(extracted, photo):
         descriptors = content.read_descriptors(number).data
     stored = Features.of_colmap(keypoints, descriptors, (600, 400)).records
     opencv = sift.extract(photo, 500)
-    found = ratio_matches(stored, opencv)
+    found = match_by_ratio(stored, opencv)
     one, other = (view[index] for view, index in zip((stored, opencv), found.indices.T))
     same = np.hypot(one["x"] - other["x"], one["y"] - other["y"]) < 0.5
     same &= np.abs(one["scale"] / other["scale"] - 1) < 0.1
     same &= np.cos(np.deg2rad(one["angle"] - other["angle"])) > 0.98
     assert same.sum() > 375  # COLMAP finds none below a contrast of 0.02
-    cosines = (root_sift_of(one["descriptor"]) * root_sift_of(other["descriptor"])).sum(1)
+    cosines = (to_root_sift(one["descriptor"]) * to_root_sift(other["descriptor"])).sum(1)
     assert np.median(cosines) > 0.99
     # Keypoints without an affine shape
     four = np.column_stack([keypoints[:, :2], stored["scale"] / 2, np.deg2rad(stored["angle"])])
