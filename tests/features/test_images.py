@@ -358,7 +358,7 @@ def test_the_mask_of_a_transparent_picture_turns_with_its_pixels(photo, orientat
     exif = Image.Exif()
     exif[images.ORIENTATION] = orientation
     data = saved(Image.fromarray(np.dstack([picture, alpha]), "LA"), "PNG", exif=exif)
-    stored, upright = (decode(data, "a", True, frame) for frame in (STORED, UPRIGHT))
+    stored, upright = (decode_photo(data, "a", True, frame) for frame in (STORED, UPRIGHT))
     np.testing.assert_array_equal(stored.mask == 0, alpha == 0)
     np.testing.assert_array_equal(upright.mask, images.turn_upright(stored.mask, orientation))
     assert upright.mask.shape == upright.pixels.shape
