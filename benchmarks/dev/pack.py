@@ -18,7 +18,8 @@ import cv2
 
 from pipeline import errors
 from pipeline.errors import RequestError
-from superglue_sift.features.images import UPRIGHT, list_photos, read_gray, reduce_image
+from superglue_sift.features.images import UPRIGHT, read_gray, reduce_image
+from superglue_sift.features.photo_folder import list_photos
 from superglue_sift.files import format_bytes, write_atomic
 from superglue_sift.progress import Progress
 

@@ -27,14 +27,8 @@ from pipeline.fetch.dataset import Entry, ImageSet, require_size
 from pipeline.keypoints import views
 from pipeline.params import EvaluateParams, Photometric
 from superglue_sift.features.features import Features
-from superglue_sift.features.images import (
-    EXTENSIONS,
-    BadImage,
-    decode_color,
-    decode_gray,
-    read_gray,
-    walk_folders,
-)
+from superglue_sift.features.images import BadImage, decode_color, decode_gray, read_gray
+from superglue_sift.features.photo_folder import EXTENSIONS, walk_folders
 from superglue_sift.files import read_lines, spelled_as_file
 from superglue_sift.geometry.two_view import compose, inverse, map_to_resized
 from superglue_sift.network.batch import Pair, choose_pair_orientations

@@ -32,7 +32,8 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 from pipeline.errors import RequestError
 from pipeline.params import FetchParams
-from superglue_sift.features.images import EXTENSIONS, BadImage, is_photo, list_photos
+from superglue_sift.features.images import BadImage
+from superglue_sift.features.photo_folder import EXTENSIONS, is_photo, list_photos
 from superglue_sift.files import read_lines, spelled_as_file, write_csv
 from superglue_sift.geometry.two_view import Size
 from superglue_sift.progress import Progress

@@ -46,7 +46,8 @@ from superglue_sift import __version__
 from superglue_sift.apps import folder, pairing, results
 from superglue_sift.errors import Parser, RequestError, WorkError, import_extra
 from superglue_sift.features.features import ENLARGED_TO
-from superglue_sift.features.images import FRAMES, find_mask
+from superglue_sift.features.images import FRAMES
+from superglue_sift.features.photo_folder import find_mask
 from superglue_sift.files import FileName, check_writable, name_below, write_atomic
 from superglue_sift.geometry import verification
 from superglue_sift.matcher import MAX_KEYPOINTS, NETWORK_KEYPOINTS, Matcher

@@ -38,7 +38,7 @@ from superglue_sift.apps.pairing import (
 )
 from superglue_sift.apps.results import JSON, MATCHES, MISSING, PairFiles
 from superglue_sift.errors import RequestError, import_extra
-from superglue_sift.features.images import find_mask, list_photos
+from superglue_sift.features.photo_folder import find_mask, list_photos
 from superglue_sift.features.store import FeatureStore, PhotoFile
 from superglue_sift.files import FileName, check_writable, name_below, write_csv
 from superglue_sift.geometry import verification

@@ -18,9 +18,8 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import os
 from pathlib import Path
-from typing import Any, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Mapping, NamedTuple, Optional, Tuple
 
 import cv2
 import numpy as np
@@ -38,17 +37,6 @@ from superglue_sift.geometry.two_view import (
     reduction_factor,
 )
 
-# A file of a folder counts as a photograph if it has one of these extensions, and lies outside of
-# folders that the system, a network drive or an archive program keeps for itself. Names that begin
-# with a dot are hidden.
-EXTENSIONS = (
-    ".jpg", ".jpeg", ".jfif", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm",
-    ".gif", ".jp2", ".avif", ".heic", ".heif",
-)  # fmt: skip
-SYSTEM_FOLDERS = {
-    "@eadir", "@recycle", "@recently-snapshot", "#recycle", "#snapshot", "$recycle.bin", "__macosx",
-    "lost+found", "network trash folder", "system volume information", "temporary items",
-}  # fmt: skip
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "TIFF", "PPM", "GIF", "JPEG2000", "AVIF", "HEIF")
 MAX_PIXELS = 200_000_000  # More could exceed a worker's memory
 # Letters with which brands of HEIC files begin (ISO 23008-12): heic, hevc, mif1, msf1 and others
@@ -68,7 +56,8 @@ class BadImage(RequestError):
     """A file is not a usable image.
 
     Attributes:
-        name: name of the file. reason: one line for bad_images.csv.
+        name: name of the file.
+        reason: one line for bad_images.csv.
     """
 
     def __init__(self, name: str, reason: str) -> None:
@@ -85,13 +74,13 @@ class Photo(NamedTuple):
     """The pixels of a file.
 
     Attributes:
-        pixels: (H, W) or (H, W, 3) uint8 BGR.
+        pixels: (H, W) gray or (H, W, 3) BGR, uint8.
         to_shown: (3, 3) maps coordinates of a result to `pixels`, to draw them.
-        size: (width, height) of the file in the frame of `pixels`, which are fewer for files above
-            `MAX_PIXELS`.
+        size: (width, height) of the file in px, rotated like `pixels`. A file above `MAX_PIXELS`
+            has fewer `pixels`.
         turned: EXIF orientation of the file, 1 to 8.
-        mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is none
-            such.
+        mask: (H, W) uint8, 0 where a pixel is transparent or has no data. None if there is no such
+            pixel.
     """
 
     pixels: np.ndarray
@@ -101,83 +90,33 @@ class Photo(NamedTuple):
     mask: Optional[np.ndarray] = None
 
 
-# --- the photographs of a folder
-
-
-def is_photo(name: str) -> bool:
-    """Say whether a path names a photograph.
-
-    The path has forward slashes, and begins below its folder.
-    """
-    *folders, file = name.split("/")
-    return file.lower().endswith(EXTENSIONS) and not any(map(_is_hidden, [*folders, file]))
-
-
-def _is_hidden(name: str) -> bool:
-    """Say whether a name begins with a dot, or is one of `SYSTEM_FOLDERS`."""
-    dotted = name.startswith(".") and name not in (".", "..")
-    return dotted or name.lower() in SYSTEM_FOLDERS
-
-
-def walk_folders(folder: FileName) -> Iterator[Tuple[Path, List[str]]]:
-    """Yield each visible folder at or below `folder`, with its sorted file names.
-
-    Links to folders are followed. No folder is entered twice, or if it lies above `folder`.
-    """
-    # A link to the folder itself, or to one above it, would lead here again.
-    entered = set(map(str, Path(folder).resolve().parents))
-    for place, folders, files in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        if real in entered:
-            folders[:] = []  # So that `os.walk` enters none of them
-            continue
-        entered.add(real)
-        folders[:] = sorted(name for name in folders if not _is_hidden(name))
-        yield Path(place), sorted(files)
-
-
-def list_photos(folder: FileName) -> List[Path]:
-    """List the photographs at or below `folder` by `is_photo` and `walk_folders`, sorted.
-
-    Links without a target are listed, since reading them reports the error. Raises RequestError if
-    the folder is missing.
-    """
-    if not os.path.isdir(folder):
-        raise RequestError(f"{folder}: no such folder; give the folder that holds the images")
-    return sorted(
-        place / name for place, names in walk_folders(folder) for name in names if is_photo(name)
-    )
-
-
-def find_mask(masks: FileName, name: FileName) -> Optional[Path]:
-    """Find the mask of the photograph `name`, whose path is relative to its folder.
-
-    The mask is `name.png` in the folder `masks`, as in COLMAP, or the same with `.png` in place of
-    the extension. Returns None if there is neither.
-    """
-    first = Path(masks) / f"{name}.png"
-    candidates = (first, (Path(masks) / name).with_suffix(".png"))
-    return next(filter(Path.is_file, candidates), None)
-
-
 # --- reading
 
 
 def decode_gray(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W) uint8.
+    """Decode the bytes of a file to gray (H, W) uint8.
 
-    Raises BadImage with the reason if it is damaged.
+    Raises:
+        BadImage: If the file is damaged.
     """
     return decode_photo(data, name, True, frame).pixels
 
 
 def decode_color(data: bytes, name: str = "image", frame: str = STORED) -> np.ndarray:
-    """Decode the bytes of a file to (H, W, 3) uint8 BGR. Raises BadImage as `decode_gray`."""
+    """Decode the bytes of a file to BGR (H, W, 3) uint8.
+
+    Raises:
+        BadImage: If the file is damaged.
+    """
     return decode_photo(data, name, False, frame).pixels
 
 
 def read_gray(path: FileName, frame: str = STORED) -> np.ndarray:
-    """Read a file to (H, W) uint8. Raises RequestError if it is missing or damaged."""
+    """Read a file to gray (H, W) uint8.
+
+    Raises:
+        RequestError: If the file is missing or damaged.
+    """
     return decode_gray(read_bytes(path), str(path), frame)
 
 
@@ -185,22 +124,23 @@ def read_photo(path: FileName, frame: str) -> Photo:
     """Read a file in colour and upright, to draw coordinates of `frame` on it.
 
     Raises:
-        RequestError: If it cannot be read.
+        RequestError: If the file is missing or damaged.
     """
     photo = decode_photo(read_bytes(path), str(path), False, UPRIGHT)
-    turn = map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
-    to_shown = turn if frame == STORED else np.eye(3)
-    return photo._replace(
-        to_shown=compose(map_to_resized(photo.size, photo.pixels.shape[1::-1]), to_shown)
-    )
+    to_upright = np.eye(3)
+    if frame == STORED:
+        to_upright = map_to_upright(photo.turned, turn_size(photo.size, photo.turned))
+    to_pixels = map_to_resized(photo.size, photo.pixels.shape[1::-1])
+    return photo._replace(to_shown=compose(to_pixels, to_upright))
 
 
 def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
     """Read a mask, which has the size of the stored pixels of its photograph.
 
     Args:
-        size: (width, height) of the photograph after it was rotated by the EXIF orientation
-            `turned`.
+        path: file of the mask.
+        size: (width, height) of the photograph in px, after it was rotated.
+        turned: the EXIF orientation by which the photograph was rotated.
 
     Returns:
         The rotated mask, (H, W) uint8. It is 0 where the mask is black, and 255 elsewhere.
@@ -209,17 +149,21 @@ def read_mask(path: FileName, size: Size, turned: int = 1) -> np.ndarray:
         RequestError: If the mask cannot be read or has another size than the stored pixels.
     """
     image = open_image(read_bytes(path), str(path))
-    stored = turn_size(size, turned)
-    if image.size != stored:
-        own, needed = ("x".join(map(str, each)) for each in (image.size, stored))
-        raise RequestError(f"{path}: the mask has {own} pixels, its photograph {needed}")
+    stored_size = turn_size(size, turned)
+    if image.size != stored_size:
+        mask_text, photo_text = ("x".join(map(str, size)) for size in (image.size, stored_size))
+        raise RequestError(f"{path}: the mask has {mask_text} pixels, its photograph {photo_text}")
     # Gray of more than 8 bits stays as it is, since few of its values could become black.
-    black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
-    return turn_upright(np.where(black, 0, 255).astype(np.uint8), turned)
+    is_black = np.asarray(image if image.mode[0] in "IF" else image.convert("L")) == 0
+    return turn_upright(np.where(is_black, 0, 255).astype(np.uint8), turned)
 
 
 def read_bytes(path: FileName) -> bytes:
-    """Read the bytes of a file. Raises RequestError if it cannot be read."""
+    """Read the bytes of a file.
+
+    Raises:
+        RequestError: If the file cannot be read.
+    """
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # A name with a null byte is a ValueError
@@ -228,10 +172,16 @@ def read_bytes(path: FileName) -> bytes:
 
 
 def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
-    """Decode the bytes of a file to gray or BGR pixels in `frame`.
+    """Decode the bytes of a file.
+
+    Args:
+        data: content of the file.
+        name: name of the file in messages.
+        gray: whether to decode to gray (H, W) instead of BGR (H, W, 3), uint8.
+        frame: "upright" or "stored".
 
     Raises:
-        BadImage: If it is damaged.
+        BadImage: If the file is damaged.
     """
     tags = _tiff_tags(data)
     if tags is None or _pillow_reads(tags):
@@ -239,7 +189,8 @@ def decode_photo(data: bytes, name: str, gray: bool, frame: str) -> Photo:
     else:
         size = (tags[256], tags[257])
         turn = tags.get(ORIENTATION, 1)
-        pixels, mask = _pixels_of_values(_read_by_tifffile(data, name, tags), gray, _nodata(tags))
+        values = _read_by_tifffile(data, name, tags)
+        pixels, mask = _scale_values(values, gray, _read_nodata(tags))
         pixels = 255 - pixels if tags.get(262, 1) == 0 else pixels  # 0 means white
     # So far the pixels are as stored.
     turn = turn if turn in range(1, 9) else 1
@@ -266,26 +217,26 @@ def _decode_by_pillow(
     # libjpeg can decode 1/2, 1/4 or 1/8 of the size. The decoder of a progressive JPEG keeps the
     # whole image in memory at any scale.
     scales = (1, 2, 4, 8) if image.format == "JPEG" and "progressive" not in image.info else (1,)
-    factor = next((f for f in scales if width * height <= MAX_PIXELS * f * f), 0)
+    factor = next((scale for scale in scales if width * height <= MAX_PIXELS * scale**2), 0)
     if not factor:
-        raise _too_large(name, width, height)
+        raise _make_size_error(name, width, height)
     try:
         values = _read_deep_colours(image, data)
         if image.format == "PNG":
             image.load()  # The EXIF data of a PNG may follow its pixels
-        turn = _orientation(image)  # A decoded TIFF would have none any more
+        turn = _read_orientation(image)  # A decoded TIFF has none any more
         # Take gray from the luma of a JPEG, which is faster than by way of RGB, and up to two gray
         # levels closer.
         image.draft("L" if gray else None, (width // factor, height // factor))
         if values is not None:
-            pixels, mask = _pixels_of_values(values, gray, None)
+            pixels, mask = _scale_values(values, gray, None)
         else:
             pixels, mask = convert_image(image, gray)
             if image.format == "TIFF":  # Pillow has rotated it upright
                 pixels = turn_upright(pixels, invert_orientation(turn))
                 mask = None if mask is None else turn_upright(mask, invert_orientation(turn))
     except Exception as error:  # Decoders of damaged data raise any type of error
-        raise BadImage(name, f"damaged {image.format}: {_line(error)}") from None
+        raise BadImage(name, f"damaged {image.format}: {_to_line(error)}") from None
     if factor == 1:
         return pixels, mask, pixels.shape[1::-1], turn
     # libjpeg rounds the size up, so its pixels lie at multiples of the factor. Move them to where
@@ -299,7 +250,10 @@ def is_plain_jpeg(data: bytes, name: str) -> bool:
     """Say whether every decoder gives Pillow's pixels for this file.
 
     They do for a JPEG of 8 bits, gray or of three components, which ends with its end marker and
-    has at most `MAX_PIXELS`. Raises BadImage as `open_image`.
+    has at most `MAX_PIXELS`.
+
+    Raises:
+        BadImage: If the file is no image.
     """
     image = open_image(data, name)
     width, height = image.size
@@ -308,10 +262,13 @@ def is_plain_jpeg(data: bytes, name: str) -> bool:
 
 
 def open_image(data: bytes, name: str) -> Image.Image:
-    """Read the header of a file by the first format of FORMATS that accepts it. Raises BadImage.
+    """Read the header of a file by the first format of FORMATS that accepts it.
 
     Damage of the pixels shows when they are decoded. This is not `Image.open`, whose limit of
     pixels is one number for the whole process.
+
+    Raises:
+        BadImage: If no format accepts the file.
     """
     if not data:
         raise BadImage(name, "empty file")
@@ -332,7 +289,7 @@ def open_image(data: bytes, name: str) -> Image.Image:
                 # An MPO holds several pictures, of which the first is a JPEG.
                 return (JpegImageFile if kind == "JPEG" else factory)(io.BytesIO(data), "")
             except Exception as error:
-                reason = f"damaged {kind}: {_line(error)}"
+                reason = f"damaged {kind}: {_to_line(error)}"
     raise BadImage(name, reason)
 
 
@@ -346,7 +303,7 @@ def _register_heic() -> bool:
     return True
 
 
-def _orientation(image: Image.Image) -> int:
+def _read_orientation(image: Image.Image) -> int:
     """Read the EXIF orientation. It is 1 if there is none, or if it is damaged."""
     for key in ("xmp", "XML:com.adobe.xmp"):
         image.info.pop(key, None)  # Pillow would use XMP where EXIF has no orientation
@@ -356,7 +313,7 @@ def _orientation(image: Image.Image) -> int:
         return 1
 
 
-def _too_large(name: str, width: int, height: int) -> BadImage:
+def _make_size_error(name: str, width: int, height: int) -> BadImage:
     """Create the error for an image of too many pixels."""
     return BadImage(
         name,
@@ -367,7 +324,7 @@ def _too_large(name: str, width: int, height: int) -> BadImage:
 
 
 def convert_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
-    """Convert a PIL image of the user as `convert_image`, to gray if it has no colours.
+    """Convert a PIL image of the user by `convert_image`, to gray if it has no colours.
 
     Raises:
         RequestError: If it has no pixels, if its file is cut off or closed, or if Pillow cannot
@@ -380,7 +337,7 @@ def convert_pil(image: Image.Image) -> Tuple[np.ndarray, Optional[np.ndarray]]:
         return convert_image(image, gray=image.mode[0] in "1LIF")
     except Exception as error:  # Decoders of damaged data raise any type of error
         fix = "open the file again, or convert the image to RGB"
-        raise RequestError(f"{file}: cannot be read: {_line(error)}; {fix}") from None
+        raise RequestError(f"{file}: cannot be read: {_to_line(error)}; {fix}") from None
 
 
 def convert_image(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[np.ndarray]]:
@@ -391,23 +348,24 @@ def convert_image(image: Image.Image, gray: bool) -> Tuple[np.ndarray, Optional[
         is 0 where the image is transparent or has no data. It is None if there is no such pixel.
     """
     if image.mode[0] in "IF":
-        return _pixels_of_values(np.asarray(image), gray, _nodata(getattr(image, "tag_v2", {})))
+        nodata = _read_nodata(getattr(image, "tag_v2", {}))
+        return _scale_values(np.asarray(image), gray, nodata)
     if image.mode == "La":  # Pillow converts it to LA alone
         image = image.convert("LA")
     if image.has_transparency_data:
         pixels = np.asarray(image.convert("RGBA"))  # (H, W, 4), which also shows gray as it is
         mask = pixels[..., 3].copy()
-        return _gray_or_bgr(pixels, gray), None if mask.all() else mask
+        return _to_gray_or_bgr(pixels, gray), None if mask.all() else mask
     is_gray = image.mode in ("1", "L") or (gray and image.mode == "P")
-    return _gray_or_bgr(np.asarray(image.convert("L" if is_gray else "RGB")), gray), None
+    return _to_gray_or_bgr(np.asarray(image.convert("L" if is_gray else "RGB")), gray), None
 
 
-def _gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
-    """Copy pixels (H, W), or RGB (H, W, 3 or more), uint8, to (H, W) gray or (H, W, 3) BGR."""
+def _to_gray_or_bgr(pixels: np.ndarray, gray: bool) -> np.ndarray:
+    """Copy gray (H, W) or RGB (H, W, 3 or more), uint8, to gray (H, W) or BGR (H, W, 3)."""
     if pixels.ndim == 2:
         return pixels.copy() if gray else cv2.cvtColor(pixels, cv2.COLOR_GRAY2BGR)
-    kind = cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR
-    return cv2.cvtColor(np.ascontiguousarray(pixels[..., :3]), kind)
+    conversion = cv2.COLOR_RGB2GRAY if gray else cv2.COLOR_RGB2BGR
+    return cv2.cvtColor(np.ascontiguousarray(pixels[..., :3]), conversion)
 
 
 # --- pixels of more than 8 bits
@@ -462,22 +420,24 @@ def _pillow_reads(tags: ImageFileDirectory_v2) -> bool:
         # One plane for each band is read as noise.
         return layout in {(1, 1), (2, 3), (2, 4)} and tags.get(284, 1) == 1
     # Gray, RGB(A), palette, CMYK, YCbCr
-    known = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
+    readable = {(0, 1), (1, 1), (2, 3), (2, 4), (3, 1), (5, 4), (6, 3)}
     if tags.get(284, 1) == 2:
         # Pillow mixes the planes of YCbCr, and refuses some RGBA that is not compressed.
-        known -= {(6, 3), (2, 4)} if tags.get(259, 1) == 1 else {(6, 3)}
-    return bits <= {1, 2, 4, 8} and layout in known
+        readable -= {(6, 3), (2, 4)} if tags.get(259, 1) == 1 else {(6, 3)}
+    return bits <= {1, 2, 4, 8} and layout in readable
 
 
 def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np.ndarray:
     """Read the values of a TIFF, (H, W) gray or RGB(A) (H, W, 3 or 4), as stored.
 
     If there are more bands than a photograph has, the first three are its colours, as in other
-    programs. If there are two, the first is its gray. Raises BadImage, which names the layout, for
-    a file that cannot be read.
+    programs. If there are two, the first is its gray.
+
+    Raises:
+        BadImage: If the file cannot be read. The message names the layout.
     """
     if tags[256] * tags[257] > MAX_PIXELS:
-        raise _too_large(name, tags[256], tags[257])
+        raise _make_size_error(name, tags[256], tags[257])
     bands = tags.get(277, 1)
     kind = {1: "uint", 2: "int", 3: "float"}.get(tags.get(339, (1,))[0], "other type of ")
     layout = f"a TIFF of {bands} band{'s' * (bands > 1)} of {kind}{tags.get(258, (1,))[0]}"
@@ -489,7 +449,7 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
     except Exception as error:  # A decoder or tifffile itself is missing, or the data are damaged
         values = _decompress_tiff(data, tags)
         if values is None:
-            reason = _line(error)
+            reason = _to_line(error)
             if isinstance(error, ImportError) or "imagecodecs" in reason:
                 reason = "its compression needs one more package: pip install imagecodecs"
             raise BadImage(name, f"{layout} cannot be read: {reason}; or {convert}") from None
@@ -509,8 +469,11 @@ def _read_by_tifffile(data: bytes, name: str, tags: ImageFileDirectory_v2) -> np
 def _decompress_tiff(data: bytes, tags: ImageFileDirectory_v2) -> Optional[np.ndarray]:
     """Read floats and signed numbers of a TIFF whose compression tifffile alone does not know.
 
-    OpenCV knows LZW and predictors, and Pillow also ZSTD. Returns the values, (H, W) or (H, W, 3 or
-    4), or None for layouts that both read wrong, and for damaged data.
+    OpenCV knows LZW and predictors, and Pillow also ZSTD.
+
+    Returns:
+        The values, (H, W) or (H, W, 3 or 4), or None for layouts that both read wrong, and for
+        damaged data.
     """
     kind = (tags.get(339, (1,))[0], tags.get(258, (1,))[0])
     bands = tags.get(277, 1)
@@ -530,7 +493,7 @@ def _decompress_tiff(data: bytes, tags: ImageFileDirectory_v2) -> Optional[np.nd
     return None
 
 
-def _nodata(tags: Mapping[int, Any]) -> Optional[float]:
+def _read_nodata(tags: Mapping[int, Any]) -> Optional[float]:
     """Return the value that GDAL has noted in a TIFF for pixels without data, or None."""
     try:
         return float(str(tags[42113]).strip("\0 "))
@@ -538,35 +501,36 @@ def _nodata(tags: Mapping[int, Any]) -> Optional[float]:
         return None
 
 
-def _pixels_of_values(
+def _scale_values(
     values: np.ndarray, gray: bool, nodata: Optional[float]
 ) -> Tuple[np.ndarray, Optional[np.ndarray]]:
     """Scale values of any type to 8 bits by the range that is in use.
 
     Args:
         values: (H, W) gray or (H, W, 3 or 4) RGB(A).
+        gray: whether to convert to gray.
         nodata: value of pixels without data, or None.
 
     Returns:
-        Pixels and mask, as `convert_image`.
+        Pixels and mask, as `convert_image` returns them.
     """
     colours = values[..., :3] if values.ndim == 3 else values
-    known = np.isfinite(colours)
+    is_valid = np.isfinite(colours)
     if nodata is not None:
-        known &= colours != nodata
+        is_valid &= colours != nodata
     # Map `low` to 0 and `high` to 256. float32 holds all numbers of 24 bits.
-    low, high = find_range_in_use(colours, known)
-    levels = np.where(known, colours, low).astype(np.float32).clip(low, high)
+    low, high = find_range_in_use(colours, is_valid)
+    levels = np.where(is_valid, colours, low).astype(np.float32).clip(low, high)
     levels = (levels - np.float32(low)) * np.float32(256.0 / max(high - low, 1e-30))
     # Values at the upper end of the range give 256, which is cut to 255.
     pixels = levels.clip(0, 255).astype(np.uint8)
-    mask = np.asarray(known.any(axis=-1) if values.ndim == 3 else known)
+    mask = np.asarray(is_valid.any(axis=-1) if values.ndim == 3 else is_valid)
     if values.shape[2:] == (4,):
         mask = mask & (values[..., 3] > 0)
-    return _gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
+    return _to_gray_or_bgr(pixels, gray), None if mask.all() else mask.astype(np.uint8)
 
 
-def find_range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, float]:
+def find_range_in_use(values: np.ndarray, is_valid: np.ndarray) -> Tuple[float, float]:
     """Find the range (low, high) of the values that become the gray levels 0 and 256.
 
     The range is between the percentiles `INNER` of the medians of 3x3 values, so that single hot
@@ -576,26 +540,27 @@ def find_range_in_use(values: np.ndarray, known: np.ndarray) -> Tuple[float, flo
 
     Args:
         values: (H, W) or (H, W, 3). All bands share one range.
-        known: of the same shape, False where a value has no meaning.
+        is_valid: of the same shape, False where a value has no meaning.
     """
     if values.dtype == np.uint8:
         return 0.0, 256.0
-    # Take medians of 3x3 values at some 262,144 places where all nine are known.
+    # Take medians of 3x3 values at some 262,144 pixels where all nine are valid.
     step = max(1, round(math.sqrt(values.shape[0] * values.shape[1] / SAMPLED)))
-    medians = cv2.medianBlur(np.where(known, values, 0).astype(np.float32), 3)
-    whole = cv2.erode(known.astype(np.uint8), np.ones((3, 3)))
-    kept = np.sort(medians[::step, ::step][whole[::step, ::step] > 0])
-    if not kept.size:
+    medians = cv2.medianBlur(np.where(is_valid, values, 0).astype(np.float32), 3)
+    all_valid = cv2.erode(is_valid.astype(np.uint8), np.ones((3, 3)))
+    samples = np.sort(medians[::step, ::step][all_valid[::step, ::step] > 0])
+    if not samples.size:
         return 0.0, 0.0
-    # Leave out an end value that is further from the rest than the rest is wide.
-    for end in (0, -1, 0, -1):  # -32768 and -9999 may both stand for no data
-        rest = kept[kept != kept[end]]
-        if len(np.unique(rest)) < FEW_LEVELS:
+    # Leave out an end value that is further from the others than the others are wide. Both -32768
+    # and -9999 may stand for no data, so each end is tried twice.
+    for end in (0, -1, 0, -1):
+        others = samples[samples != samples[end]]
+        if len(np.unique(others)) < FEW_LEVELS:
             continue
-        low, high = np.percentile(rest, INNER)
-        if max(low - kept[end], kept[end] - high) > high - low:
-            kept = rest
-    low, high = (float(value) for value in np.percentile(kept, INNER))
+        low, high = np.percentile(others, INNER)
+        if max(low - samples[end], samples[end] - high) > high - low:
+            samples = others
+    low, high = (float(value) for value in np.percentile(samples, INNER))
     # A photograph that fills its bits keeps its gray levels.
     if low >= 0 and high > 0:
         top = 2.0 ** math.ceil(math.log2(high))
@@ -614,7 +579,7 @@ def count_levels(gray: np.ndarray) -> int:
 
 
 def reduce_image(pixels: np.ndarray, longer: int) -> np.ndarray:
-    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer`, unless they are smaller.
+    """Reduce pixels (H, W) or (H, W, 3) to a longer side of `longer` px, unless they are smaller.
 
     If `longer` is 0, return them unchanged.
     """
@@ -655,7 +620,8 @@ def map_to_upright(orientation: int, size: Size) -> np.ndarray:
     """Return the map (3, 3) float64 from stored to upright pixel coordinates.
 
     Args:
-        size: stored (width, height).
+        orientation: EXIF orientation, 1 to 8.
+        size: (width, height) of the stored pixels.
     """
     H = np.eye(3)
     if orientation > 4:
@@ -667,6 +633,6 @@ def map_to_upright(orientation: int, size: Size) -> np.ndarray:
     return H
 
 
-def _line(error: Exception) -> str:
+def _to_line(error: Exception) -> str:
     """Return the message of an error in one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -19,7 +19,8 @@ from superglue_sift import __version__
 from superglue_sift.errors import RequestError
 from superglue_sift.features.extractors import SIFT
 from superglue_sift.features.features import REFINED_AT, Features
-from superglue_sift.features.images import decode_gray, find_mask, read_bytes, reduce_image
+from superglue_sift.features.images import decode_gray, read_bytes, reduce_image
+from superglue_sift.features.photo_folder import find_mask
 from superglue_sift.files import FileName, name_below, write_atomic
 from superglue_sift.matcher import Matcher
 
@@ -43,7 +44,12 @@ def read_npz(path: FileName) -> Optional[Dict[str, np.ndarray]]:
 
 
 class PhotoFile(NamedTuple):
-    """A photograph to match. name: stem of its output files. path: its file."""
+    """A photograph to match.
+
+    Attributes:
+        name: stem of its output files.
+        path: its file.
+    """
 
     name: str
     path: Path
@@ -60,8 +66,9 @@ class FeatureStore:
         Args:
             matcher: extracts the features.
             folder: folder for the files, which is created with the first one.
-            masks: folder of masks, named after the photographs below `root` (`images.find_mask`). A
-                photograph without a mask is used whole. If None, there are no masks.
+            masks: folder of masks, named after the photographs below `root` (see
+                `photo_folder.find_mask`). A photograph without a mask is used whole. If None, there
+                are no masks.
             root: folder of the photographs.
         """
         self.matcher = matcher
@@ -85,25 +92,32 @@ class FeatureStore:
         """Return the features of a photograph.
 
         Raises:
-            RequestError: the photograph cannot be read, or was replaced since it was first read.
+            RequestError: If the photograph cannot be read, or was replaced since it was first read.
         """
         return self._features(photo)
 
     def with_pixels(self, photo: PhotoFile) -> Features:
-        """Return the features with the gray pixels for refinement. Raises as calling the store."""
+        """Return the features of a photograph, with the gray pixels for refinement.
+
+        Raises:
+            RequestError: If the photograph cannot be read, or was replaced since it was first read.
+        """
         return self(photo)._replace(gray=self._pixels(photo))
 
     def digest(self, photo: PhotoFile) -> str:
         """Return the digest of a photograph and its mask, 16 hexadecimal digits.
 
-        It is that of the bytes that were read first. Raises RequestError if they cannot be read.
+        It is that of the bytes that were read first.
+
+        Raises:
+            RequestError: If the photograph or its mask cannot be read.
         """
         if photo not in self._digests:
             self._read(photo)
         return self._digests[photo][:16]
 
     def prepare(self, photo: PhotoFile) -> Features:
-        """Read the features from disk, or compute and write them. Thread-safe."""
+        """Read the features of a photograph from disk, or compute and write them. Thread-safe."""
         content, mask = self._read(photo)
         # Other settings or another content give another file.
         key = hashlib.sha256(f"{self._settings} {self._digests[photo]}".encode()).hexdigest()
@@ -112,10 +126,10 @@ class FeatureStore:
         if features is not None:
             return features
         features = self.matcher.extract_file(content, str(photo.path), mask)
-        # Keep the features, without pixels, for the next time.
-        file = io.BytesIO()
-        np.savez(file, **{name: getattr(features, name) for name in ARRAYS})
-        write_atomic(path, file.getvalue())
+        # A file has no pixels, since they would take most of its space.
+        buffer = io.BytesIO()
+        np.savez(buffer, **{name: getattr(features, name) for name in ARRAYS})
+        write_atomic(path, buffer.getvalue())
         return features._replace(gray=None, image=None)
 
     def _read(self, photo: PhotoFile) -> Tuple[bytes, Optional[Path]]:

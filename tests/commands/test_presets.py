@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from pipeline import errors, params, presets
 from pipeline.params import Params, flatten
-from superglue_sift.features.images import list_photos
+from superglue_sift.features.photo_folder import list_photos
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFERED = sorted(path.stem for path in (ROOT / "presets").glob("*.yaml"))

@@ -1,4 +1,4 @@
-"""features/images.py: which files of a folder are photographs, files to pixels, what is refused."""
+"""Which files of a folder are photographs, how files become pixels, and what is refused."""
 
 import importlib.util
 import io
@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from PIL import Image, features
 
 from superglue_sift.errors import RequestError
-from superglue_sift.features import images
-from superglue_sift.features.images import (
-    STORED,
-    UPRIGHT,
-    BadImage,
-    decode_gray,
-    decode_photo,
-    list_photos,
-)
+from superglue_sift.features import images, photo_folder
+from superglue_sift.features.images import STORED, UPRIGHT, BadImage, decode_gray, decode_photo
+from superglue_sift.features.photo_folder import list_photos
 from superglue_sift.geometry.two_view import transform
 
 
@@ -64,7 +58,7 @@ def test_hidden_files_and_those_of_the_system_are_no_photographs(tmp_path):
     make_files(tmp_path, ["2.JPG", "1.jpg", "sub.jpg/3.webp", *hidden])
     (tmp_path / "gone.jpg").symlink_to("nowhere")  # reading it reports the error
     assert listed(tmp_path) == ["1.jpg", "2.JPG", "gone.jpg", "sub.jpg/3.webp"]
-    assert [name for name in hidden if images.is_photo(name)] == []
+    assert [name for name in hidden if photo_folder.is_photo(name)] == []
     with pytest.raises(RequestError, match="no such folder"):
         list_photos(tmp_path / "nothing")
 
@@ -160,7 +154,7 @@ KINDS = {
 def test_the_range_in_use_is_scaled_to_8_bits(photo, kind, colour):
     values = KINDS[kind](photo)
     used = np.dstack([values] * 3) if colour else values
-    pixels, _ = images._pixels_of_values(used, True, None)
+    pixels, _ = images._scale_values(used, True, None)
     below = slice(170, None)  # what `fill` leaves
     ordinary = ~np.isin(values[below], (0, 65535))  # what `salt` leaves
     seen = pixels[below][ordinary]
@@ -170,7 +164,7 @@ def test_the_range_in_use_is_scaled_to_8_bits(photo, kind, colour):
 
 def test_a_flat_picture_stays_so():
     for values in (np.full((30, 30), 700, np.uint16), np.zeros((1, 1), np.float32)):
-        assert not images._pixels_of_values(values, True, None)[0].any()
+        assert not images._scale_values(values, True, None)[0].any()
 
 
 # --- TIFF layouts
@@ -317,7 +311,7 @@ def test_transparent_pixels_are_masked_in_every_mode(photo):
 def test_a_mask_is_found_as_in_colmap_and_has_the_size_of_the_stored_pixels(tmp_path):
     make_files(tmp_path, ["sub/a.jpg.png", "b.png"])
     for name, mask in (("sub/a.jpg", "sub/a.jpg.png"), ("b.jpg", "b.png"), ("c.jpg", None)):
-        assert images.find_mask(tmp_path, name) == (tmp_path / mask if mask else None)
+        assert photo_folder.find_mask(tmp_path, name) == (tmp_path / mask if mask else None)
     mask = np.zeros((40, 60), np.uint8)
     mask[:10, :15] = 1  # all but black counts
     cv2.imwrite(str(tmp_path / "b.png"), mask)
